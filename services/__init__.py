@@ -1,0 +1,1 @@
+"""The servers of Troupe. None imports another; they share the chassis and protobuf contracts."""

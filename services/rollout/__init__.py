@@ -1,0 +1,1 @@
+"""Runs workflows, routes their turns to engines, keeps engines at the right weights."""

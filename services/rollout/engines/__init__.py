@@ -1,0 +1,1 @@
+"""Engines that serve policies to the router: embedded (transformers) and SGLang."""

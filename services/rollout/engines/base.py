@@ -1,0 +1,176 @@
+"""What the router knows of an engine: one interface, whatever serves behind it.
+
+An engine serves one policy at one verified version. The router calls `generate` from any
+number of asyncio tasks; the engine batches them. Weights change under running requests:
+those are kept and go on, and every token says which version drew it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as pb
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one response is drawn.
+
+    `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 keep every token. A `seed` makes the
+    response a function of (weights, prompt, seed), whatever else is batched with it, up to
+    floating-point noise. `stop_token_ids` come on top of the model's end-of-sequence tokens.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens [start, end) of a response were drawn by `version`."""
+
+    version: int
+    start: int
+    end: int
+
+    def to_proto(self) -> pb.VersionSpan:
+        """The same as a message."""
+        return pb.VersionSpan(version=self.version, start=self.start, end=self.end)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response.
+
+    `token_ids` and `logprobs` have equal length; a stop token that ended the response is its
+    last element. `logprobs` are natural logs under the model's own distribution: the softmax
+    of the raw logits, before temperature, top-k and top-p (as SGLang reports them). At
+    temperature 1 without truncation that is the distribution sampled from.
+    `finish_reason` is "abort" after `Engine.abort`; the tokens drawn until then are kept.
+    `cached_tokens` counts prompt tokens whose keys and values were reused.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[VersionSpan]
+    finish_reason: FinishReason
+    cached_tokens: int
+    queue_seconds: float
+    generate_seconds: float
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What an engine has to do, for balancing.
+
+    `outstanding_tokens`: prompt tokens not yet read plus response tokens still allowed, over
+    all requests. `generated_tokens` counts since `start`; `tokens_per_second` is over the
+    last few seconds.
+    """
+
+    running: int
+    waiting: int
+    outstanding_tokens: int
+    generated_tokens: int
+    tokens_per_second: float
+
+
+class Engine(Protocol):
+    """One serving replica of one policy.
+
+    Life (troupe.states.ENGINE): `start` leads to STALE, `update_weights` through UPDATING to
+    HEALTHY; only then does `generate` serve. When the engine dies every waiting request fails
+    with `EngineDied` and the state is DEAD; `start` again leads to STALE, never to HEALTHY.
+    """
+
+    engine_id: str
+    policy: str
+    kind: str
+    restarts: int
+    """Times that `start` brought the engine back from DEAD."""
+    message: str
+    """Why the engine is in its state, for people; empty when all is well."""
+
+    @property
+    def state(self) -> pb.EngineState:
+        """Where in its life the engine is."""
+        ...
+
+    @property
+    def version(self) -> int | None:
+        """Verified version that is served; None until the first update."""
+        ...
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the served weights (troupe.transfer); empty until the first update."""
+        ...
+
+    async def start(self) -> None:
+        """Bring the engine up to STALE. Raises `EngineStartFailed` within its time limit."""
+        ...
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        deadline_seconds: float,
+    ) -> Generation:
+        """Draw one response to `prompt_ids`.
+
+        Cancelling the task aborts the request. Raises `PromptTooLong`, `EngineStale` (nothing
+        verified to serve with), `EngineDied`, `TurnDeadline` and `BadRequest` (empty prompt,
+        ids outside the vocabulary, no room for a token).
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early: its `generate` returns what it has. Unknown ids are ignored."""
+        ...
+
+    async def update_weights(self, ref: pb.WeightsRef, transfer: Transfer) -> float:
+        """Bring the engine to `ref` and verify it; returns the seconds it could not serve.
+
+        Nothing is served from weights that were not verified: a refused update (names, shapes,
+        dtypes, checksum of the published weights) leaves the engine as it was and raises
+        `WeightsRefused`; one that fails half-way leaves it STALE. Repeating is harmless.
+        """
+        ...
+
+    def load(self) -> EngineLoad:
+        """Current load; cheap, no I/O."""
+        ...
+
+    async def check(self) -> pb.EngineState:
+        """Probe the engine and return its state afterwards.
+
+        A missed probe moves HEALTHY to SUSPECT, an answered one back; a gone thread or
+        process, or several misses, to DEAD. Never raises for a sick engine.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """End requests (as aborted), release everything; the state is STOPPED. Repeatable."""
+        ...
+
+
+def spans_of(versions: Iterable[int]) -> list[VersionSpan]:
+    """Run-length form of one version per token."""
+    spans: list[VersionSpan] = []
+    end = 0
+    for version, run in itertools.groupby(versions):
+        start, end = end, end + sum(1 for _ in run)
+        spans.append(VersionSpan(version, start, end))
+    return spans

@@ -1,0 +1,99 @@
+"""Where an engine is in its life: the only place where its state, version and checksum move."""
+
+from __future__ import annotations
+
+from troupe.states import ENGINE, check, is_terminal
+from troupe.v1 import common_pb2 as pb
+
+
+class EngineState:
+    """State of one engine, moved along `troupe.states.ENGINE` only.
+
+    Invariant: `version` and `checksum` are set if and only if the engine holds weights that it
+    verified. They survive UPDATING (in-flight turns go on with the old weights until the new
+    ones are in), SUSPECT and DRAINING; STALE, DEAD and STOPPED clear them.
+    """
+
+    def __init__(self) -> None:
+        self._now: pb.EngineState = pb.ENGINE_STATE_STARTING
+        self.version: int | None = None
+        self.checksum = ""
+        self.message = "starting"
+        self.restarts = 0
+
+    @property
+    def now(self) -> pb.EngineState:
+        """The current state."""
+        return self._now
+
+    @property
+    def name(self) -> str:
+        """The current state as people read it: "HEALTHY"."""
+        return pb.EngineState.Name(self._now).removeprefix("ENGINE_STATE_")
+
+    @property
+    def alive(self) -> bool:
+        """Whether something is there to talk to."""
+        return self._now not in (
+            pb.ENGINE_STATE_STARTING,
+            pb.ENGINE_STATE_DEAD,
+            pb.ENGINE_STATE_STOPPED,
+        )
+
+    @property
+    def serves(self) -> bool:
+        """Whether new turns are taken."""
+        return self._now in (pb.ENGINE_STATE_HEALTHY, pb.ENGINE_STATE_SUSPECT)
+
+    def started(self) -> None:
+        """The engine is up and holds no verified weights."""
+        restarted = self._now == pb.ENGINE_STATE_DEAD
+        self._move(pb.ENGINE_STATE_STALE, "waiting for weights")
+        self.restarts += restarted
+
+    def updating(self, version: int) -> None:
+        """Weights are about to change. A SUSPECT engine gives up its old weights first."""
+        if self._now == pb.ENGINE_STATE_SUSPECT:
+            self._move(pb.ENGINE_STATE_STALE, self.message)
+        self._move(pb.ENGINE_STATE_UPDATING, f"updating to version {version}")
+
+    def verified(self, version: int, checksum: str) -> None:
+        """The new weights are in and their checksum is right."""
+        self._move(pb.ENGINE_STATE_HEALTHY, "")
+        self.version, self.checksum = version, checksum
+
+    def lost_weights(self, reason: str) -> None:
+        """What the engine holds is unknown: it serves nothing until updated."""
+        self._move(pb.ENGINE_STATE_STALE, reason)
+
+    def suspect(self, reason: str) -> None:
+        """A probe was missed."""
+        self._move(pb.ENGINE_STATE_SUSPECT, reason)
+
+    def recovered(self) -> None:
+        """A probe was answered again, by the same process with the same weights."""
+        self._move(pb.ENGINE_STATE_HEALTHY, "")
+
+    def draining(self, reason: str) -> None:
+        """No new turns; what runs ends."""
+        self._move(pb.ENGINE_STATE_DRAINING, reason)
+
+    def died(self, reason: str) -> None:
+        """The engine is gone. Repeatable: the first reason stays."""
+        if self._now not in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
+            self._move(pb.ENGINE_STATE_DEAD, reason)
+
+    def stopped(self) -> None:
+        """The engine was stopped for good. Repeatable."""
+        if not is_terminal(ENGINE, self._now):
+            self._move(pb.ENGINE_STATE_STOPPED, "")
+
+    def _move(self, target: pb.EngineState, message: str) -> None:
+        check(ENGINE, self._now, target)
+        self._now, self.message = target, message
+        if target in (
+            pb.ENGINE_STATE_STALE,
+            pb.ENGINE_STATE_DEAD,
+            pb.ENGINE_STATE_STOPPED,
+        ):
+            self.version, self.checksum = None, ""
