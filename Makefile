@@ -1,0 +1,72 @@
+# Troupe: every command of a working day. `make` alone lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BUF := npx --yes @bufbuild/buf@1.75.0
+
+# A process that takes every core for its maths slows its neighbours many times over.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint format types walls protos protos-check lock docs up down compose-test clean check
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with the pinned dependencies
+
+$(STAMP): deploy/requirements/dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . 
+	@touch $@
+
+demo: setup ## train the example team on this machine and show before and after
+	$(BIN)/python -m examples.reasoning_team.demo
+
+test: setup ## the default test suite
+	$(BIN)/python -m pytest
+
+test-slow: setup ## the tests that need minutes, a browser, containers or SGLang
+	$(BIN)/python -m pytest -m slow --timeout 1800
+
+lint: setup ## ruff and buf
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BUF) lint
+
+format: setup ## rewrite the code in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup ## mypy, strict
+	$(BIN)/mypy troupe services examples benchmarks scripts
+
+walls: setup ## who may import whom
+	$(BIN)/lint-imports
+
+protos: setup ## generate troupe/v1 from protos/
+	$(BIN)/python scripts/generate_stubs.py
+
+protos-check: setup ## fail when troupe/v1 is stale
+	$(BIN)/python scripts/generate_stubs.py --check
+
+docs: setup ## generate the job reference
+	$(BIN)/troupe job reference --out docs/job-reference.md
+
+lock: setup ## pin the dependencies of every image anew
+	$(BIN)/python scripts/lock.py
+
+check: lint types walls protos-check test ## all that CI runs, but the slow tests
+
+up: setup ## start an embedded cluster and leave it running
+	$(BIN)/troupe up --detach
+
+down: setup ## stop it
+	$(BIN)/troupe down
+
+clean: ## remove what builds and tests left (not runs/)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,59 @@
+"""Pin every dependency: one requirements file per image, one for developers.
+
+`uv pip compile` resolves `pyproject.toml`; `--upgrade` takes newer releases. The local part of
+torch's version (`+cpu`) is dropped, so that a lock serves CPU and CUDA builds alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "deploy" / "requirements"
+
+# Rollout imports users' workflows and tasks, reward their functions: both carry the examples'
+# packages. The reward workers stay free of torch.
+LOCKS = {
+    "orchestrator": ["orchestrator"],
+    "experience-store": ["experience-store"],
+    "rollout": ["rollout", "examples"],
+    "trainer": ["trainer", "examples"],
+    "reward": ["reward", "examples"],
+    "control-panel": ["control-panel"],
+    "dev": ["dev"],
+}
+
+
+def lock(name: str, extras: list[str], upgrade: bool) -> None:
+    """Write `deploy/requirements/{name}.txt`, keeping present pins unless `upgrade`."""
+    out = TARGET / f"{name}.txt"
+    command = [
+        str(Path(sys.executable).parent / "uv"),
+        *("pip", "compile", "--quiet", "--no-emit-index-url", "--no-emit-find-links"),
+        *("--no-annotate", "--no-header", "--python-version", "3.11", "pyproject.toml"),
+        *[part for extra in extras for part in ("--extra", extra)],
+        *("-o", str(out)),
+        *(["--upgrade"] if upgrade else []),
+    ]
+    subprocess.run(command, cwd=ROOT, check=True)
+    out.write_text(re.sub(r"(?m)^(torch==[\d.]+)\+\w+$", r"\1", out.read_text()))
+
+
+def main() -> None:
+    """Lock all, or the names given."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[[], *LOCKS])
+    parser.add_argument("--upgrade", action="store_true")
+    args = parser.parse_args()
+    TARGET.mkdir(parents=True, exist_ok=True)
+    for name in args.names or LOCKS:
+        lock(name, LOCKS[name], args.upgrade)
+        print(f"locked {name}")
+
+
+if __name__ == "__main__":
+    main()
