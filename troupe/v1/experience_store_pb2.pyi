@@ -401,12 +401,15 @@ class FillColumnsRequest(_message.Message):
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
+    DROP_REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     step: _builtins.int
     policy: _builtins.str
     sample_id: _builtins.str
     reward: _builtins.float
+    drop_reason: _builtins.str
+    """Instead of values: a missing column cannot be had, so the sample is DROPPED for this reason."""
     @_builtins.property
     def columns(self) -> _containers.MessageMap[_builtins.str, Global___Column]: ...
     def __init__(
@@ -419,10 +422,11 @@ class FillColumnsRequest(_message.Message):
         sample_id: _builtins.str = ...,
         reward: _builtins.float | None = ...,
         columns: _abc.Mapping[_builtins.str, Global___Column] | None = ...,
+        drop_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "columns", b"columns", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "reward", b"reward", "sample_id", b"sample_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "columns", b"columns", "drop_reason", b"drop_reason", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "reward", b"reward", "sample_id", b"sample_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -435,15 +439,19 @@ class FillColumnsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
     state: _common_pb2.SampleState.ValueType
+    accepted: _builtins.bool
+    """False when every value was there before (the first one stays): nothing was written."""
     def __init__(
         self,
         *,
         state: _common_pb2.SampleState.ValueType = ...,
+        accepted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
