@@ -1,0 +1,88 @@
+"""Repeating calls: which, how often, how long."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from troupe.rpc import (
+    NO_RETRY,
+    InvalidArgument,
+    ResourceExhausted,
+    RetryPolicy,
+    Unavailable,
+    new_id,
+)
+
+QUICK = RetryPolicy(max_attempts=4, initial_backoff=0.001, max_backoff=0.002, seed=0)
+
+
+class Flaky:
+    """Fails with the given errors, then answers."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures = list(failures)
+        self.left: list[float | None] = []
+
+    def sync(self, left: float | None) -> str:
+        self.left.append(left)
+        if self.failures:
+            raise self.failures.pop(0)
+        return "answer"
+
+    async def __call__(self, left: float | None) -> str:
+        return self.sync(left)
+
+
+async def test_unavailable_is_repeated_until_it_answers() -> None:
+    call = Flaky(Unavailable("a"), Unavailable("b"))
+    assert await QUICK.run(call, 10) == "answer"
+    assert len(call.left) == 3
+    first, _, last = call.left
+    assert first is not None
+    assert last is not None
+    assert last < first  # all attempts share one deadline
+
+
+async def test_attempts_end() -> None:
+    call = Flaky(*[Unavailable(str(n)) for n in range(9)])
+    with pytest.raises(Unavailable, match=r"3 \(4 attempts in"):
+        await QUICK.run(call, None)
+
+
+async def test_a_wrong_request_is_not_repeated() -> None:
+    call = Flaky(InvalidArgument("wrong"))
+    with pytest.raises(InvalidArgument):
+        await QUICK.run(call, None)
+    assert len(call.left) == 1
+
+
+async def test_full_is_repeated_only_when_the_server_says_when() -> None:
+    with pytest.raises(ResourceExhausted):
+        await QUICK.run(Flaky(ResourceExhausted("full")), 5)
+    start = time.monotonic()
+    assert await QUICK.run(Flaky(ResourceExhausted("full", retry_after_ms=50)), 5) == "answer"
+    assert time.monotonic() - start >= 0.05
+
+
+async def test_no_attempt_starts_that_the_deadline_forbids() -> None:
+    start = time.monotonic()
+    with pytest.raises(Unavailable):
+        await QUICK.run(Flaky(Unavailable("later", retry_after_ms=60_000)), 0.2)
+    assert time.monotonic() - start < 0.2
+
+
+def test_sync_and_no_retry() -> None:
+    assert QUICK.run_sync(Flaky(Unavailable("a")).sync, 5) == "answer"
+    with pytest.raises(Unavailable):
+        NO_RETRY.run_sync(Flaky(Unavailable("a")).sync, 5)
+
+
+def test_backoff_grows_to_its_bound() -> None:
+    policy = RetryPolicy(initial_backoff=1, multiplier=2, max_backoff=5, jitter=0)
+    waits = [policy.backoff(n, Unavailable(""), random.Random(0)) for n in range(1, 6)]
+    assert waits == [1, 2, 4, 5, 5]
+    assert new_id("a") != new_id("a")
+    assert new_id("a").startswith("a-")

@@ -1,0 +1,250 @@
+"""Channels: how everything in Troupe calls a service.
+
+A channel from here bounds every unary call with a deadline, repeats what may be repeated, sends
+the bearer token, the trace context and the job/policy/trajectory ids that the log is bound to,
+and raises `TroupeError` instead of `grpc.RpcError`. Streams are not repeated: their caller knows
+where to take them up again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, Final
+
+import grpc
+import structlog
+from opentelemetry import propagate
+
+from troupe.rpc.errors import InvalidArgument, from_rpc_error
+from troupe.rpc.settings import ClientSettings
+
+# What of the log's context travels with a call, as `troupe-job-id` and so on.
+CONTEXT_IDS: Final = ("job_id", "policy", "trajectory_id")
+
+
+def context_key(name: str) -> str:
+    """The metadata key that carries the context id `name`."""
+    return "troupe-" + name.replace("_", "-")
+
+
+def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Channel:
+    """An asyncio channel to the service at `address` ("host:port"). Connects when first used."""
+    settings = settings or ClientSettings()
+    common = _Common(address, settings)
+    interceptors: list[Any] = [_AioUnary(common), _AioStream(common)]
+    options = channel_options(settings.max_message_mib)
+    if (credentials := _credentials(settings)) is not None:
+        return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
+    return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
+
+
+def connect_sync(address: str, settings: ClientSettings | None = None) -> grpc.Channel:
+    """`connect` for callers without an event loop."""
+    settings = settings or ClientSettings()
+    options = channel_options(settings.max_message_mib)
+    if (credentials := _credentials(settings)) is not None:
+        channel = grpc.secure_channel(address, credentials, options)
+    else:
+        channel = grpc.insecure_channel(address, options)
+    return grpc.intercept_channel(channel, _Sync(_Common(address, settings)))
+
+
+def channel_options(max_message_mib: int) -> list[tuple[str, Any]]:
+    """gRPC channel arguments: keep-alive, message limit, quick reconnection."""
+    limit = max_message_mib * 2**20
+    return [
+        ("grpc.max_receive_message_length", limit),
+        ("grpc.max_send_message_length", limit),
+        # A peer that vanished without a FIN is noticed within 30 s.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Retries live in troupe.rpc.retry and nowhere else.
+        ("grpc.enable_retries", 0),
+        # By default a channel whose peer was away tries again only after up to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        # Channels of one process to one address must not share a broken connection's backoff.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def _credentials(settings: ClientSettings) -> grpc.ChannelCredentials | None:
+    if settings.tls_ca is None:
+        return None
+    files = {"tls_ca": settings.tls_ca, "tls_cert": settings.tls_cert, "tls_key": settings.tls_key}
+    pem: dict[str, bytes | None] = {}
+    for name, path in files.items():
+        try:
+            pem[name] = None if path is None else path.read_bytes()
+        except OSError as error:
+            raise InvalidArgument(
+                f"cannot be read: {error.strerror}",
+                field=name,
+                value=path,
+                remedy=f"Set TROUPE_{name.upper()} to a readable PEM file.",
+            ) from error
+    return grpc.ssl_channel_credentials(pem["tls_ca"], pem["tls_key"], pem["tls_cert"])
+
+
+class _Common:
+    """What all interceptors of one channel share."""
+
+    def __init__(self, address: str, settings: ClientSettings) -> None:
+        self._address = address
+        self.settings = settings
+        token = settings.token
+        self._authorization = None if token is None else f"Bearer {token.get_secret_value()}"
+
+    def target(self, details: grpc.ClientCallDetails) -> str:
+        method = details.method
+        name = method.decode() if isinstance(method, bytes) else method
+        return f"{name.lstrip('/')} at {self._address}"
+
+    def timeout(self, details: grpc.ClientCallDetails) -> float:
+        given: float | None = details.timeout
+        return self.settings.deadline_seconds if given is None else given
+
+    def metadata(self, details: grpc.ClientCallDetails) -> list[tuple[str, Any]]:
+        pairs: list[tuple[str, Any]] = list(details.metadata or ())
+        present = {key for key, _ in pairs}
+        if self._authorization is not None and "authorization" not in present:
+            pairs.append(("authorization", self._authorization))
+        carrier: dict[str, str] = {}
+        propagate.inject(carrier)
+        pairs.extend(carrier.items())
+        bound = structlog.contextvars.get_contextvars()
+        for name in CONTEXT_IDS:
+            value = bound.get(name)
+            if not value or (key := context_key(name)) in present:
+                continue
+            if (text := str(value)).isascii() and text.isprintable():
+                pairs.append((key, text))
+        return pairs
+
+
+class _AioUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, common: _Common) -> None:
+        self._common = common
+
+    async def intercept_unary_unary(
+        self,
+        continuation: Callable[[Any, Any], Awaitable[Any]],
+        details: Any,
+        request: Any,
+    ) -> Any:
+        common = self._common
+        metadata = grpc.aio.Metadata(*common.metadata(details))
+        timeout = common.timeout(details)
+
+        async def attempt(left: float | None) -> Any:
+            call = await continuation(details._replace(timeout=left, metadata=metadata), request)
+            try:
+                await call
+            except grpc.RpcError as error:
+                raise from_rpc_error(
+                    error, target=common.target(details), timeout=timeout
+                ) from None
+            return call
+
+        return await common.settings.retry.run(attempt, timeout)
+
+
+class _AioStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, common: _Common) -> None:
+        self._common = common
+
+    async def intercept_unary_stream(
+        self,
+        continuation: Callable[[Any, Any], Any],
+        details: Any,
+        request: Any,
+    ) -> Any:
+        metadata = grpc.aio.Metadata(*self._common.metadata(details))
+        call = await continuation(details._replace(metadata=metadata), request)
+        return self._read(call, details)
+
+    async def _read(self, call: Any, details: Any) -> AsyncIterator[Any]:
+        try:
+            async for message in call:
+                yield message
+        except grpc.RpcError as error:
+            raise from_rpc_error(
+                error, target=self._common.target(details), timeout=details.timeout
+            ) from None
+        finally:
+            # A reader that stops early tells the server so.
+            call.cancel()
+
+
+class _Sync(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, common: _Common) -> None:
+        self._common = common
+
+    def intercept_unary_unary(
+        self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
+    ) -> Any:
+        common = self._common
+        metadata = common.metadata(details)
+        timeout = common.timeout(details)
+
+        def attempt(left: float | None) -> Any:
+            outcome = continuation(_CallDetails(details, left, metadata), request)
+            try:
+                outcome.result()
+            except grpc.RpcError as error:
+                raise from_rpc_error(
+                    error, target=common.target(details), timeout=timeout
+                ) from None
+            return outcome
+
+        return common.settings.retry.run_sync(attempt, timeout)
+
+    def intercept_unary_stream(
+        self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
+    ) -> Any:
+        metadata = self._common.metadata(details)
+        call = continuation(_CallDetails(details, details.timeout, metadata), request)
+        return _SyncStream(call, self._common.target(details), details.timeout)
+
+
+class _CallDetails(grpc.ClientCallDetails):
+    """`details` with another timeout and metadata."""
+
+    def __init__(
+        self, details: Any, timeout: float | None, metadata: list[tuple[str, Any]]
+    ) -> None:
+        self.method = details.method
+        self.timeout = timeout
+        self.metadata = tuple(metadata)
+        self.credentials = details.credentials
+        self.wait_for_ready = details.wait_for_ready
+        self.compression = details.compression
+
+
+class _SyncStream:
+    """A response stream that raises typed errors and can be cancelled."""
+
+    def __init__(self, call: Any, target: str, timeout: float | None) -> None:
+        self._call = call
+        self._target = target
+        self._timeout = timeout
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._call)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.FutureCancelledError) or self._call.cancelled():
+                raise StopIteration from None
+            raise from_rpc_error(error, target=self._target, timeout=self._timeout) from None
+
+    def cancel(self) -> None:
+        """End the call; the server is told."""
+        self._call.cancel()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)

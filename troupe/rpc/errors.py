@@ -1,0 +1,278 @@
+"""Typed errors: what a failed call means, which field is at fault, and what to do about it.
+
+A service raises one; it crosses the wire as a gRPC status that carries a `Problem`; the caller
+gets the same class back. Nobody outside this package looks at a `grpc.RpcError`.
+"""
+
+# ruff: noqa: N818 - the classes bear the names of the gRPC codes that they stand for
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar, Final
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
+
+from troupe.v1 import common_pb2 as pb
+
+DETAILS_KEY: Final = "grpc-status-details-bin"
+# All headers of a response must fit into 8 KiB, and the text crosses twice (status and detail).
+_MESSAGE_LIMIT: Final = 1500
+_FIELD_LIMIT: Final = 300
+_TOO_LARGE: Final = re.compile(r"(Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
+
+
+class TroupeError(Exception):
+    """A failure with a stable `kind`, and where known the field, its value and the remedy.
+
+    `code` is the gRPC status that it crosses the wire with, `default_kind` what `kind` is unless
+    the raiser names a narrower one.
+    """
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+    default_kind: ClassVar[str] = "unknown"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str | None = None,
+        field: str | None = None,
+        value: object | None = None,
+        remedy: str | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.kind = kind or self.default_kind
+        self.field = field
+        self.value = None if value is None else str(value)
+        self.remedy = remedy
+        self.retry_after_ms = retry_after_ms
+
+    def __str__(self) -> str:
+        subject = ""
+        if self.field is not None:
+            shown = "" if self.value is None else f" = {_clip(self.value, _FIELD_LIMIT)}"
+            subject = f"{self.field}{shown}: "
+        text = f"{subject}{self.message}"
+        if not self.remedy:
+            return text
+        return f"{text}{'' if text.endswith(('.', '!', '?')) else '.'} {self.remedy}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.to_problem().SerializeToString()))
+
+    def to_problem(self) -> pb.Problem:
+        """The message that describes this error on the wire, in job records and in events."""
+        problem = pb.Problem(kind=self.kind, message=_clip(self.message, _MESSAGE_LIMIT))
+        if self.field is not None:
+            problem.field = _clip(self.field, _FIELD_LIMIT)
+        if self.value is not None:
+            problem.value = _clip(self.value, _FIELD_LIMIT)
+        if self.remedy is not None:
+            problem.remedy = _clip(self.remedy, _FIELD_LIMIT * 2)
+        if self.retry_after_ms is not None:
+            problem.retry_after_ms = self.retry_after_ms
+        return problem
+
+    @staticmethod
+    def from_problem(problem: pb.Problem, code: grpc.StatusCode | None = None) -> TroupeError:
+        """The error that `problem` describes; its class follows `code`, else the kind."""
+        if code is not None:
+            cls = _BY_CODE.get(code, TroupeError)
+        else:
+            cls = _BY_KIND.get(problem.kind, TroupeError)
+        return cls(
+            problem.message,
+            kind=problem.kind or None,
+            field=problem.field if problem.HasField("field") else None,
+            value=problem.value if problem.HasField("value") else None,
+            remedy=problem.remedy if problem.HasField("remedy") else None,
+            retry_after_ms=problem.retry_after_ms if problem.HasField("retry_after_ms") else None,
+        )
+
+
+class InvalidArgument(TroupeError):
+    """The request is wrong in itself; repeating it cannot help."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    default_kind = "invalid_argument"
+
+
+class NotFound(TroupeError):
+    """The thing named does not exist."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    default_kind = "not_found"
+
+
+class AlreadyExists(TroupeError):
+    """The name is taken by something else."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    default_kind = "already_exists"
+
+
+class FailedPrecondition(TroupeError):
+    """The system is in a state in which this call makes no sense."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    default_kind = "failed_precondition"
+
+
+class ResourceExhausted(TroupeError):
+    """Full, or over a limit. With `retry_after_ms` it is worth repeating."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    default_kind = "resource_exhausted"
+
+
+class DeadlineExceeded(TroupeError):
+    """A wait ended without what it waited for."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    default_kind = "deadline_exceeded"
+
+
+class Unavailable(TroupeError):
+    """The service cannot be reached now, is starting, or is shutting down."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    default_kind = "unavailable"
+
+
+class Internal(TroupeError):
+    """A fault of Troupe itself."""
+
+    code = grpc.StatusCode.INTERNAL
+    default_kind = "internal"
+
+
+class Aborted(TroupeError):
+    """Someone else won: a claim was superseded, a lease lost."""
+
+    code = grpc.StatusCode.ABORTED
+    default_kind = "aborted"
+
+
+class Unauthenticated(TroupeError):
+    """No bearer token, or a wrong one."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    default_kind = "unauthenticated"
+
+
+class Unimplemented(TroupeError):
+    """The server does not know this call."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    default_kind = "unimplemented"
+
+
+class DataLoss(TroupeError):
+    """Bytes are not what they were when they were written."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    default_kind = "data_loss"
+
+
+_CLASSES: Final[tuple[type[TroupeError], ...]] = (
+    InvalidArgument,
+    NotFound,
+    AlreadyExists,
+    FailedPrecondition,
+    ResourceExhausted,
+    DeadlineExceeded,
+    Unavailable,
+    Internal,
+    Aborted,
+    Unauthenticated,
+    Unimplemented,
+    DataLoss,
+)
+_BY_CODE: Final = {cls.code: cls for cls in _CLASSES}
+_BY_KIND: Final = {cls.default_kind: cls for cls in _CLASSES}
+
+
+def to_status(error: TroupeError) -> status_pb2.Status:
+    """The `google.rpc.Status` of `error`, with its `Problem` as the one detail."""
+    status = status_pb2.Status(code=_number(error.code), message=_clip(str(error), _MESSAGE_LIMIT))
+    status.details.add().Pack(error.to_problem())
+    return status
+
+
+def from_rpc_error(
+    error: grpc.RpcError, *, target: str = "", timeout: float | None = None
+) -> TroupeError:
+    """The typed error of a failed call, whoever produced it.
+
+    `target` ("method at address") and `timeout` (seconds that the caller gave it) are named in
+    errors that gRPC itself made: no server, no answer in time, a message over the size limit.
+    """
+    code = _call(error, "code", grpc.StatusCode.UNKNOWN)
+    details = str(_call(error, "details", "") or "")
+    problem = _problem_of(error)
+    if problem is not None:
+        return TroupeError.from_problem(problem, code)
+    where = f" ({target})" if target else ""
+    if too_large := _TOO_LARGE.search(details):
+        verb, size, limit = too_large.groups()
+        what = "request" if (verb == "Sent") == ("CLIENT" in details) else "response"
+        return ResourceExhausted(
+            f"the {what} of {int(size):,} bytes is over the message limit of "
+            f"{int(limit):,} bytes{where}",
+            kind="message_too_large",
+            field="max_message_mib",
+            value=int(limit) // 2**20,
+            remedy="Send less at once, or raise TROUPE_MAX_MESSAGE_MIB on both sides.",
+        )
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return Unavailable(
+            f"no service answers{where}: {details or 'connection failed'}",
+            remedy="Check that the service runs and that the address is right.",
+        )
+    if code is grpc.StatusCode.CANCELLED:
+        # Our own cancellation surfaces as asyncio.CancelledError; this one came from the peer.
+        return Unavailable(f"the server gave the call up{where}", kind="cancelled_by_server")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        limit = "in time" if timeout is None else f"within {timeout:g} s"
+        return DeadlineExceeded(f"no answer {limit}{where}")
+    cls = _BY_CODE.get(code, TroupeError)
+    return cls(f"{details or code.name}{where}")
+
+
+def _problem_of(error: grpc.RpcError) -> pb.Problem | None:
+    for key, value in _call(error, "trailing_metadata", ()) or ():
+        if key != DETAILS_KEY:
+            continue
+        try:
+            status = status_pb2.Status.FromString(value)
+            for detail in status.details:
+                problem = pb.Problem()
+                if detail.Unpack(problem):
+                    return problem
+        except DecodeError:
+            return None
+    return None
+
+
+def _call(error: grpc.RpcError, name: str, default: Any) -> Any:
+    method = getattr(error, name, None)
+    return default if method is None else method()
+
+
+def _number(code: grpc.StatusCode) -> int:
+    return int(code_pb2.Code.Value(code.name))
+
+
+def _clip(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _rebuild(cls: type[TroupeError], problem: bytes) -> TroupeError:
+    error = TroupeError.from_problem(pb.Problem.FromString(problem), cls.code)
+    error.__class__ = cls
+    return error

@@ -1,0 +1,110 @@
+"""Tensors on the wire: dtype, shape, raw little-endian bytes and a checksum; never a pickle."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import xxhash
+
+from troupe.rpc.errors import DataLoss, InvalidArgument
+from troupe.v1 import common_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+_NUMPY: Final[dict[int, np.dtype[Any]]] = {
+    pb.DTYPE_BOOL: np.dtype("?"),
+    pb.DTYPE_UINT8: np.dtype("u1"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_FLOAT16: np.dtype("<f2"),
+    # numpy has no bfloat16: its bits travel as uint16 and only torch gives them a value.
+    pb.DTYPE_BFLOAT16: np.dtype("<u2"),
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_FLOAT64: np.dtype("<f8"),
+}
+_BY_NUMPY: Final = {
+    dtype: number for number, dtype in _NUMPY.items() if number != pb.DTYPE_BFLOAT16
+}
+
+
+class ChecksumError(DataLoss):
+    """A tensor's bytes are not those that its writer checksummed."""
+
+    default_kind = "checksum_mismatch"
+
+
+def to_proto(tensor: Array | torch.Tensor) -> pb.Tensor:
+    """`tensor` (numpy or torch, any strides, any device) as a message.
+
+    Raises `InvalidArgument` for a dtype that the contract does not have (`pb.Dtype` lists them).
+    """
+    if isinstance(tensor, np.ndarray):
+        number = _BY_NUMPY.get(tensor.dtype.newbyteorder("<"))
+        array = tensor
+    else:
+        number, array = _from_torch(tensor)
+    if number is None:
+        raise InvalidArgument(
+            "this dtype cannot travel",
+            field="dtype",
+            value=tensor.dtype,
+            remedy=f"Convert it to one of {', '.join(pb.Dtype.keys()[1:])}.",
+        )
+    data = np.ascontiguousarray(array, dtype=_NUMPY[number]).tobytes()
+    return pb.Tensor(
+        dtype=pb.Dtype.ValueType(number),
+        shape=array.shape,
+        data=data,
+        checksum=xxhash.xxh3_64_intdigest(data),
+    )
+
+
+def from_proto(message: pb.Tensor) -> Array:
+    """The array of `message`, read-only, sharing its bytes. bfloat16 comes as uint16 bits.
+
+    Raises `ChecksumError` for bytes that changed on the way and `InvalidArgument` for a dtype or
+    shape that does not describe them.
+    """
+    dtype = _NUMPY.get(message.dtype)
+    if dtype is None:
+        raise InvalidArgument("no dtype of the contract", field="dtype", value=message.dtype)
+    shape = tuple(message.shape)
+    expected = math.prod(shape) * dtype.itemsize
+    if any(size < 0 for size in shape) or expected != len(message.data):
+        raise InvalidArgument(
+            f"does not describe {len(message.data)} bytes of {dtype.name}",
+            field="shape",
+            value=list(shape),
+        )
+    actual = xxhash.xxh3_64_intdigest(message.data)
+    if actual != message.checksum:
+        raise ChecksumError(
+            f"tensor of shape {list(shape)} has checksum {actual:016x}, "
+            f"its writer recorded {message.checksum:016x}",
+            field="checksum",
+            remedy="The bytes changed on the way; send the tensor again.",
+        )
+    return np.frombuffer(message.data, dtype=dtype).reshape(shape)
+
+
+def torch_from_proto(message: pb.Tensor) -> torch.Tensor:
+    """The tensor of `message` on the CPU, owning its memory. Raises like `from_proto`."""
+    import torch
+
+    tensor = torch.from_numpy(from_proto(message).copy())
+    return tensor.view(torch.bfloat16) if message.dtype == pb.DTYPE_BFLOAT16 else tensor
+
+
+def _from_torch(tensor: torch.Tensor) -> tuple[int | None, Array]:
+    import torch
+
+    host = tensor.detach().cpu()
+    if host.dtype is torch.bfloat16:
+        return pb.DTYPE_BFLOAT16, host.contiguous().view(torch.uint16).numpy()
+    array: Array = host.numpy()
+    return _BY_NUMPY.get(array.dtype), array
