@@ -1,0 +1,158 @@
+"""Token ids end to end: what a follow-up prompt consists of."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from troupe.workflow import ChatTemplateError, InvalidMessagesError
+from troupe.workflow.conversation import ConversationMemory, parse_messages
+
+from .stage import CHARACTERS, CHATML, END, THINKING, make_chat
+
+USER = ("user", "what is 3+4?")
+
+
+def test_a_first_prompt_is_the_rendered_conversation() -> None:
+    chat = make_chat()
+    ids = chat.first_ids((("system", "be brief"), USER))
+    assert chat.transcript(ids) == (
+        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nwhat is 3+4?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_follow_up_keeps_the_sampled_ids_although_tokenising_would_change_them() -> None:
+    chat = make_chat(merges=[("a", "b")])
+    memory = ConversationMemory(chat)
+    prompt = memory.prompt_ids((USER,))
+    sampled = tuple(chat.encode("a") + chat.encode("b") + (2,))  # "ab" tokenises to one id
+    assert len(chat.encode("ab")) == 1
+    memory.remember((USER,), chat.text(sampled), 0, prompt, sampled)
+    follow_up = memory.prompt_ids((USER, ("assistant", "ab"), ("user", "sure?")))
+    assert follow_up[: len(prompt) + 3] == prompt + sampled
+    assert chat.transcript(follow_up) == chat.transcript(
+        chat.first_ids((USER, ("assistant", "ab"), ("user", "sure?")))
+    )
+
+
+def test_a_reply_cut_by_length_gets_the_end_of_turn_that_it_lacks() -> None:
+    chat = make_chat()
+    memory = ConversationMemory(chat)
+    prompt = memory.prompt_ids((USER,))
+    cut = chat.encode("sev")
+    memory.remember((USER,), "sev", 0, prompt, cut)
+    follow_up = memory.prompt_ids((USER, ("assistant", "sev"), ("user", "go on")))
+    text = chat.transcript(follow_up)
+    assert text.startswith(chat.transcript(prompt) + "sev" + END + "\n<|im_start|>user\ngo on")
+
+
+def test_thoughts_stay_in_the_ids_although_the_template_cuts_them_from_the_history() -> None:
+    chat = make_chat(THINKING)
+    memory = ConversationMemory(chat)
+    prompt = memory.prompt_ids((USER,))
+    said = "<think>3 and 4</think>7"
+    response = (*chat.encode(said), 2)
+    memory.remember((USER,), said, 0, prompt, response)
+    follow_up = memory.prompt_ids((USER, ("assistant", said), ("user", "sure?")))
+    assert follow_up[: len(prompt + response)] == prompt + response
+    assert chat.transcript(follow_up).endswith(
+        f"7{END}\n<|im_start|>user\nsure?{END}\n<|im_start|>assistant\n"
+    )
+
+
+def test_of_two_equal_replies_the_earlier_turn_is_continued_whichever_ended_first() -> None:
+    for order in ([0, 1], [1, 0]):
+        chat = make_chat(merges=[("a", "b")])
+        memory = ConversationMemory(chat)
+        prompt = memory.prompt_ids((USER,))
+        responses = [(*chat.encode("a"), *chat.encode("b"), 2), (*chat.encode("ab"), 2)]
+        for turn in order:
+            memory.remember((USER,), "ab", turn, prompt, responses[turn])
+        follow_up = memory.prompt_ids((USER, ("assistant", "ab"), USER))
+        assert follow_up[: len(prompt) + 3] == prompt + responses[0]
+
+
+def test_an_edited_history_begins_a_new_conversation() -> None:
+    chat = make_chat()
+    memory = ConversationMemory(chat)
+    prompt = memory.prompt_ids((USER,))
+    memory.remember((USER,), "7", 0, prompt, (*chat.encode("7"), 2))
+    edited = (USER, ("assistant", "8"), ("user", "sure?"))
+    assert memory.prompt_ids(edited) == chat.first_ids(edited)
+
+
+def test_trimmed_white_space_does_not_begin_a_new_conversation() -> None:
+    chat = make_chat()
+    memory = ConversationMemory(chat)
+    prompt = memory.prompt_ids((USER,))
+    response = (*chat.encode(" 7\n"), 2)
+    memory.remember((USER,), " 7\n", 0, prompt, response)
+    follow_up = memory.prompt_ids((USER, ("assistant", "7"), ("user", "sure?")))
+    assert follow_up[: len(prompt + response)] == prompt + response
+
+
+text = st.text(alphabet=CHARACTERS, max_size=12)
+
+
+@given(st.lists(st.tuples(text, text, st.booleans()), min_size=1, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_property_every_prompt_begins_with_all_that_went_before(
+    exchanges: list[tuple[str, str, bool]],
+) -> None:
+    chat = make_chat()
+    memory = ConversationMemory(chat)
+    messages: tuple[tuple[str, str], ...] = ()
+    before: tuple[int, ...] = ()
+    for turn, (asked, said, ended) in enumerate(exchanges):
+        messages = (*messages, ("user", asked))
+        prompt = memory.prompt_ids(messages)
+        assert prompt[: len(before)] == before
+        # One token per character: ids and text determine each other.
+        assert chat.transcript(prompt) == chat.transcript(chat.first_ids(messages))
+        response = (*chat.encode(said), 2) if ended or not said else chat.encode(said)
+        memory.remember(messages, said, turn, prompt, response)
+        messages = (*messages, ("assistant", said))
+        before = prompt + response
+
+
+def test_the_cache_is_bounded() -> None:
+    chat = make_chat()
+    for number in range(3000):
+        chat.first_ids((("user", f"{number} " + "x" * 300),))
+    assert chat._cached_tokens <= 500_000
+    assert sum(map(len, chat._cache.values())) == chat._cached_tokens
+
+
+@pytest.mark.parametrize("template", [None, ""])
+def test_a_tokenizer_without_template_says_what_to_do(template: str | None) -> None:
+    with pytest.raises(ChatTemplateError, match="no chat template") as caught:
+        make_chat(template).first_ids((USER,))
+    assert caught.value.field == "tokenizer.chat_template"
+    assert caught.value.remedy
+
+
+def test_a_template_that_raises_or_hides_replies_is_named() -> None:
+    refuses = make_chat("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ChatTemplateError, match="roles must alternate"):
+        refuses.first_ids((USER,))
+    hides = make_chat(CHATML.replace("{{ m.content }}", "{{ m.content | length }}"))
+    with pytest.raises(ChatTemplateError, match="does not show an earlier reply"):
+        hides.suffix_ids((USER, ("assistant", "7"), USER), 1, None)
+
+
+@pytest.mark.parametrize(
+    "messages", [[], ["hello"], [{"role": "user"}], [{"role": "user", "content": 3}]]
+)
+def test_bad_messages_are_refused(messages: list[object]) -> None:
+    with pytest.raises(InvalidMessagesError) as caught:
+        parse_messages(messages, None)
+    assert caught.value.field
+    assert caught.value.field.startswith("messages")
+
+
+def test_the_system_prompt_yields_to_the_conversations_own() -> None:
+    own = [{"role": "system", "content": "mine"}, {"role": "user", "content": "hi"}]
+    assert parse_messages(own, "default")[0] == ("system", "mine")
+    assert parse_messages("hi", "default") == (("system", "default"), ("user", "hi"))

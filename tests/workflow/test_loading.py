@@ -1,0 +1,80 @@
+"""Entrypoints: every wrong one is named with its field and a remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from troupe.workflow import EntrypointError, load_tasks, load_workflow
+
+HERE = __name__
+
+
+async def good(query: Any, agents: Any, tools: Any) -> None:
+    return None
+
+
+async def two_arguments(query: Any, agents: Any) -> None:
+    return None
+
+
+def not_async(query: Any, agents: Any, tools: Any) -> None:
+    return None
+
+
+class AsyncObject:
+    async def __call__(self, query: Any, agents: Any, tools: Any) -> None:
+        return None
+
+
+async_object = AsyncObject()
+
+
+def three(split: str, size: int = 3) -> list[dict[str, int]]:
+    return [{"n": i} for i in range(size)]
+
+
+def test_functions_and_objects_are_workflows() -> None:
+    assert load_workflow(f"{HERE}:good") is good
+    assert load_workflow(f"{HERE}:async_object") is async_object
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "message"),
+    [
+        ("no_such_module_anywhere:f", "does not exist here"),
+        (f"{HERE}:absent", "no attribute 'absent'"),
+        (f"{HERE}:not_async", "must be an async function"),
+        (f"{HERE}:AsyncObject", "must be an async function"),
+        (f"{HERE}:two_arguments", "takes three arguments"),
+    ],
+)
+def test_a_bad_workflow_names_field_value_and_remedy(entrypoint: str, message: str) -> None:
+    with pytest.raises(EntrypointError, match=message) as caught:
+        load_workflow(entrypoint)
+    assert caught.value.field == "workflow"
+    assert caught.value.value == entrypoint
+    assert caught.value.remedy
+
+
+def test_an_import_that_raises_is_told_from_one_that_is_missing(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_workflow_module.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(EntrypointError, match="No module named 'no_such_dependency'"):
+        load_workflow("broken_workflow_module:f")
+
+
+def test_tasks_are_made_with_split_and_args() -> None:
+    assert len(load_tasks(f"{HERE}:three", "train", {"size": 5})) == 5
+
+
+@pytest.mark.parametrize(
+    ("args", "message"), [({"sise": 1}, "unexpected keyword"), ({"size": 0}, "has 0 queries")]
+)
+def test_bad_tasks_are_named(args: dict[str, int], message: str) -> None:
+    with pytest.raises(EntrypointError, match=message) as caught:
+        load_tasks(f"{HERE}:three", "train", args)
+    assert caught.value.field == "tasks.source"

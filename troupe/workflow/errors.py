@@ -1,0 +1,97 @@
+"""What can go wrong inside a workflow, as errors that say what to do about it.
+
+The rollout service turns each of them into the reason of the trajectory that it ended, and into a
+`Problem` where repetition cannot cure it.
+"""
+
+from __future__ import annotations
+
+
+class WorkflowError(Exception):
+    """Base: `kind` is stable and machine-readable; the rest is for the person who reads it."""
+
+    kind = "workflow_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str | None = None,
+        field: str | None = None,
+        value: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        if kind is not None:
+            self.kind = kind
+        self.message = message
+        self.field = field
+        self.value = None if value is None else _short(value)
+        self.remedy = remedy
+        super().__init__(f"{message}. {remedy}" if remedy else message)
+
+
+class UnknownAgentError(WorkflowError, KeyError):
+    """The workflow asked for an agent that the job does not have."""
+
+    kind = "unknown_agent"
+    __str__ = Exception.__str__  # KeyError's shows the repr
+
+
+class InvalidMessagesError(WorkflowError, ValueError):
+    """What was given to `chat` or `generate` is not a conversation or not token ids."""
+
+    kind = "invalid_messages"
+
+
+class ChatTemplateError(WorkflowError):
+    """The tokenizer has no chat template, or one that cannot continue a conversation."""
+
+    kind = "chat_template"
+
+
+class InvalidRewardError(WorkflowError, ValueError):
+    """A reward is not a finite number, or belongs to no agent."""
+
+    kind = "invalid_reward"
+
+
+class EntrypointError(WorkflowError):
+    """`module:attribute` of a job cannot be imported or is not what its field asks for."""
+
+    kind = "entrypoint"
+
+
+class TurnError(WorkflowError):
+    """A generation did not happen: its deadline passed, engines were lost, it was too long."""
+
+    kind = "turn_failed"
+
+
+class ContextOverflowError(TurnError):
+    """The prompt leaves no room for a response in the engine's context."""
+
+    kind = "context_overflow"
+
+
+class ToolError(WorkflowError):
+    """A tool call ended without a result; `traceback` holds the function's own last lines."""
+
+    kind = "tool_failed"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: str | None = None,
+        field: str | None = None,
+        value: object = None,
+        remedy: str | None = None,
+        traceback: str = "",
+    ) -> None:
+        super().__init__(message, kind=kind, field=field, value=value, remedy=remedy)
+        self.traceback = traceback
+
+
+def _short(value: object, limit: int = 120) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
