@@ -1,0 +1,32 @@
+"""Location-agnostic set and get of weights and training state.
+
+Keys: `{job}/{policy}/weights@{version}` and `{job}/{policy}/state@{version}`.
+"""
+
+from troupe.transfer.checksum import checksum_of
+from troupe.transfer.errors import (
+    Corrupt,
+    InvalidKey,
+    KeyNotFound,
+    LayoutMismatch,
+    StorageFull,
+    TransferError,
+    TransferTimeout,
+)
+from troupe.transfer.manifest import Entry, Manifest
+from troupe.transfer.store import Transfer, default_root
+
+__all__ = [
+    "Corrupt",
+    "Entry",
+    "InvalidKey",
+    "KeyNotFound",
+    "LayoutMismatch",
+    "Manifest",
+    "StorageFull",
+    "Transfer",
+    "TransferError",
+    "TransferTimeout",
+    "checksum_of",
+    "default_root",
+]

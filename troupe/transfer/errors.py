@@ -1,0 +1,74 @@
+"""What can go wrong when state moves: typed errors that name the key."""
+
+# ruff: noqa: N818 - named like the errors of troupe.rpc that they narrow
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from troupe.rpc.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    TroupeError,
+)
+
+
+class TransferError(TroupeError):
+    """Base of all transfer errors."""
+
+    default_kind = "transfer_failed"
+    default_remedy: ClassVar[str] = "Repeat the call."
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message, field="key", value=key, remedy=self.default_remedy)
+
+    @property
+    def key(self) -> str:
+        """What was asked for."""
+        return self.value or ""
+
+
+class InvalidKey(TransferError, InvalidArgument):
+    """The key is not a relative path of plain segments."""
+
+    default_kind = "invalid_key"
+    default_remedy = "Use letters, digits and . _ @ = - in segments separated by '/'."
+
+
+class KeyNotFound(TransferError, NotFound):
+    """Nothing is stored under the key."""
+
+    default_kind = "transfer_key_not_found"
+    default_remedy = "Publish the version again, or ask for one that is still kept."
+
+
+class Corrupt(TransferError, DataLoss):
+    """The stored bytes are not those that were set: refused, nothing was applied."""
+
+    default_kind = "transfer_corrupt"
+    default_remedy = "Publish the version again."
+
+
+class LayoutMismatch(TransferError, FailedPrecondition):
+    """Names, shapes or dtypes differ from those that the caller wants to fill."""
+
+    default_kind = "transfer_layout_mismatch"
+    default_remedy = "Use the same model configuration on both sides."
+
+
+class StorageFull(TransferError, ResourceExhausted):
+    """No room for the state; what was stored before is intact."""
+
+    default_kind = "storage_full"
+    default_remedy = "Free space, or set TROUPE_TRANSFER_DIR to a directory with more room."
+
+
+class TransferTimeout(TransferError, DeadlineExceeded):
+    """The deadline passed before the key appeared or its bytes were verified."""
+
+    default_kind = "transfer_timeout"
+    default_remedy = "Check that the writer is alive, or allow more time."

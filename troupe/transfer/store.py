@@ -1,0 +1,271 @@
+"""`Transfer`: set and get trees of tensors by key, wherever they are."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from troupe.transfer import blob
+from troupe.transfer.checksum import dtype_name
+from troupe.transfer.errors import (
+    Corrupt,
+    InvalidKey,
+    KeyNotFound,
+    LayoutMismatch,
+    StorageFull,
+    TransferTimeout,
+)
+from troupe.transfer.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+_SEGMENT = re.compile(r"^[A-Za-z0-9_@=-][A-Za-z0-9._@=-]*$")
+# A key appears at most once per step: looking this often costs nothing and delays nobody.
+_POLL_SECONDS = 0.01
+_MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "hugetlbfs"}
+
+
+def default_root() -> Path:
+    """`/dev/shm/troupe-<uid>`, or a directory of that name for temporary files without one."""
+    shared = Path("/dev/shm")
+    parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return parent / f"troupe-{os.getuid()}"
+
+
+def in_memory(path: Path) -> bool:
+    """Whether `path` (or its nearest existing parent) lies in a memory file system."""
+    path = path.absolute()
+    best, kind = -1, ""
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return False
+    for line in mounts:
+        _, mount, fstype, *_ = line.split(" ")
+        if path.is_relative_to(mount) and len(mount) >= best:
+            best, kind = len(mount), fstype
+    return kind in _MEMORY_FILESYSTEMS
+
+
+class Transfer:
+    """Set and get of named tensors; the caller never says where they are.
+
+    A state is a file under `root`: in shared memory normally, readers map it without a copy.
+    When shared memory is full, or `root` is on a disk, plain files are used, with a warning.
+    Nothing is visible under a key before all of it is there; replacing a key leaves earlier
+    readers their content.
+
+    Blocking; from asyncio call it in a thread. Safe to use from several threads.
+    """
+
+    def __init__(self, root: Path | None = None, *, fallback: Path | None = None) -> None:
+        """`root` defaults to `default_root()`, `fallback` to a directory for temporary files.
+
+        Without an explicit `root` both defaults apply; with one, there is no fallback unless
+        it is given, since all processes have to see it.
+        """
+        if root is None:
+            root = default_root()
+            fallback = fallback or Path(tempfile.gettempdir()) / f"troupe-transfer-{os.getuid()}"
+        self.roots = tuple(Path(r).absolute() for r in (root, fallback) if r is not None)
+        for directory in self.roots[:1]:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # What this process wrote: key -> identity of the file.
+        self._own: dict[str, tuple[int, int]] = {}
+        # Transport that the last set or get used: in_process, shared_memory or file.
+        self.last_transport = ""
+        if not in_memory(self.roots[0]):
+            log.warning("%s is not in shared memory: state moves through files", self.roots[0])
+
+    def set(
+        self,
+        key: str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """Store a copy of `tensors` under `key`, replacing what was there, all at once.
+
+        Raises InvalidKey, or StorageFull with the former content intact.
+        """
+        self._paths(key)  # before hashing anything
+        manifest, views = blob.layout(key, tensors, metadata or {})
+        failure: OSError | None = None
+        for root in self.roots:
+            path = root / key
+            try:
+                if path.parent.is_dir():
+                    blob.sweep(path.parent)
+                blob.write(path, manifest, views)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                failure = error
+                log.warning("%s: no room for %d bytes in %s", key, manifest.num_bytes, root)
+                continue
+            self._own[key] = blob.identity(path)
+            self._note(root, "set", key)
+            # The newest content must be the only one that readers can find.
+            for other in self.roots:
+                if other != root:
+                    (other / key).unlink(missing_ok=True)
+            return manifest
+        raise StorageFull(
+            key, f"no room for {manifest.num_bytes} bytes in {self.roots[0]}"
+        ) from failure
+
+    def get(
+        self,
+        key: str,
+        into: Mapping[str, torch.Tensor] | None = None,
+        *,
+        verify: bool = True,
+        expected_checksum: str | None = None,
+        timeout: float = 0.0,
+    ) -> tuple[dict[str, torch.Tensor], Manifest]:
+        """The tensors under `key`, waiting up to `timeout` seconds for it to appear.
+
+        Without `into` the tensors lie over shared memory (copy-on-write, no copy made). With
+        `into` they are copied into its tensors, whose names, shapes and dtypes must be the
+        same, and only after everything has been verified: never half applied.
+
+        Raises KeyNotFound (TransferTimeout when a timeout was given), Corrupt,
+        LayoutMismatch.
+        """
+        deadline = time.monotonic() + timeout
+        path = self._find(key, timeout)
+        try:
+            manifest, tensors, identity = blob.read(path)
+        except FileNotFoundError:
+            raise KeyNotFound(key, "deleted while being read") from None
+        except ValueError as error:
+            raise Corrupt(key, str(error)) from error
+        if expected_checksum and manifest.checksum != expected_checksum:
+            raise Corrupt(key, f"holds {manifest.checksum}, expected {expected_checksum}")
+        if into is not None:
+            _check_layout(key, manifest, into)
+        own = self._own.get(key) == identity
+        if verify:
+            for bad in blob.damaged(manifest, tensors):
+                if bad is not None:
+                    raise Corrupt(key, f"the bytes of '{bad}' do not match their checksum")
+                if timeout and time.monotonic() > deadline:
+                    raise TransferTimeout(key, f"not verified within {timeout:g} s")
+        self._note(path, "get", key, own=own)
+        if into is None:
+            return tensors, manifest
+        with torch.no_grad():
+            for name, target in into.items():
+                target.copy_(tensors[name])
+        return dict(into), manifest
+
+    def manifest(self, key: str) -> Manifest:
+        """What is stored under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
+        try:
+            return blob.read_manifest(self._find(key, 0.0))
+        except FileNotFoundError:
+            raise KeyNotFound(key, "deleted while being read") from None
+        except ValueError as error:
+            raise Corrupt(key, str(error)) from error
+
+    def exists(self, key: str) -> bool:
+        """Whether something is stored under `key`."""
+        return any(path.is_file() for path in self._paths(key))
+
+    def delete(self, key: str) -> bool:
+        """Forget `key`; False when there was nothing. Tensors already got stay valid."""
+        self._own.pop(key, None)
+        existed = False
+        for root, path in zip(self.roots, self._paths(key), strict=True):
+            try:
+                path.unlink()
+                existed = True
+            except FileNotFoundError:
+                continue
+            for parent in path.parents:
+                if parent == root:
+                    break
+                try:
+                    parent.rmdir()
+                except OSError:
+                    break
+        return existed
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys that start with `prefix`, sorted."""
+        found = set()
+        for root in self.roots:
+            for path in root.rglob("*"):
+                key = path.relative_to(root).as_posix()
+                if key.startswith(prefix) and path.is_file() and not path.name.startswith("."):
+                    found.add(key)
+        return sorted(found)
+
+    def watch(
+        self, prefix: str, *, timeout: float, known: Collection[str] = ()
+    ) -> Iterator[Manifest]:
+        """Manifests of keys with `prefix`, each once, as they appear; ends after `timeout` s."""
+        seen = set(known)
+        deadline = time.monotonic() + timeout
+        while True:
+            for key in self.keys(prefix):
+                if key not in seen:
+                    seen.add(key)
+                    try:
+                        manifest = self.manifest(key)
+                    except KeyNotFound:
+                        continue
+                    yield manifest
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _paths(self, key: str) -> list[Path]:
+        segments = key.split("/")
+        if not all(_SEGMENT.match(segment) for segment in segments):
+            raise InvalidKey(key, "is not a key")
+        return [root.joinpath(*segments) for root in self.roots]
+
+    def _find(self, key: str, timeout: float) -> Path:
+        paths = self._paths(key)
+        deadline = time.monotonic() + timeout
+        while True:
+            for path in paths:
+                if path.is_file():
+                    return path
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        if timeout:
+            raise TransferTimeout(key, f"did not appear within {timeout:g} s in {self.roots[0]}")
+        raise KeyNotFound(key, f"nothing is stored under it in {self.roots[0]}")
+
+    def _note(self, path: Path, action: str, key: str, *, own: bool = False) -> None:
+        transport = "in_process" if own else "shared_memory" if in_memory(path) else "file"
+        self.last_transport = transport
+        if transport == "file" and in_memory(self.roots[0]):
+            log.warning("%s %s: through a file, since shared memory is full", action, key)
+        else:
+            log.debug("%s %s: %s", action, key, transport)
+
+
+def _check_layout(key: str, manifest: Manifest, into: Mapping[str, torch.Tensor]) -> None:
+    stored = {entry.name: entry for entry in manifest.entries}
+    if stored.keys() != into.keys():
+        missing = sorted(into.keys() - stored.keys())[:3]
+        extra = sorted(stored.keys() - into.keys())[:3]
+        raise LayoutMismatch(key, f"names differ: missing {missing}, unexpected {extra}")
+    for name, target in into.items():
+        entry = stored[name]
+        if entry.shape != tuple(target.shape) or entry.dtype != dtype_name(target.dtype):
+            have = f"{entry.dtype}{list(entry.shape)}"
+            want = f"{dtype_name(target.dtype)}{list(target.shape)}"
+            raise LayoutMismatch(key, f"'{name}' is stored as {have}, wanted {want}")
