@@ -1,0 +1,99 @@
+"""The FastAPI application: REST under /api, the page at /, OpenAPI at /docs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import FileResponse
+from fastapi.staticfiles import StaticFiles
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from sse_starlette import EventSourceResponse
+
+from services.control_panel import jobs_api, problems, views
+from services.control_panel.events import cluster_events
+from services.control_panel.upstream import Upstream
+from troupe import __version__
+from troupe.v1 import orchestrator_pb2 as pb
+
+STATIC = Path(__file__).parent / "static"
+
+
+def create_app(orchestrator_address: str, token: str | None = None) -> FastAPI:
+    """The panel over the orchestrator at `orchestrator_address`.
+
+    With `token`, mutating calls need `Authorization: Bearer`; looking does not.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.upstream = Upstream(orchestrator_address)
+        yield
+        await app.state.upstream.close()
+
+    app = FastAPI(
+        title="Troupe control panel",
+        version=__version__,
+        description="Submit, watch and steer jobs. Errors are `application/problem+json`.",
+        lifespan=lifespan,
+        responses={"4XX": {"model": views.Problem}, "5XX": {"model": views.Problem}},
+    )
+    problems.install(app)
+    app.include_router(jobs_api.router)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+
+    @app.middleware("http")
+    async def authorize(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        sent = request.headers.get("authorization", "")
+        if (
+            token
+            and request.method not in ("GET", "HEAD", "OPTIONS")
+            and not secrets.compare_digest(sent, f"Bearer {token}")
+        ):
+            return problems.answer(
+                views.Problem(
+                    title="unauthenticated",
+                    status=401,
+                    detail="this call needs the cluster's token",
+                    remedy="Send `Authorization: Bearer <TROUPE_TOKEN>`.",
+                )
+            )
+        return await call_next(request)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(STATIC / "index.html")
+
+    @app.get("/healthz", tags=["panel"])
+    async def health() -> dict[str, str]:
+        """The panel itself is up (whatever the orchestrator does)."""
+        return {"status": "serving"}
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/api/cluster", tags=["cluster"])
+    async def cluster(request: Request) -> dict[str, Any]:
+        """Workers, engines, bindings and services now."""
+        reply = await request.app.state.upstream.stub.GetCluster(pb.GetClusterRequest())
+        return views.plain(reply)
+
+    @app.get("/api/engines", tags=["cluster"])
+    async def engines(request: Request) -> list[dict[str, Any]]:
+        """Serving replicas with their state, version and load."""
+        reply = await request.app.state.upstream.stub.GetCluster(pb.GetClusterRequest())
+        return [views.plain(engine) for engine in reply.engines]
+
+    @app.get("/api/cluster/events", tags=["cluster"], response_class=EventSourceResponse)
+    async def watch_cluster(request: Request) -> EventSourceResponse:
+        """The cluster and all jobs about every second: server-sent events `cluster`."""
+        return EventSourceResponse(cluster_events(request.app.state.upstream), ping=15)
+
+    return app

@@ -1,0 +1,231 @@
+"""Jobs over REST: submit, look, steer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Query, Request, Response
+from pydantic import BaseModel, Field
+from sse_starlette import EventSourceResponse, ServerSentEvent
+
+from services.control_panel import views
+from services.control_panel.events import job_events
+from services.control_panel.upstream import Upstream
+from troupe.rpc.errors import InvalidArgument
+from troupe.rpc.ids import new_id
+from troupe.v1 import common_pb2
+from troupe.v1 import orchestrator_pb2 as pb
+
+MAX_SPEC_BYTES = 1 << 20
+
+router = APIRouter(prefix="/api/jobs", tags=["jobs"])
+
+JobId = Annotated[str, Path(description="The job's id.")]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(description="Repeat a call with the same key and it has no second effect."),
+]
+
+
+def upstream(request: Request) -> Upstream:
+    """The orchestrator's stub of this application."""
+    found: Upstream = request.app.state.upstream
+    return found
+
+
+@router.get("")
+async def list_jobs(request: Request) -> list[views.Job]:
+    """All jobs, newest first."""
+    reply = await upstream(request).stub.ListJobs(pb.ListJobsRequest())
+    return [views.job(job) for job in reply.jobs]
+
+
+@router.post("", status_code=201)
+async def submit_job(
+    request: Request,
+    response: Response,
+    job_id: Annotated[str, Query(description="Chosen id; default: made from the name.")] = "",
+    idempotency_key: IdempotencyKey = None,
+) -> views.Job:
+    """Submit a job. The body is its YAML (or JSON) text."""
+    body = await request.body()
+    if len(body) > MAX_SPEC_BYTES:
+        raise InvalidArgument(
+            f"the specification has {len(body)} bytes; at most {MAX_SPEC_BYTES} are taken",
+            field="body",
+            remedy="Keep data out of the specification; name files instead.",
+        )
+    try:
+        spec = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"the body is not UTF-8: {error}", field="body", remedy="Send the job's YAML as text."
+        ) from error
+    reply = await upstream(request).stub.SubmitJob(
+        pb.SubmitJobRequest(
+            request_id=idempotency_key or new_id("panel"), spec=spec, job_id=job_id
+        )
+    )
+    response.headers["Location"] = f"/api/jobs/{reply.job.job_id}"
+    return views.job(reply.job)
+
+
+@router.get("/{job_id}")
+async def get_job(request: Request, job_id: JobId) -> views.Job:
+    """One job."""
+    reply = await upstream(request).stub.GetJob(pb.GetJobRequest(job_id=job_id))
+    return views.job(reply.job)
+
+
+@router.post("/{job_id}/pause")
+async def pause_job(
+    request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
+) -> views.Job:
+    """Finish the step in flight, then wait."""
+    reply = await upstream(request).stub.PauseJob(
+        pb.PauseJobRequest(request_id=idempotency_key or new_id("panel"), job_id=job_id)
+    )
+    return views.job(reply.job)
+
+
+@router.post("/{job_id}/resume")
+async def resume_job(
+    request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
+) -> views.Job:
+    """Go on from the last committed step."""
+    reply = await upstream(request).stub.ResumeJob(
+        pb.ResumeJobRequest(request_id=idempotency_key or new_id("panel"), job_id=job_id)
+    )
+    return views.job(reply.job)
+
+
+@router.post("/{job_id}/cancel")
+async def cancel_job(
+    request: Request,
+    job_id: JobId,
+    reason: Annotated[str, Query(description="Kept with the job.")] = "",
+    idempotency_key: IdempotencyKey = None,
+) -> views.Job:
+    """Stop the job; checkpoints and metrics stay."""
+    reply = await upstream(request).stub.CancelJob(
+        pb.CancelJobRequest(
+            request_id=idempotency_key or new_id("panel"), job_id=job_id, reason=reason
+        )
+    )
+    return views.job(reply.job)
+
+
+@router.get("/{job_id}/events", response_class=EventSourceResponse)
+async def watch_job(
+    request: Request,
+    job_id: JobId,
+    after: Annotated[str, Query(description="Only events after this id.")] = "",
+    last_event_id: Annotated[str | None, Header()] = None,
+) -> EventSourceResponse:
+    """The job's event log, then live: server-sent events `state`, `metrics`, `notice`,
+    `activity`. A browser that reconnects goes on where it was."""
+    source = upstream(request)
+    # Asked before the stream opens, so that an unknown job is a 404 and not a broken stream.
+    await source.stub.GetJob(pb.GetJobRequest(job_id=job_id))
+
+    async def stream() -> AsyncIterator[ServerSentEvent]:
+        async for event in job_events(source, job_id, last_event_id or after):
+            yield event
+
+    return EventSourceResponse(stream(), ping=15)
+
+
+@router.get("/{job_id}/metrics")
+async def list_metrics(
+    request: Request,
+    job_id: JobId,
+    name: Annotated[list[str] | None, Query(description="Only these metrics.")] = None,
+    after_step: Annotated[int, Query(description="Only later steps.")] = -1,
+) -> list[views.MetricsRow]:
+    """Metrics per step."""
+    reply = await upstream(request).stub.ListMetrics(
+        pb.ListMetricsRequest(job_id=job_id, names=name or [], after_step=after_step)
+    )
+    return [views.MetricsRow(step=row.step, values=dict(row.values)) for row in reply.rows]
+
+
+@router.get("/{job_id}/policies/{policy}/versions")
+async def list_versions(request: Request, job_id: JobId, policy: str) -> list[dict[str, Any]]:
+    """Published versions of a policy with their checksums."""
+    reply = await upstream(request).stub.ListVersions(
+        pb.ListVersionsRequest(job_id=job_id, policy=policy)
+    )
+    return [views.plain(version) for version in reply.versions]
+
+
+@router.get("/{job_id}/checkpoints")
+async def list_checkpoints(request: Request, job_id: JobId) -> list[dict[str, Any]]:
+    """Checkpoints on disk."""
+    reply = await upstream(request).stub.ListCheckpoints(pb.ListCheckpointsRequest(job_id=job_id))
+    return [views.plain(checkpoint) for checkpoint in reply.checkpoints]
+
+
+@router.get("/{job_id}/trajectories")
+async def list_trajectories(
+    request: Request,
+    job_id: JobId,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    page: Annotated[str, Query(description="`next_page` of the answer before.")] = "",
+) -> dict[str, Any]:
+    """Recent trajectories, newest first."""
+    reply = await upstream(request).stub.ListTrajectories(
+        pb.ListTrajectoriesRequest(job_id=job_id, page_size=limit, page_token=page)
+    )
+    return {
+        "trajectories": [views.plain(item) for item in reply.trajectories],
+        "next_page": reply.next_page_token,
+    }
+
+
+@router.get("/{job_id}/trajectories/{trajectory_id}")
+async def get_trajectory(request: Request, job_id: JobId, trajectory_id: str) -> dict[str, Any]:
+    """One trajectory with the conversation between its agents."""
+    reply = await upstream(request).stub.GetTrajectory(
+        pb.GetTrajectoryRequest(job_id=job_id, trajectory_id=trajectory_id)
+    )
+    return views.plain(reply)
+
+
+class GenerateBody(BaseModel):
+    """A conversation for a policy to continue."""
+
+    messages: list[dict[str, str]] = Field(min_length=1, examples=[[{"role": "user", "content": "hi"}]])
+    temperature: float | None = Field(default=None, ge=0)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+
+
+@router.post("/{job_id}/policies/{policy}/generate")
+async def generate(
+    request: Request, job_id: JobId, policy: str, body: GenerateBody
+) -> views.Generated:
+    """Generate with the policy's newest version."""
+    sampling = common_pb2.SamplingParams()
+    if body.temperature is not None:
+        sampling.temperature = body.temperature
+    if body.max_new_tokens is not None:
+        sampling.max_new_tokens = body.max_new_tokens
+    reply = await upstream(request).stub.GeneratePolicy(
+        pb.GeneratePolicyRequest(
+            request_id=new_id("panel"),
+            job_id=job_id,
+            policy=policy,
+            messages=[
+                common_pb2.ChatMessage(role=m.get("role", "user"), content=m.get("content", ""))
+                for m in body.messages
+            ],
+            sampling=sampling,
+        )
+    )
+    result = reply.result
+    return views.Generated(
+        text=result.text,
+        finish_reason=result.finish_reason,
+        output_ids=list(result.output_ids),
+        version=result.versions[-1].version if result.versions else None,
+    )

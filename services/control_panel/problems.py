@@ -1,0 +1,78 @@
+"""Errors as RFC 9457 problem details, whoever raised them."""
+
+from __future__ import annotations
+
+import grpc
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from services.control_panel.views import Problem
+from troupe.rpc.errors import TroupeError
+
+HTTP_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 422,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.FAILED_PRECONDITION: 409,
+    grpc.StatusCode.ABORTED: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+}
+
+
+def answer(problem: Problem, retry_after_ms: int | None = None) -> JSONResponse:
+    """The HTTP response of a problem."""
+    headers = {"Retry-After": str(-(-retry_after_ms // 1000))} if retry_after_ms else None
+    return JSONResponse(
+        problem.model_dump(exclude_none=True),
+        status_code=problem.status,
+        media_type="application/problem+json",
+        headers=headers,
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Make `app` answer every error as a problem."""
+
+    @app.exception_handler(TroupeError)
+    async def _typed(_: Request, error: TroupeError) -> JSONResponse:
+        problem = Problem(
+            title=error.kind,
+            status=HTTP_STATUS.get(error.code, 500),
+            detail=error.message,
+            field=error.field,
+            value=error.value,
+            remedy=error.remedy,
+        )
+        return answer(problem, error.retry_after_ms)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        return answer(
+            Problem(
+                title="invalid_argument",
+                status=422,
+                detail=str(first["msg"]),
+                field=".".join(str(part) for part in first["loc"]),
+                remedy="See /docs for what this call takes.",
+            )
+        )
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        title = "not_found" if error.status_code == 404 else "http_error"
+        return answer(
+            Problem(
+                title=title,
+                status=error.status_code,
+                detail=f"{request.method} {request.url.path}: {error.detail}",
+                remedy="See /docs for the calls there are.",
+            )
+        )

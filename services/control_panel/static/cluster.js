@@ -1,0 +1,66 @@
+// What every service does now: tiles, engines, policies.
+import { byId, colour, el, number } from "./dom.js";
+
+const cell = (value) => el("td", {}, value ?? "–");
+const pill = (state) => el("span", { class: `pill ${state}` }, state);
+
+function tile(name, ok, state, ...lines) {
+  return el(
+    "div",
+    { class: ok ? "service" : "service lost" },
+    el("strong", {}, name, el("span", { class: `pill ${ok ? "serving" : "lost"}` }, state)),
+    ...lines.filter(Boolean).map((line) => el("p", {}, line)),
+  );
+}
+
+export function drawServices(cluster) {
+  const services = cluster.services.map((s) =>
+    tile(s.name, s.serving, s.serving ? "serving" : "away", s.message, s.address));
+  const workers = cluster.workers.map((w) =>
+    tile(
+      `${w.kind} ${w.worker_id}`,
+      w.alive,
+      w.alive ? "serving" : "lost",
+      w.doing || "idle",
+      `${(w.rss_bytes / 2 ** 20).toFixed(0)} MiB · heartbeat ${w.seconds_since_heartbeat.toFixed(1)}s ago`,
+    ));
+  byId("services").replaceChildren(...services, ...workers);
+}
+
+export function drawEngines(engines, jobId) {
+  const rows = engines
+    .filter((engine) => !jobId || engine.job_id === jobId)
+    .map((engine) =>
+      el(
+        "tr",
+        { title: engine.message || engine.kind },
+        cell(engine.engine_id),
+        el("td", { "--c": colour(engine.policy) }, engine.policy),
+        el("td", {}, pill(engine.state)),
+        cell(engine.version === null ? "–" : `@${engine.version}`),
+        cell(String(engine.running)),
+        cell(String(engine.waiting)),
+        cell(number(engine.tokens_per_second)),
+      ));
+  byId("engines").tBodies[0].replaceChildren(...rows);
+}
+
+export function drawPolicies(job, bindings) {
+  const rows = Object.entries(job.versions).sort().map(([policy, version]) => {
+    const binding = bindings.find((b) => b.job_id === job.job_id && b.policy === policy);
+    const metric = (name) => number(job.metrics[`${policy}/${name}`]);
+    const doing = binding ? `${binding.state}${binding.samples ? ` · ${binding.samples} samples` : ""}` : "–";
+    return el(
+      "tr",
+      {},
+      cell(policy),
+      cell(`@${version}`),
+      cell(doing),
+      cell(metric("staleness/mean")),
+      cell(metric("entropy")),
+      cell(metric("importance_ratio/max")),
+      cell(metric("loss/policy")),
+    );
+  });
+  byId("policies").tBodies[0].replaceChildren(...rows);
+}

@@ -1,0 +1,68 @@
+// Small helpers for building the page. Text is always set as text, never as markup.
+
+export const byId = (id) => document.getElementById(id);
+
+export function el(tag, props = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(props)) {
+    if (key === "class") node.className = value;
+    else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (key.startsWith("--")) node.style.setProperty(key, value);
+    else if (value !== undefined && value !== null) node.setAttribute(key, value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+const PALETTE = ["#4c8dff", "#f2934a", "#3fb68b", "#c678dd", "#e05c6b", "#56b6c2", "#b5973b", "#8a94a6"];
+const colours = new Map();
+
+// The same agent or policy has the same colour everywhere.
+export function colour(name) {
+  if (!colours.has(name)) colours.set(name, PALETTE[colours.size % PALETTE.length]);
+  return colours.get(name);
+}
+
+export function number(value, digits = 3) {
+  if (value === undefined || value === null || Number.isNaN(value)) return "–";
+  if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
+  return Number(value.toPrecision(digits)).toString();
+}
+
+export function duration(seconds) {
+  if (!Number.isFinite(seconds) || seconds < 0) return "–";
+  const s = Math.round(seconds);
+  if (s < 60) return `${s}s`;
+  if (s < 3600) return `${Math.floor(s / 60)}m ${s % 60}s`;
+  return `${Math.floor(s / 3600)}h ${Math.floor((s % 3600) / 60)}m`;
+}
+
+let hide;
+export function toast(text) {
+  const node = byId("toast");
+  node.textContent = text;
+  node.classList.add("show");
+  clearTimeout(hide);
+  hide = setTimeout(() => node.classList.remove("show"), 5000);
+}
+
+// A call of the REST interface. Throws an Error whose message names field and remedy.
+export async function api(path, options = {}) {
+  const headers = { ...(options.headers ?? {}) };
+  const token = sessionStorage.getItem("troupe-token");
+  if (token) headers.authorization = `Bearer ${token}`;
+  const reply = await fetch(path, { ...options, headers });
+  if (reply.status === 401 && !options.retried) {
+    const entered = prompt("This cluster needs its token (TROUPE_TOKEN):");
+    if (entered) {
+      sessionStorage.setItem("troupe-token", entered);
+      return api(path, { ...options, retried: true });
+    }
+  }
+  const body = await reply.json();
+  if (!reply.ok) {
+    const field = body.field ? `${body.field}${body.value ? ` = ${body.value}` : ""}: ` : "";
+    throw new Error(`${field}${body.detail ?? reply.statusText} ${body.remedy ?? ""}`.trim());
+  }
+  return body;
+}
