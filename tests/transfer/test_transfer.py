@@ -66,7 +66,9 @@ def test_round_trip(transfer: Transfer) -> None:
     assert read.num_bytes == sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=8),
