@@ -1,0 +1,238 @@
+"""The embedded cluster with a real Redis and stub services: start, state, restart, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.stub_services import write_stub_services
+from troupe.cluster import (
+    ChildFailed,
+    ClusterRunning,
+    ClusterSettings,
+    EmbeddedCluster,
+    NoCluster,
+    NotWritable,
+    PortInUse,
+    RedisUnavailable,
+    StateUnreadable,
+    read_state,
+    running_state,
+    start_detached,
+    stop_running,
+)
+from troupe.cluster.redis import ping
+from troupe.cluster.state import is_alive, state_path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's project directory in which `services` are stubs."""
+    directory = tmp_path / "my project"
+    directory.mkdir()
+    write_stub_services(directory)
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return directory
+
+
+@pytest.fixture
+def settings(project: Path) -> Iterator[ClusterSettings]:
+    settings = ClusterSettings(data_dir=project / "runs", start_seconds=30, stop_seconds=5)
+    (project / "runs").mkdir()
+    yield settings
+    if running_state(project / "runs"):
+        stop_running(project / "runs")
+
+
+async def test_a_cluster_from_start_to_stop(settings: ClusterSettings, project: Path) -> None:
+    told: list[str] = []
+    async with EmbeddedCluster(settings, tell=told.append) as cluster:
+        state = running_state(cluster.settings.data_dir)
+        assert state is not None
+        assert state == cluster.state
+        assert state.phase == "ready"
+        assert {s.name for s in state.services} == {
+            "redis", "experience_store", "reward", "orchestrator",
+            "rollout-0", "trainer-0", "control_panel",
+        }  # fmt: skip
+        assert all(s.state == "serving" and s.pid for s in state.services)
+        assert state_path(state.data_dir).stat().st_mode & 0o077 == 0
+        assert await ping(state.redis_url, 2.0) is None
+        environment = json.loads(
+            (state.data_dir / f"told-rollout-0-{state.cluster_id}-1.json").read_text()
+        )
+        assert environment["TROUPE_ORCHESTRATOR_ADDRESS"] == state.orchestrator_address
+        assert environment["TROUPE_DATA_DIR"] == str(project / "runs")
+        assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(project)
+        assert environment["TROUPE_TRANSFER_DIR"] == str(state.transfer_dir)
+        assert state.transfer_dir.is_dir()
+        pids = [s.pid for s in state.services]
+
+        # Kill every one: each comes back at its address, and Redis with its data.
+        await _redis(state.redis_url, "SET", "kept", "yes")
+        for service in state.services:
+            assert service.pid is not None
+            os.kill(service.pid, signal.SIGKILL)
+
+        def all_back() -> bool:
+            return all(s.restarts == 1 and s.state == "serving" for s in cluster.state.services)
+
+        assert await asyncio.to_thread(_within, 30, all_back)
+        assert [s.address for s in cluster.state.services] == [s.address for s in state.services]
+        assert await _redis(state.redis_url, "GET", "kept") == b"yes"
+        assert (state.data_dir / f"told-rollout-0-{state.cluster_id}-2.json").exists()
+        pids += [s.pid for s in cluster.state.services]
+
+    assert any("orchestrator was killed by SIGKILL" in event for event in told)
+    assert not any(psutil.pid_exists(pid) for pid in pids if pid)
+    assert running_state(state.data_dir) is None
+    final = read_state(state.data_dir)
+    assert final is not None
+    assert final.phase == "stopped"
+    assert not state.transfer_dir.exists()
+    order = (state.data_dir / "stopped.txt").read_text().split()
+    assert order.index("rollout") < order.index("orchestrator")
+
+
+async def test_two_clusters_in_one_directory_are_refused(settings: ClusterSettings) -> None:
+    few = settings.model_copy(update={"panel": False})
+    async with EmbeddedCluster(few):
+        with pytest.raises(ClusterRunning) as caught:
+            await EmbeddedCluster(few).start()
+        assert running_state(settings.data_dir) is not None
+
+    assert f"process {os.getpid()}" in str(caught.value)
+    assert "troupe down" in str(caught.value)
+
+
+async def test_a_port_in_use_is_named(settings: ClusterSettings) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(PortInUse) as caught:
+            await EmbeddedCluster(settings.model_copy(update={"panel_port": port})).start()
+
+    assert f"panel_port = {port}" in str(caught.value)
+    assert running_state(settings.data_dir) is None
+
+
+async def test_a_redis_that_is_not_there_is_named(settings: ClusterSettings) -> None:
+    url = "redis://127.0.0.1:9/0"
+    with pytest.raises(RedisUnavailable) as caught:
+        await EmbeddedCluster(settings.model_copy(update={"redis_url": url})).start()
+
+    assert f"redis_url = {url}" in str(caught.value)
+
+
+async def test_a_redis_url_that_is_none_is_named(settings: ClusterSettings) -> None:
+    with pytest.raises(RedisUnavailable):
+        await EmbeddedCluster(settings.model_copy(update={"redis_url": "nonsense"})).start()
+
+
+async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotWritable, match="data_dir"):
+        await EmbeddedCluster(ClusterSettings(data_dir=tmp_path / "file" / "runs")).start()
+
+
+async def test_a_service_that_cannot_start_ends_the_start(settings: ClusterSettings) -> None:
+    (settings.data_dir / "broken-trainer").touch()
+    with pytest.raises(ChildFailed) as caught:
+        await EmbeddedCluster(settings).start()
+
+    assert "service = trainer-0" in str(caught.value)
+    assert "the stub is broken: on purpose" in str(caught.value)
+    state = read_state(settings.data_dir)
+    assert state is not None
+    assert state.phase == "failed"
+    assert not any(is_alive(s.pid, s.created) for s in state.services)
+
+
+def test_a_detached_cluster_starts_answers_and_stops(settings: ClusterSettings) -> None:
+    state = start_detached(settings)
+
+    assert state.supervisor_pid != os.getpid()
+    with pytest.raises(ClusterRunning):
+        start_detached(settings)
+    stop_running(state.data_dir)
+    assert running_state(state.data_dir) is None
+    assert not any(is_alive(s.pid, s.created) for s in state.services)
+    with pytest.raises(NoCluster, match="troupe up"):
+        stop_running(state.data_dir)
+
+
+def test_a_detached_cluster_that_cannot_start_says_why(settings: ClusterSettings) -> None:
+    (settings.data_dir / "broken-reward").touch()
+    with pytest.raises(ChildFailed, match="the stub is broken: on purpose"):
+        start_detached(settings)
+
+
+def test_the_children_of_a_killed_supervisor_are_ended_by_the_next(
+    settings: ClusterSettings,
+) -> None:
+    (settings.data_dir / "stubborn-rollout").touch()  # ignores the SIGTERM that the kernel sends
+    first = start_detached(settings.model_copy(update={"stop_seconds": 0.5}))
+    os.kill(first.supervisor_pid, signal.SIGKILL)
+    assert _within(5, lambda: running_state(first.data_dir) is None)
+    rollout = next(s for s in first.services if s.name == "rollout-0")
+    assert rollout.pid is not None
+    assert psutil.pid_exists(rollout.pid)
+
+    second = start_detached(settings.model_copy(update={"stop_seconds": 0.5}))
+
+    assert not any(is_alive(s.pid, s.created) for s in first.services)
+    assert second.cluster_id != first.cluster_id
+
+
+def test_a_damaged_state_file_is_named(settings: ClusterSettings) -> None:
+    path = state_path(settings.data_dir)
+    path.parent.mkdir()
+    path.write_text("{")
+    with pytest.raises(StateUnreadable, match=r"cluster\.json"):
+        read_state(settings.data_dir)
+
+
+def test_sigterm_while_starting_leaves_nothing(settings: ClusterSettings) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "troupe.cluster", settings.resolved().model_dump_json()]
+    )
+    data_dir = settings.data_dir
+    assert _within(20, lambda: state_path(data_dir).exists())
+
+    process.terminate()
+
+    assert process.wait(20) == 0
+    state = read_state(data_dir)
+    assert state is not None
+    assert not any(is_alive(s.pid, s.created) for s in state.services)
+
+
+async def _redis(url: str, *command: str) -> object:
+    from redis.asyncio import Redis
+
+    async with Redis.from_url(url) as client:
+        return await client.execute_command(*command)  # type: ignore[no-untyped-call]
+
+
+def _within(seconds: float, condition) -> bool:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False

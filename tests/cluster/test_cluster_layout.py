@@ -1,0 +1,118 @@
+"""What a cluster consists of, and its ports: pure functions and real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from troupe.cluster.errors import PortInUse
+from troupe.cluster.layout import plan, port_names, python_path, service_names, thread_budget
+from troupe.cluster.ports import FIRST_PORT, LAST_PORT, is_free, pick_ports, require_free
+from troupe.cluster.settings import ClusterSettings
+from troupe.cluster.supervisor import levels
+
+
+def _plan(settings: ClusterSettings, *, embedded: bool = True):  # type: ignore[no-untyped-def]
+    ports = {name: 20_000 + i for i, name in enumerate(port_names(settings))}
+    return plan(
+        settings.resolved(),
+        ports,
+        redis_url="redis://127.0.0.1:1/0",
+        redis_command=("redis-server", "redis.conf") if embedded else (),
+        cluster_id="abc",
+        parent_pid=42,
+        cores=8,
+    )
+
+
+def test_every_child_gets_its_ports_and_everybody_elses_addresses() -> None:
+    specs = {s.name: s for s in _plan(ClusterSettings(rollouts=2, trainers=2))}
+
+    assert set(specs) == {
+        "redis", "experience_store", "reward", "orchestrator", "rollout-0", "rollout-1",
+        "trainer-0", "trainer-1", "control_panel",
+    }  # fmt: skip
+    environment = specs["rollout-1"].environment
+    assert environment["TROUPE_PORT"] == specs["rollout-1"].address.rpartition(":")[2]
+    assert environment["TROUPE_ORCHESTRATOR_ADDRESS"] == specs["orchestrator"].address
+    assert environment["TROUPE_EXPERIENCE_STORE_ADDRESS"] == specs["experience_store"].address
+    assert environment["TROUPE_REWARD_ADDRESS"] == specs["reward"].address
+    assert environment["TROUPE_PARENT_PID"] == "42"
+    assert environment["TROUPE_WORKER_ID"] == "rollout-1-abc"
+    assert specs["rollout-1"].command[-2:] == ("-m", "services.rollout")
+    addresses = [s.address for s in specs.values()] + [s.metrics_address for s in specs.values()]
+    used = [a for a in addresses if a]
+    assert len(set(used)) == len(used)
+
+
+def test_numerical_workers_share_the_cores_and_the_others_get_one_thread() -> None:
+    specs = {s.name: s for s in _plan(ClusterSettings(rollouts=2, trainers=2))}
+
+    assert specs["rollout-0"].environment["OMP_NUM_THREADS"] == "2"
+    assert specs["trainer-1"].environment["TROUPE_THREADS"] == "2"
+    assert specs["orchestrator"].environment["OMP_NUM_THREADS"] == "1"
+    assert specs["orchestrator"].environment["MALLOC_ARENA_MAX"] == "2"
+
+
+@given(rollouts=st.integers(1, 64), trainers=st.integers(1, 64), cores=st.integers(1, 512))
+def test_threads_never_exceed_the_cores_unless_there_are_more_workers_than_cores(
+    rollouts: int, trainers: int, cores: int
+) -> None:
+    budget = thread_budget(ClusterSettings(rollouts=rollouts, trainers=trainers), cores)
+
+    assert budget >= 1
+    assert budget == 1 or budget * (rollouts + trainers) <= cores
+
+
+def test_dependencies_start_first_and_redis_is_the_root() -> None:
+    grouped = levels(_plan(ClusterSettings()))
+
+    assert grouped[0] == ["redis", "reward"]
+    assert set(grouped[1]) == {"experience_store", "orchestrator"}
+    assert set(grouped[2]) == {"rollout-0", "trainer-0", "control_panel"}
+
+
+def test_somebody_elses_redis_is_not_a_child() -> None:
+    settings = ClusterSettings(redis_url="redis://elsewhere/0", panel=False)
+    specs = _plan(settings, embedded=False)
+
+    assert [s.name for s in specs] == service_names(settings)
+    assert all("redis" not in s.after for s in specs)
+    assert "redis" not in port_names(settings)
+
+
+def test_the_users_directory_comes_first_on_the_path() -> None:
+    assert python_path(Path("/project"), f"/a{os.pathsep}{os.pathsep}/b").split(os.pathsep) == [
+        "/project",
+        "/a",
+        "/b",
+    ]
+
+
+def test_picked_ports_are_distinct_free_and_below_the_ephemeral_range() -> None:
+    ports = pick_ports([f"p{i}" for i in range(20)], fixed={"p3": 8765})
+
+    assert ports["p3"] == 8765
+    assert len(set(ports.values())) == 20
+    others = [p for name, p in ports.items() if name != "p3"]
+    assert all(FIRST_PORT <= p < LAST_PORT and is_free(p) for p in others)
+
+
+def test_a_port_in_use_is_skipped_or_named_with_the_remedy() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+
+        assert not is_free(port)
+        with pytest.raises(PortInUse) as caught:
+            require_free(port, field="panel_port", option="--panel-port")
+
+    message = str(caught.value)
+    assert f"panel_port = {port}" in message
+    assert "--panel-port" in message

@@ -1,0 +1,39 @@
+"""The embedded cluster: all services of Troupe as child processes of one supervisor."""
+
+from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
+from troupe.cluster.embedded import EmbeddedCluster
+from troupe.cluster.errors import (
+    ChildFailed,
+    ChildNotReady,
+    ClusterRunning,
+    NoCluster,
+    NotWritable,
+    PortInUse,
+    RedisMissing,
+    RedisUnavailable,
+    StateUnreadable,
+)
+from troupe.cluster.settings import DEFAULT_DATA_DIR, ClusterSettings
+from troupe.cluster.state import ClusterState, ServiceRecord, read_state, running_state
+
+__all__ = [
+    "DEFAULT_DATA_DIR",
+    "ChildFailed",
+    "ChildNotReady",
+    "ClusterRunning",
+    "ClusterSettings",
+    "ClusterState",
+    "EmbeddedCluster",
+    "NoCluster",
+    "NotWritable",
+    "PortInUse",
+    "RedisMissing",
+    "RedisUnavailable",
+    "ServiceRecord",
+    "StateUnreadable",
+    "read_state",
+    "run_until_signal",
+    "running_state",
+    "start_detached",
+    "stop_running",
+]

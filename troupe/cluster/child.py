@@ -1,0 +1,227 @@
+"""One process of the cluster: started, watched, brought back when it dies, stopped.
+
+IDLE -> STARTING -> SERVING -> STOPPING -> STOPPED
+           ^           |
+           +-- WAITING <+   (died: back-off, then again)
+STARTING | WAITING -> FAILED (would not start, or dies again and again)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+
+from troupe.cluster import logs
+from troupe.cluster.errors import ChildFailed, ChildNotReady
+from troupe.cluster.layout import ChildSpec
+
+TETHER = Path(__file__).with_name("tether.py")
+# A dead child is back fast enough that callers' retries bridge the gap ...
+FIRST_BACKOFF, MAX_BACKOFF = 0.2, 8.0
+# ... but one that dies this often within this many seconds has a reason that time won't cure.
+MAX_RESTARTS, RESTART_WINDOW = 6, 120.0
+_PROBE_SECONDS = 2.0
+
+
+class ChildState(StrEnum):
+    """Where a child is in its life."""
+
+    IDLE = "idle"
+    STARTING = "starting"
+    SERVING = "serving"
+    WAITING = "waiting"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Child:
+    """Keeps the process that `spec` describes alive. Used from one event loop."""
+
+    def __init__(self, spec: ChildSpec, log: Path, changed: Callable[[Child, str], None]) -> None:
+        """`changed(child, what happened)` is called after every move; '' when nothing to tell."""
+        self.spec = spec
+        self.log = log
+        self.state = ChildState.IDLE
+        self.restarts = 0
+        self.pid: int | None = None
+        self._changed = changed
+        self._process: asyncio.subprocess.Process | None = None
+        self._deaths: deque[float] = deque()
+        self._launches = 0
+
+    async def start(self) -> None:
+        """Start the process and wait until it is ready.
+
+        Raises `ChildFailed` when it ends before that and `ChildNotReady` when it takes too long.
+        """
+        self._move(ChildState.STARTING)
+        try:
+            await self._launch()
+            await self._until_ready()
+        except (ChildFailed, ChildNotReady):
+            self._move(ChildState.FAILED)
+            raise
+        self._move(ChildState.SERVING)
+
+    async def keep(self) -> None:
+        """Bring the process back whenever it dies. Returns only by raising.
+
+        `ChildFailed` when it died too often, or by cancellation.
+        """
+        while True:
+            assert self._process is not None  # start() has returned
+            status = await self._process.wait()
+            self._sweep()
+            died = f"{self.spec.name} {_how(status)}"
+            await self._back_off(died)
+            self.restarts += 1
+            self._move(ChildState.STARTING)
+            try:
+                await self._launch()
+                await self._until_ready()
+            except ChildNotReady:
+                # Alive but mute: end it, which counts as one more death.
+                self._kill()
+                continue
+            except ChildFailed:
+                continue
+            self._move(ChildState.SERVING, f"{self.spec.name} is back")
+
+    async def stop(self) -> None:
+        """SIGTERM, wait `stop_seconds`, SIGKILL. Nothing of its process group is left after it."""
+        if self._process is None:
+            return
+        self._move(ChildState.STOPPING)
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                async with asyncio.timeout(self.spec.stop_seconds):
+                    await self._process.wait()
+            except TimeoutError:
+                self._kill()
+                await self._process.wait()
+        self._sweep()
+        self.pid = None
+        self._move(ChildState.STOPPED)
+
+    async def _launch(self) -> None:
+        """Raises `ChildFailed` when not even a process could be made (memory, process limit)."""
+        self._launches += 1
+        try:
+            self._process = await self._spawn()
+        except OSError as error:
+            what = f"could not be started: {error.strerror or error}"
+            raise ChildFailed(self.spec.name, what, self.log) from error
+        self.pid = self._process.pid
+        self._changed(self, "")
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        with logs.open_log(self.log, f"{self.spec.name} start {self._launches}") as log:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-S",
+                "-E",
+                str(TETHER),
+                str(os.getpid()),
+                *self.spec.command,
+                env={**os.environ, **self._environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Its own group: a terminal's Ctrl-C reaches the supervisor alone, and whatever
+                # the child starts can be ended with it.
+                start_new_session=True,
+            )
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(self.spec.environment)
+        if worker := environment.get("TROUPE_WORKER_ID"):
+            # A restarted worker is a new worker to the orchestrator.
+            environment["TROUPE_WORKER_ID"] = f"{worker}-{self._launches}"
+        return environment
+
+    async def _until_ready(self) -> None:
+        assert self._process is not None
+        ended = asyncio.ensure_future(self._process.wait())
+        asking = asyncio.ensure_future(self._ask())
+        try:
+            await asyncio.wait({ended, asking}, return_when=asyncio.FIRST_COMPLETED)
+            # Ended comes first: somebody else may answer on the port that the child wanted.
+            if ended.done():
+                self._sweep()
+                raise ChildFailed(
+                    self.spec.name,
+                    f"{_how(ended.result())} before it was ready",
+                    self.log,
+                    logs.last_line(self.log),
+                )
+            if (reason := asking.result()) is not None:
+                raise ChildNotReady(
+                    self.spec.name, self.spec.address, self.spec.start_seconds, reason, self.log
+                )
+        finally:
+            ended.cancel()
+            asking.cancel()
+
+    async def _ask(self) -> str | None:
+        """None once the probe is content, the last reason when `start_seconds` are over."""
+        deadline = time.monotonic() + self.spec.start_seconds
+        pause = 0.05
+        while (reason := await self.spec.probe.ask(_PROBE_SECONDS)) is not None:
+            if time.monotonic() >= deadline:
+                return reason
+            await asyncio.sleep(pause)
+            pause = min(0.5, pause * 1.5)
+        return None
+
+    async def _back_off(self, died: str) -> None:
+        now = time.monotonic()
+        self._deaths.append(now)
+        while self._deaths[0] < now - RESTART_WINDOW:
+            self._deaths.popleft()
+        if len(self._deaths) > MAX_RESTARTS:
+            self._move(ChildState.FAILED)
+            raise ChildFailed(
+                self.spec.name,
+                f"died {len(self._deaths)} times within {RESTART_WINDOW:g} s",
+                self.log,
+                logs.last_line(self.log),
+            )
+        pause = min(MAX_BACKOFF, FIRST_BACKOFF * 2.0 ** (len(self._deaths) - 1))
+        self._move(ChildState.WAITING, f"{died}; starting it again in {pause:.1f} s")
+        await asyncio.sleep(pause)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    def _sweep(self) -> None:
+        """End what the dead process left in its group (workers of its own)."""
+        if self._process is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _move(self, state: ChildState, event: str = "") -> None:
+        self.state = state
+        self._changed(self, event)
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"

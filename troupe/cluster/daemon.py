@@ -1,0 +1,108 @@
+"""Clusters that outlive the command that started them: `troupe up --detach`, `troupe down`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from troupe.cluster import logs
+from troupe.cluster.embedded import EmbeddedCluster
+from troupe.cluster.errors import ChildFailed, ChildNotReady, ClusterRunning
+from troupe.cluster.orphans import end_orphans
+from troupe.cluster.settings import ClusterSettings
+from troupe.cluster.state import (
+    ClusterState,
+    is_alive,
+    is_locked,
+    read_state,
+    require_running,
+    running_state,
+)
+
+
+async def run_until_signal(cluster: EmbeddedCluster) -> None:
+    """Start `cluster` and run it until SIGINT or SIGTERM; stop it then, in order.
+
+    Raises what kept it from starting or made it fail.
+    """
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked.set)
+    stopping = asyncio.create_task(asked.wait())
+    starting = asyncio.create_task(cluster.start())
+    try:
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            with suppress(asyncio.CancelledError):
+                await starting
+            return
+        starting.result()
+        failing = asyncio.create_task(cluster.failure())
+        await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            raise failing.result()
+        failing.cancel()
+    finally:
+        stopping.cancel()
+        await cluster.stop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def start_detached(settings: ClusterSettings) -> ClusterState:
+    """Start a cluster in a process of its own and wait until it is healthy.
+
+    Raises `ClusterRunning`, or a `ChildFailed` that says what the supervisor said.
+    """
+    settings = settings.resolved()
+    if (state := running_state(settings.data_dir)) is not None:
+        raise ClusterRunning(settings.data_dir, state.supervisor_pid)
+    log = settings.data_dir / "logs" / "supervisor.log"
+    with logs.open_log(log, "supervisor start") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "troupe.cluster", settings.model_dump_json()],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    # Every service in a chain of three waits at most so long, plus what stopping takes.
+    deadline = time.monotonic() + 3 * settings.start_seconds + settings.stop_seconds
+    while process.poll() is None and time.monotonic() < deadline:
+        state = read_state(settings.data_dir)
+        if state is not None and state.supervisor_pid == process.pid and state.phase == "ready":
+            return state
+        time.sleep(0.1)
+    if process.poll() is None:
+        process.terminate()
+        raise ChildNotReady(
+            "supervisor", str(settings.data_dir), settings.start_seconds, "too slow", log
+        )
+    raise ChildFailed("supervisor", "the cluster did not start", log, logs.last_line(log, 1000))
+
+
+def stop_running(data_dir: Path, timeout: float = 60.0) -> ClusterState:
+    """Stop the cluster of `data_dir` and wait until its supervisor is gone; returns its state.
+
+    Raises `NoCluster`. A supervisor that does not end in `timeout` seconds is killed, and what it
+    leaves is ended as after any crash.
+    """
+    state = require_running(data_dir)
+    with suppress(ProcessLookupError):
+        os.kill(state.supervisor_pid, signal.SIGTERM)
+    deadline = time.monotonic() + timeout
+    while is_locked(data_dir) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if is_alive(state.supervisor_pid, state.supervisor_created) and is_locked(data_dir):
+        with suppress(ProcessLookupError):
+            os.kill(state.supervisor_pid, signal.SIGKILL)
+        asyncio.run(end_orphans(read_state(data_dir), timeout=5.0))
+    return state

@@ -1,0 +1,129 @@
+"""What can go wrong with an embedded cluster, each with the setting at fault and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, Internal, Unavailable
+
+
+class PortInUse(FailedPrecondition):
+    """Something else listens on a port that was asked for."""
+
+    default_kind = "port_in_use"
+
+    def __init__(self, *, field: str, port: int, host: str, option: str) -> None:
+        change = f" or choose another with {option}" if option else ""
+        super().__init__(
+            f"another program listens on port {port} of {host}.",
+            field=field,
+            value=port,
+            remedy=f"Stop it (`ss -ltnp 'sport = :{port}'` names it){change}.",
+        )
+
+
+class RedisMissing(FailedPrecondition):
+    """No redis-server is installed for the embedded cluster."""
+
+    default_kind = "redis_missing"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"no redis-server to start: {reason}.",
+            field="redis_url",
+            value="(embedded)",
+            remedy="Run `pip install 'troupe[embedded]'`, or name a running Redis with "
+            "--redis-url redis://HOST:PORT/0.",
+        )
+
+
+class RedisUnavailable(Unavailable):
+    """The Redis that the settings name does not answer."""
+
+    default_kind = "redis_unavailable"
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(
+            f"this Redis does not answer: {reason}.",
+            field="redis_url",
+            value=url,
+            remedy="Start it or correct the address; without --redis-url an own one is started.",
+        )
+
+
+class ClusterRunning(FailedPrecondition):
+    """A cluster runs in this data directory already."""
+
+    default_kind = "cluster_running"
+
+    def __init__(self, data_dir: Path, pid: int | None) -> None:
+        who = f" (process {pid})" if pid else ""
+        super().__init__(
+            f"a cluster runs in this directory already{who}.",
+            field="data_dir",
+            value=data_dir,
+            remedy="Use it, stop it with `troupe down`, or choose another --data-dir.",
+        )
+
+
+class NoCluster(FailedPrecondition):
+    """No cluster runs in this data directory."""
+
+    default_kind = "no_cluster"
+
+    def __init__(self, data_dir: Path) -> None:
+        super().__init__(
+            "no cluster runs in this directory.",
+            field="data_dir",
+            value=data_dir,
+            remedy="Start one with `troupe up`, or name another with --data-dir or --cluster.",
+        )
+
+
+class StateUnreadable(Internal):
+    """The cluster's state file is damaged or of another version."""
+
+    default_kind = "cluster_state_unreadable"
+
+
+class ChildFailed(Internal):
+    """A service ended and is not started again, or would not start."""
+
+    default_kind = "service_failed"
+
+    def __init__(self, name: str, what: str, log: Path | None, last_line: str = "") -> None:
+        said = f" Its last words: {last_line}" if last_line else ""
+        super().__init__(
+            f"{what}.{said}",
+            field="service",
+            value=name,
+            remedy=f"Its log is {log}." if log else None,
+        )
+
+
+class ChildNotReady(DeadlineExceeded):
+    """A service did not answer its health check in time."""
+
+    default_kind = "service_not_ready"
+
+    def __init__(self, name: str, address: str, seconds: float, reason: str, log: Path) -> None:
+        super().__init__(
+            f"not ready at {address} within {seconds:g} s ({reason}).",
+            field="service",
+            value=name,
+            remedy=f"Its log is {log}; on a slow machine raise --start-timeout.",
+        )
+
+
+class NotWritable(FailedPrecondition):
+    """The data directory cannot be used."""
+
+    default_kind = "data_dir_not_writable"
+
+    def __init__(self, data_dir: Path, error: OSError) -> None:
+        super().__init__(
+            f"cannot be written: {error.strerror or error}.",
+            field="data_dir",
+            value=data_dir,
+            remedy="Choose another with --data-dir.",
+        )

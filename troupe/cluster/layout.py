@@ -1,0 +1,175 @@
+"""What an embedded cluster consists of: a pure function from settings and ports to children.
+
+Services are named as modules to run (`python -m services.<name>`) and never imported: the
+library knows no service.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from troupe.cluster.probes import Probe, ProbeKind
+from troupe.cluster.settings import LOOPBACK, ClusterSettings
+
+CORE = ("experience_store", "reward", "orchestrator")
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """One process that the supervisor keeps alive."""
+
+    name: str
+    command: tuple[str, ...]
+    probe: Probe
+    # As other processes and people reach it.
+    address: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    # Names of children that must be ready before this one starts.
+    after: tuple[str, ...] = ()
+    metrics_address: str = ""
+    start_seconds: float = 120.0
+    stop_seconds: float = 15.0
+
+
+def service_names(settings: ClusterSettings) -> list[str]:
+    """Names of the Python services in the order in which they start."""
+    names = [*CORE]
+    names += [f"rollout-{i}" for i in range(settings.rollouts)]
+    names += [f"trainer-{i}" for i in range(settings.trainers)]
+    if settings.panel:
+        names.append("control_panel")
+    return names
+
+
+def port_names(settings: ClusterSettings) -> list[str]:
+    """Names of the ports that a cluster needs: of every service, and of its metrics."""
+    names = [] if settings.redis_url else ["redis"]
+    for service in service_names(settings):
+        names += [service, f"{service}/metrics"]
+    return names
+
+
+def thread_budget(settings: ClusterSettings, cores: int) -> int:
+    """Threads of one rollout or trainer worker.
+
+    Never more in sum than there are cores: two spinning thread pools on one core slow each
+    other down by an order of magnitude.
+    """
+    if settings.threads is not None:
+        return settings.threads
+    return max(1, cores // (settings.rollouts + settings.trainers))
+
+
+def plan(
+    settings: ClusterSettings,
+    ports: Mapping[str, int],
+    *,
+    redis_url: str,
+    redis_command: tuple[str, ...] = (),
+    cluster_id: str,
+    parent_pid: int,
+    cores: int | None = None,
+) -> list[ChildSpec]:
+    """The children of a cluster in an order that respects `after`.
+
+    `settings` are resolved; `ports` holds one per `port_names`; `redis_command` is empty when
+    the Redis at `redis_url` is somebody else's.
+    """
+    children: list[ChildSpec] = []
+    base = _shared_environment(settings, ports, redis_url, parent_pid)
+    if redis_command:
+        children.append(
+            ChildSpec(
+                name="redis",
+                command=redis_command,
+                probe=Probe(ProbeKind.REDIS, redis_url),
+                address=f"{LOOPBACK}:{ports['redis']}",
+                start_seconds=settings.start_seconds,
+                stop_seconds=settings.stop_seconds,
+            )
+        )
+    budget = thread_budget(settings, cores or os.cpu_count() or 1)
+    for name in service_names(settings):
+        module, _, _ = name.partition("-")
+        threads = budget if module in ("rollout", "trainer") else 1
+        port, metrics_port = ports[name], ports[f"{name}/metrics"]
+        address = f"{LOOPBACK}:{port}"
+        children.append(
+            ChildSpec(
+                name=name,
+                command=(sys.executable, "-m", f"services.{module}"),
+                probe=Probe(
+                    ProbeKind.HTTP if module == "control_panel" else ProbeKind.GRPC, address
+                ),
+                address=address,
+                metrics_address=f"{LOOPBACK}:{metrics_port}",
+                environment={
+                    **base,
+                    **thread_environment(threads),
+                    "TROUPE_PORT": str(port),
+                    "TROUPE_METRICS_PORT": str(metrics_port),
+                    "TROUPE_WORKER_ID": f"{name}-{cluster_id}",
+                },
+                after=_dependencies(module, embedded_redis=bool(redis_command)),
+                start_seconds=settings.start_seconds,
+                stop_seconds=settings.stop_seconds,
+            )
+        )
+    return children
+
+
+def _dependencies(module: str, *, embedded_redis: bool) -> tuple[str, ...]:
+    redis = ("redis",) if embedded_redis else ()
+    return {
+        "experience_store": redis,
+        "reward": (),
+        "orchestrator": redis,
+        "rollout": CORE,
+        "trainer": ("experience_store", "orchestrator"),
+        "control_panel": ("orchestrator",),
+    }[module]
+
+
+def _shared_environment(
+    settings: ClusterSettings, ports: Mapping[str, int], redis_url: str, parent_pid: int
+) -> dict[str, str]:
+    assert settings.transfer_dir is not None  # ClusterSettings.resolved
+    return {
+        "TROUPE_HOST": LOOPBACK,
+        "TROUPE_REDIS_URL": redis_url,
+        "TROUPE_ORCHESTRATOR_ADDRESS": f"{LOOPBACK}:{ports['orchestrator']}",
+        "TROUPE_EXPERIENCE_STORE_ADDRESS": f"{LOOPBACK}:{ports['experience_store']}",
+        "TROUPE_REWARD_ADDRESS": f"{LOOPBACK}:{ports['reward']}",
+        "TROUPE_DATA_DIR": str(settings.data_dir),
+        "TROUPE_TRANSFER_DIR": str(settings.transfer_dir),
+        "TROUPE_PARENT_PID": str(parent_pid),
+        "TROUPE_LOG_FORMAT": settings.log_format,
+        "PYTHONPATH": python_path(Path.cwd(), os.environ.get("PYTHONPATH", "")),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def python_path(directory: Path, inherited: str) -> str:
+    """`directory` first, so that the workflow modules of the user's project import."""
+    return os.pathsep.join([str(directory), *(p for p in inherited.split(os.pathsep) if p)])
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Bounds every thread pool that numerical libraries would size by the machine."""
+    count = str(threads)
+    return {
+        "TROUPE_THREADS": count,
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "RAYON_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+        # An idle OpenMP thread sleeps instead of taking a neighbour's core.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # glibc keeps an arena per thread: tens of MiB each that are never given back.
+        "MALLOC_ARENA_MAX": "2",
+    }

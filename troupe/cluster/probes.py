@@ -1,0 +1,71 @@
+"""Asks a child whether it is ready, in the way its kind understands."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import StrEnum
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from troupe.cluster.redis import ping
+
+
+class ProbeKind(StrEnum):
+    """How a child says that it is ready."""
+
+    GRPC = "grpc"
+    """The standard gRPC health service, overall."""
+    HTTP = "http"
+    """`GET /healthz` answers 200."""
+    REDIS = "redis"
+    """`PING` answers."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Where and how to ask. `target` is host:port, for Redis its URL."""
+
+    kind: ProbeKind
+    target: str
+
+    async def ask(self, timeout: float) -> str | None:
+        """None when the child is ready, else in a few words why not. Never raises."""
+        match self.kind:
+            case ProbeKind.GRPC:
+                return await _ask_grpc(self.target, timeout)
+            case ProbeKind.HTTP:
+                return await _ask_http(self.target, timeout)
+            case ProbeKind.REDIS:
+                return await ping(self.target, timeout)
+
+
+async def _ask_grpc(address: str, timeout: float) -> str | None:
+    # Not through troupe.rpc: a probe wants the plain answer now, not the one after retries.
+    # A channel of its own each time, for a channel remembers failures and backs off.
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    async with grpc.aio.insecure_channel(address, options) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest()
+        try:
+            # Connecting is not covered by the call's own timeout on every version of gRPC.
+            async with asyncio.timeout(timeout + 1):
+                answer = await stub.Check(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name.lower()}: {error.details()}"
+        except TimeoutError:
+            return "no answer"
+    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        return None
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)).lower()
+
+
+async def _ask_http(address: str, timeout: float) -> str | None:
+    try:
+        async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
+            answer = await client.get(f"http://{address}/healthz")
+    except httpx.HTTPError as error:
+        return str(error) or type(error).__name__
+    return None if answer.status_code == 200 else f"HTTP status {answer.status_code}"

@@ -1,0 +1,61 @@
+"""What an embedded cluster is made of."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_DATA_DIR = Path("runs")
+DEFAULT_PANEL_PORT = 8080
+
+
+class ClusterSettings(BaseModel):
+    """Settings of an embedded cluster; everything listens on loopback."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    data_dir: Path = DEFAULT_DATA_DIR
+    """Jobs, checkpoints, logs, Redis' data and the cluster's state file."""
+    transfer_dir: Path | None = None
+    """Where weights pass from trainers to engines; default: a directory of shared memory."""
+    rollouts: int = Field(default=1, ge=1, le=64)
+    """Rollout workers."""
+    trainers: int = Field(default=1, ge=1, le=64)
+    """Trainer workers."""
+    panel: bool = True
+    """Start the control panel."""
+    panel_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of the panel; default: 8080, or another when that is taken."""
+    redis_url: str | None = None
+    """A Redis that runs already; default: an embedded one is started."""
+    redis_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of the embedded Redis; default: a free one."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads of each rollout and trainer worker; default: the cores shared out among them."""
+    start_seconds: float = Field(default=120, gt=0)
+    """How long a service may take until it is healthy."""
+    stop_seconds: float = Field(default=15, gt=0)
+    """How long a service may take to end before it is killed."""
+    log_format: str = "json"
+    """`json` or `console`: how services write their logs."""
+
+    def resolved(self) -> ClusterSettings:
+        """With absolute directories, so that every process means the same ones."""
+        data_dir = self.data_dir.expanduser().absolute()
+        transfer_dir = self.transfer_dir or default_transfer_dir(data_dir)
+        return self.model_copy(
+            update={"data_dir": data_dir, "transfer_dir": transfer_dir.expanduser().absolute()}
+        )
+
+
+def default_transfer_dir(data_dir: Path) -> Path:
+    """Shared memory of this user and data directory; on systems without it, plain files."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        return data_dir / "transfer"
+    mark = hashlib.sha256(str(data_dir).encode()).hexdigest()[:8]
+    return memory / f"troupe-{os.getuid()}-{mark}"

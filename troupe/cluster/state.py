@@ -1,0 +1,183 @@
+"""The cluster's state file and its lock, under `data_dir/.troupe/`.
+
+The supervisor holds the lock for as long as it lives; the kernel drops it with the process. A
+state file whose lock is free is therefore stale, whatever process ids it names.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from troupe.cluster.errors import ClusterRunning, NoCluster, StateUnreadable
+
+Phase = Literal["starting", "ready", "stopping", "stopped", "failed"]
+
+
+class ServiceRecord(BaseModel):
+    """One process of the cluster."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    state: str
+    address: str
+    metrics_address: str = ""
+    probe: str
+    pid: int | None = None
+    # Start of process `pid` in seconds since the epoch: tells it from a later one of that id.
+    created: float | None = None
+    restarts: int = 0
+    log: Path
+
+
+class ClusterState(BaseModel):
+    """What others need to know about a cluster. Holds the password of its Redis."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: Literal[1] = 1
+    cluster_id: str
+    phase: Phase
+    message: str = ""
+    supervisor_pid: int
+    supervisor_created: float
+    started_at: float
+    data_dir: Path
+    transfer_dir: Path
+    redis_url: str
+    orchestrator_address: str
+    panel_url: str = ""
+    services: list[ServiceRecord] = []
+
+
+def state_path(data_dir: Path) -> Path:
+    """Where the state of the cluster of `data_dir` stands."""
+    return data_dir / ".troupe" / "cluster.json"
+
+
+def write_state(state: ClusterState) -> None:
+    """Replace the state file; a reader sees the old or the new one, whole."""
+    path = state_path(state.data_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(state.model_dump_json(indent=2))
+    fresh.replace(path)
+
+
+def read_state(data_dir: Path) -> ClusterState | None:
+    """The last state written, of a cluster that may long be gone; None when there is none.
+
+    Raises `StateUnreadable` when the file is damaged.
+    """
+    path = state_path(data_dir)
+    try:
+        return ClusterState.model_validate(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, ValidationError) as error:
+        raise StateUnreadable(
+            "cannot be read.",
+            field="cluster state",
+            value=path,
+            remedy="Stop the processes that `ps` shows for it, then delete the file.",
+        ) from error
+
+
+def running_state(data_dir: Path) -> ClusterState | None:
+    """The state of the cluster that runs in `data_dir` now; None when none does."""
+    if not is_locked(data_dir):
+        return None
+    # Between taking the lock and the first write there is a moment without (or with an old) file.
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        state = read_state(data_dir)
+        if state is not None and is_alive(state.supervisor_pid, state.supervisor_created):
+            return state
+        if not is_locked(data_dir):
+            return None
+        time.sleep(0.05)
+    return None
+
+
+def require_running(data_dir: Path) -> ClusterState:
+    """`running_state`, or `NoCluster`."""
+    state = running_state(data_dir)
+    if state is None:
+        raise NoCluster(data_dir)
+    return state
+
+
+class ClusterLock:
+    """Held by the one supervisor of a data directory."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self._data_dir = data_dir
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock at once or raise `ClusterRunning`."""
+        path = _lock_path(self._data_dir)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            state = read_state(self._data_dir)
+            raise ClusterRunning(self._data_dir, state.supervisor_pid if state else None) from None
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Let go; without effect when not held."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def is_locked(data_dir: Path) -> bool:
+    """Whether a supervisor lives for `data_dir`."""
+    try:
+        descriptor = os.open(_lock_path(data_dir), os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        # A shared lock: two that look at the same time must not take each other for a cluster.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def created_at(pid: int) -> float | None:
+    """When process `pid` started, or None when there is none."""
+    with suppress(psutil.Error):
+        return float(psutil.Process(pid).create_time())
+    return None
+
+
+def is_alive(pid: int | None, created: float | None) -> bool:
+    """Whether the very process that was recorded still runs (and is no zombie)."""
+    if pid is None or created is None:
+        return False
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - created) < 1.0
+        return same and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _lock_path(data_dir: Path) -> Path:
+    return data_dir / ".troupe" / "cluster.lock"

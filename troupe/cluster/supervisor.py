@@ -1,0 +1,106 @@
+"""Starts children in the order of their dependencies, keeps them alive, stops them in reverse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from troupe.cluster.child import Child
+from troupe.cluster.layout import ChildSpec
+from troupe.rpc.errors import TroupeError
+
+
+class Supervisor:
+    """A set of children. Everything runs in one event loop; no call is made twice at once."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        log_dir: Path,
+        changed: Callable[[Child, str], None] = lambda child, event: None,
+    ) -> None:
+        """`changed(child, event)` is called whenever a child moves; `event` is for people."""
+        _check_order(specs)
+        self.children = {
+            spec.name: Child(spec, log_dir / f"{spec.name}.log", changed) for spec in specs
+        }
+        self._keepers: list[asyncio.Task[None]] = []
+        self._failure: asyncio.Future[TroupeError] | None = None
+
+    async def start(self) -> None:
+        """Start every child as soon as those it needs are ready; return when all are.
+
+        When one fails, those started are stopped and its error is raised.
+        """
+        self._failure = asyncio.get_running_loop().create_future()
+        ready = {name: asyncio.Event() for name in self.children}
+
+        async def bring_up(child: Child) -> None:
+            for name in child.spec.after:
+                await ready[name].wait()
+            await child.start()
+            self._keepers.append(asyncio.create_task(self._keep(child), name=child.spec.name))
+            ready[child.spec.name].set()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in self.children.values():
+                    group.create_task(bring_up(child))
+        except BaseExceptionGroup as errors:
+            await self.stop()
+            raise _first(errors) from None
+        except BaseException:  # cancelled from outside
+            await self.stop()
+            raise
+
+    async def failure(self) -> TroupeError:
+        """Wait until a child is given up; returns the reason. The others run on."""
+        assert self._failure is not None, "start() first"
+        return await asyncio.shield(self._failure)
+
+    async def stop(self) -> None:
+        """Stop all children, those that others need last. Safe to call at any time."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._keepers.clear()
+        for level in reversed(levels([c.spec for c in self.children.values()])):
+            await asyncio.gather(*(self.children[name].stop() for name in level))
+
+    async def _keep(self, child: Child) -> None:
+        try:
+            await child.keep()
+        except TroupeError as error:
+            assert self._failure is not None
+            if not self._failure.done():
+                self._failure.set_result(error)
+
+
+def levels(specs: Sequence[ChildSpec]) -> list[list[str]]:
+    """Names grouped so that each group needs only members of earlier groups."""
+    depth: dict[str, int] = {}
+    for spec in specs:  # ordered: _check_order
+        depth[spec.name] = 1 + max((depth[name] for name in spec.after), default=-1)
+    grouped: list[list[str]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
+    for name, level in depth.items():
+        grouped[level].append(name)
+    return grouped
+
+
+def _check_order(specs: Sequence[ChildSpec]) -> None:
+    seen: set[str] = set()
+    for spec in specs:
+        missing = set(spec.after) - seen
+        if missing:
+            raise ValueError(f"{spec.name} must come after {', '.join(sorted(missing))}")
+        if spec.name in seen:
+            raise ValueError(f"two children are named {spec.name}")
+        seen.add(spec.name)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
