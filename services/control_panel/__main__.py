@@ -9,6 +9,8 @@ from pathlib import Path
 
 import uvicorn
 
+from services.chassis.parent import watch_parent
+from services.chassis.ports import port_error
 from services.chassis.settings import ServiceSettings
 from services.control_panel.app import create_app
 
@@ -20,11 +22,8 @@ def main() -> int:
     try:
         listener = socket.create_server((settings.host, settings.port))
     except OSError as error:
-        print(
-            f"control panel: cannot listen on {settings.host}:{settings.port}: {error.strerror}. "
-            "Stop what uses the port, or choose another with TROUPE_PORT (0: any free one).",
-            file=sys.stderr,
-        )
+        problem = port_error(settings.host, settings.port, "TROUPE_PORT", error)
+        print(f"control panel: {problem}", file=sys.stderr)
         return 1
     if settings.port_file:
         port = listener.getsockname()[1]
@@ -32,13 +31,16 @@ def main() -> int:
         scratch.write_text(f"{port} {port}\n")
         os.replace(scratch, settings.port_file)
     config = uvicorn.Config(
-        create_app(settings.orchestrator_address, token),
+        create_app(settings.orchestrator_address, token, settings.client()),
         log_level=settings.log_level,
         access_log=False,
         # An open event stream would hold the process for ever.
         timeout_graceful_shutdown=2,
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    server = uvicorn.Server(config)
+    if settings.parent_pid is not None:
+        watch_parent(settings.parent_pid, lambda: setattr(server, "should_exit", True))
+    server.run(sockets=[listener])
     return 0
 
 

@@ -18,12 +18,17 @@ from services.control_panel import jobs_api, problems, views
 from services.control_panel.events import cluster_events
 from services.control_panel.upstream import Upstream
 from troupe import __version__
+from troupe.rpc import ClientSettings
 from troupe.v1 import orchestrator_pb2 as pb
 
 STATIC = Path(__file__).parent / "static"
 
 
-def create_app(orchestrator_address: str, token: str | None = None) -> FastAPI:
+def create_app(
+    orchestrator_address: str,
+    token: str | None = None,
+    client: ClientSettings | None = None,
+) -> FastAPI:
     """The panel over the orchestrator at `orchestrator_address`.
 
     With `token`, mutating calls need `Authorization: Bearer`; looking does not.
@@ -31,7 +36,7 @@ def create_app(orchestrator_address: str, token: str | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.upstream = Upstream(orchestrator_address)
+        app.state.upstream = Upstream(orchestrator_address, client)
         yield
         await app.state.upstream.close()
 

@@ -63,9 +63,7 @@ async def submit_job(
             f"the body is not UTF-8: {error}", field="body", remedy="Send the job's YAML as text."
         ) from error
     reply = await upstream(request).stub.SubmitJob(
-        pb.SubmitJobRequest(
-            request_id=idempotency_key or new_id("panel"), spec=spec, job_id=job_id
-        )
+        pb.SubmitJobRequest(request_id=idempotency_key or new_id("panel"), spec=spec, job_id=job_id)
     )
     response.headers["Location"] = f"/api/jobs/{reply.job.job_id}"
     return views.job(reply.job)
@@ -195,7 +193,9 @@ async def get_trajectory(request: Request, job_id: JobId, trajectory_id: str) ->
 class GenerateBody(BaseModel):
     """A conversation for a policy to continue."""
 
-    messages: list[dict[str, str]] = Field(min_length=1, examples=[[{"role": "user", "content": "hi"}]])
+    messages: list[dict[str, str]] = Field(
+        min_length=1, examples=[[{"role": "user", "content": "hi"}]]
+    )
     temperature: float | None = Field(default=None, ge=0)
     max_new_tokens: int | None = Field(default=None, ge=1)
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from troupe.rpc.channel import connect
+from troupe.rpc import ClientSettings, connect
 from troupe.v1 import orchestrator_pb2_grpc
 
 
 class Upstream:
     """Channel and stub of the orchestrator at `address`; reconnects by itself."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
         self.address = address
-        self._channel = connect(address)
+        self._channel = connect(address, settings)
         self.stub: orchestrator_pb2_grpc.OrchestratorAsyncStub = (
             orchestrator_pb2_grpc.OrchestratorStub(self._channel)  # type: ignore[assignment]
         )
 
     async def close(self) -> None:
         """Close the channel."""
-        await self._channel.close()
+        await self._channel.close(None)

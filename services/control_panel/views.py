@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 from pydantic import BaseModel, ConfigDict
@@ -142,7 +141,7 @@ def plain(message: Message) -> dict[str, Any]:
     return out
 
 
-def _value(field: FieldDescriptor, value: Any) -> Any:
+def _value(field: Any, value: Any) -> Any:
     if isinstance(value, Timestamp):
         return value.ToJsonString()
     if isinstance(value, Message):

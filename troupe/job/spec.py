@@ -299,9 +299,7 @@ class JobSpec(_Section):
         for section in (self.agents, self.policies, self.tools, self.rewards):
             for name in section:
                 if not re.match(NAME, name):
-                    raise ValueError(
-                        f"'{name}': names are lower-case letters, digits, '-' and '_'"
-                    )
+                    raise ValueError(f"'{name}': names are lower-case letters, digits, '-' and '_'")
         return self
 
     @property
