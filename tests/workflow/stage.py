@@ -44,8 +44,8 @@ def make_tokenizer(
 def make_chat(
     template: str | None = CHATML, merges: Sequence[tuple[str, str]] = ()
 ) -> ChatTokenizer:
-    """The same, as a workflow uses it; a response ends at END."""
-    return ChatTokenizer(make_tokenizer(template, merges), stop_token_ids=[2])
+    """The same, as a workflow uses it."""
+    return ChatTokenizer(make_tokenizer(template, merges))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def test_a_follow_up_keeps_the_sampled_ids_although_tokenising_would_change_them
     prompt = memory.prompt_ids((USER,))
     sampled = tuple(chat.encode("a") + chat.encode("b") + (2,))  # "ab" tokenises to one id
     assert len(chat.encode("ab")) == 1
-    memory.remember((USER,), chat.text(sampled), 0, prompt, sampled)
+    memory.remember((USER,), chat.text(sampled, stopped=True), 0, prompt, sampled, stopped=True)
     follow_up = memory.prompt_ids((USER, ("assistant", "ab"), ("user", "sure?")))
     assert follow_up[: len(prompt) + 3] == prompt + sampled
     assert chat.transcript(follow_up) == chat.transcript(
@@ -42,7 +42,7 @@ def test_a_reply_cut_by_length_gets_the_end_of_turn_that_it_lacks() -> None:
     memory = ConversationMemory(chat)
     prompt = memory.prompt_ids((USER,))
     cut = chat.encode("sev")
-    memory.remember((USER,), "sev", 0, prompt, cut)
+    memory.remember((USER,), "sev", 0, prompt, cut, stopped=False)
     follow_up = memory.prompt_ids((USER, ("assistant", "sev"), ("user", "go on")))
     text = chat.transcript(follow_up)
     assert text.startswith(chat.transcript(prompt) + "sev" + END + "\n<|im_start|>user\ngo on")
@@ -54,7 +54,7 @@ def test_thoughts_stay_in_the_ids_although_the_template_cuts_them_from_the_histo
     prompt = memory.prompt_ids((USER,))
     said = "<think>3 and 4</think>7"
     response = (*chat.encode(said), 2)
-    memory.remember((USER,), said, 0, prompt, response)
+    memory.remember((USER,), said, 0, prompt, response, stopped=True)
     follow_up = memory.prompt_ids((USER, ("assistant", said), ("user", "sure?")))
     assert follow_up[: len(prompt + response)] == prompt + response
     assert chat.transcript(follow_up).endswith(
@@ -69,7 +69,7 @@ def test_of_two_equal_replies_the_earlier_turn_is_continued_whichever_ended_firs
         prompt = memory.prompt_ids((USER,))
         responses = [(*chat.encode("a"), *chat.encode("b"), 2), (*chat.encode("ab"), 2)]
         for turn in order:
-            memory.remember((USER,), "ab", turn, prompt, responses[turn])
+            memory.remember((USER,), "ab", turn, prompt, responses[turn], stopped=True)
         follow_up = memory.prompt_ids((USER, ("assistant", "ab"), USER))
         assert follow_up[: len(prompt) + 3] == prompt + responses[0]
 
@@ -78,7 +78,7 @@ def test_an_edited_history_begins_a_new_conversation() -> None:
     chat = make_chat()
     memory = ConversationMemory(chat)
     prompt = memory.prompt_ids((USER,))
-    memory.remember((USER,), "7", 0, prompt, (*chat.encode("7"), 2))
+    memory.remember((USER,), "7", 0, prompt, (*chat.encode("7"), 2), stopped=True)
     edited = (USER, ("assistant", "8"), ("user", "sure?"))
     assert memory.prompt_ids(edited) == chat.first_ids(edited)
 
@@ -88,7 +88,7 @@ def test_trimmed_white_space_does_not_begin_a_new_conversation() -> None:
     memory = ConversationMemory(chat)
     prompt = memory.prompt_ids((USER,))
     response = (*chat.encode(" 7\n"), 2)
-    memory.remember((USER,), " 7\n", 0, prompt, response)
+    memory.remember((USER,), " 7\n", 0, prompt, response, stopped=True)
     follow_up = memory.prompt_ids((USER, ("assistant", "7"), ("user", "sure?")))
     assert follow_up[: len(prompt + response)] == prompt + response
 
@@ -111,8 +111,9 @@ def test_property_every_prompt_begins_with_all_that_went_before(
         assert prompt[: len(before)] == before
         # One token per character: ids and text determine each other.
         assert chat.transcript(prompt) == chat.transcript(chat.first_ids(messages))
-        response = (*chat.encode(said), 2) if ended or not said else chat.encode(said)
-        memory.remember(messages, said, turn, prompt, response)
+        ended = ended or not said
+        response = (*chat.encode(said), 2) if ended else chat.encode(said)
+        memory.remember(messages, said, turn, prompt, response, stopped=ended)
         messages = (*messages, ("assistant", said))
         before = prompt + response
 

@@ -102,17 +102,20 @@ class Agent:
         role = self._role
         generation = await self._agents.backend.generate(role.name, turn.prompt_ids, sampling)
         ids = tuple(generation.token_ids)
+        stopped = generation.finish_reason == "stop"
         reply = Reply(
             role.name,
             turn.number,
-            role.tokenizer.text(ids),
+            role.tokenizer.text(ids, stopped=stopped),
             turn.prompt_ids,
             ids,
             tuple(generation.logprobs),
             generation.finish_reason,
         )
         if turn.messages:
-            self._memory.remember(turn.messages, reply.text, turn.number, turn.prompt_ids, ids)
+            self._memory.remember(
+                turn.messages, reply.text, turn.number, turn.prompt_ids, ids, stopped=stopped
+            )
         turn.reply, turn.generation = reply, generation
         return reply
 

@@ -26,13 +26,11 @@ _CACHED_TOKENS = 500_000
 class ChatTokenizer:
     """A Hugging Face tokenizer seen as messages <-> ids; shared by all trajectories of a policy.
 
-    `stop_token_ids` are the ids that end a response. Not thread-safe.
+    Not thread-safe.
     """
 
-    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.stop_token_ids = frozenset(stop_token_ids)
-        self._pieces = {i: self._decode([i]) for i in self.stop_token_ids}
         self._cache: OrderedDict[object, tuple[int, ...]] = OrderedDict()
         self._cached_tokens = 0
 
@@ -44,12 +42,12 @@ class ChatTokenizer:
         return self._cached(messages, lambda: self.encode(self._render(messages)))
 
     def suffix_ids(
-        self, messages: tuple[Message, ...], reply: int, last_id: int | None
+        self, messages: tuple[Message, ...], reply: int, stop_id: int | None
     ) -> tuple[int, ...]:
         """Ids that follow the reply `messages[reply]` up to the beginning of the next one.
 
-        `last_id` is the reply's last token: if it already ended the turn, the template's own end
-        of turn is left out.
+        `stop_id` is the token at which the reply stopped: where it is the template's own end of
+        turn, that is not added again.
         """
 
         def compute() -> tuple[int, ...]:
@@ -61,22 +59,21 @@ class ChatTokenizer:
                     field="tokenizer.chat_template",
                     remedy="Use a template that renders the content of assistant messages",
                 )
-            ended = self._pieces.get(last_id) if last_id is not None else None
-            if ended:
-                suffix = suffix.removeprefix(ended)
+            if stop_id is not None:
+                suffix = suffix.removeprefix(self._decode([stop_id]))
             return self.encode(suffix)
 
         # The reply's own text is not part of the key: the sentinel stands for it.
-        key = (messages[:reply], messages[reply + 1 :], last_id in self._pieces and last_id)
+        key = (messages[:reply], messages[reply + 1 :], stop_id)
         return self._cached(key, compute)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of `text` with nothing added."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def text(self, ids: Sequence[int]) -> str:
-        """A response for people: without the stop token and other special tokens."""
-        if ids and ids[-1] in self.stop_token_ids:
+    def text(self, ids: Sequence[int], *, stopped: bool = False) -> str:
+        """A response for people: without special tokens and, if it `stopped`, its last one."""
+        if stopped:
             ids = ids[:-1]
         return self._decode(ids, skip_special_tokens=True)
 
@@ -131,8 +128,8 @@ class ConversationMemory:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        # Messages up to and including a reply -> (turn, ids up to and including the reply).
-        self._known: dict[tuple[Message, ...], tuple[int, tuple[int, ...]]] = {}
+        # Messages up to and including a reply -> turn, ids up to and including it, stop token.
+        self._known: dict[tuple[Message, ...], tuple[int, tuple[int, ...], int | None]] = {}
 
     def prompt_ids(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
         """Ids to generate from; those of the longest known beginning are taken as they were."""
@@ -141,8 +138,8 @@ class ConversationMemory:
                 continue
             known = self._known.get(_key(messages[:end]))
             if known:
-                ids = known[1]
-                return ids + self._tokenizer.suffix_ids(messages, end - 1, ids[-1])
+                _, ids, stop_id = known
+                return ids + self._tokenizer.suffix_ids(messages, end - 1, stop_id)
         return self._tokenizer.first_ids(messages)
 
     def remember(
@@ -152,12 +149,15 @@ class ConversationMemory:
         turn: int,
         prompt_ids: tuple[int, ...],
         response_ids: tuple[int, ...],
+        *,
+        stopped: bool,
     ) -> None:
         """Note a reply. Of two equal ones the earlier turn counts, whichever ended first."""
         key = _key((*messages, ("assistant", reply)))
         known = self._known.get(key)
         if response_ids and (known is None or turn < known[0]):
-            self._known[key] = (turn, prompt_ids + response_ids)
+            stop_id = response_ids[-1] if stopped else None
+            self._known[key] = (turn, prompt_ids + response_ids, stop_id)
 
 
 def _key(messages: tuple[Message, ...]) -> tuple[Message, ...]:
