@@ -3,7 +3,8 @@
 A channel from here bounds every unary call with a deadline, repeats what may be repeated, sends
 the bearer token, the trace context and the job/policy/trajectory ids that the log is bound to,
 and raises `TroupeError` instead of `grpc.RpcError`. Streams are not repeated: their caller knows
-where to take them up again.
+where to take them up again. Who leaves a stream early calls its `cancel()`; otherwise the server
+goes on until the garbage collector finds the call.
 """
 
 from __future__ import annotations

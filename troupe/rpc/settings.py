@@ -13,7 +13,9 @@ from troupe.rpc.retry import RetryPolicy
 class ClientSettings(BaseSettings):
     """Settings of a channel, read from `TROUPE_*` unless given."""
 
-    model_config = SettingsConfigDict(env_prefix="TROUPE_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="TROUPE_", env_ignore_empty=True, extra="ignore", frozen=True
+    )
 
     token: SecretStr | None = None
     """Bearer token that the services were started with."""

@@ -1,0 +1,1 @@
+"""What every server shares: settings, serving, health, drain, idempotency, telemetry."""

@@ -1,0 +1,116 @@
+"""How rollout and trainer workers tell the orchestrator that they live, and what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import grpc
+import psutil
+import structlog
+
+from services.chassis.settings import ServiceSettings
+from troupe.rpc import NO_RETRY, TroupeError, connect
+from troupe.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+
+log = structlog.get_logger("troupe.heartbeat")
+
+Message = Callable[[], orchestrator_pb2.HeartbeatRequest]
+# A beat that takes longer is worth less than the next one.
+_TIMEOUT_SECONDS = 2.0
+# An orchestrator that asks for another pace is believed within these bounds.
+_MIN_SECONDS, _MAX_SECONDS = 0.05, 30.0
+
+
+class Heartbeat:
+    """Calls `Orchestrator.Heartbeat` every `interval` seconds until stopped.
+
+    `message()` is asked anew for every beat; worker id, address, memory and host are filled in
+    where it leaves them empty. An orchestrator that is away is told about again when it is back.
+    """
+
+    def __init__(
+        self, settings: ServiceSettings, message: Message, *, interval: float = 1.0
+    ) -> None:
+        self._settings = settings
+        self._message = message
+        self._interval = interval
+        self._task: asyncio.Task[None] | None = None
+        self._process = psutil.Process()
+        self._reached: bool | None = None
+
+    @property
+    def reached(self) -> bool:
+        """Whether the last beat arrived."""
+        return bool(self._reached)
+
+    async def start(self) -> None:
+        """Begin; returns at once."""
+        self._task = asyncio.create_task(self._beat_on(), name="heartbeat")
+
+    async def stop(self) -> None:
+        """Say that the worker leaves (if anyone listens), then end."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        async with self._channel() as channel:
+            await self._beat(orchestrator_pb2_grpc.OrchestratorStub(channel), leaving=True)
+
+    async def _beat_on(self) -> None:
+        async with self._channel() as channel:
+            stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
+            while True:
+                pause = await self._beat(stub)
+                await asyncio.sleep(pause)
+
+    async def _beat(
+        self, stub: orchestrator_pb2_grpc.OrchestratorAsyncStub, *, leaving: bool = False
+    ) -> float:
+        """One beat; returns seconds until the next."""
+        address = self._settings.orchestrator_address
+        try:
+            request = self._filled(self._message())
+            request.draining = request.draining or leaving
+            response = await stub.Heartbeat(request, timeout=0.5 if leaving else _TIMEOUT_SECONDS)
+        except TroupeError as error:
+            if self._reached is not False and not leaving:
+                log.warning("orchestrator away", address=address, error=str(error))
+            self._reached = False
+            return self._interval
+        except Exception:
+            # A bug in message() must not make a living worker look dead for ever.
+            log.exception("no heartbeat could be made")
+            return self._interval
+        if not self._reached:
+            log.info("orchestrator reached", address=address)
+        self._reached = True
+        wanted = response.next_seconds or self._interval
+        return min(_MAX_SECONDS, max(_MIN_SECONDS, wanted))
+
+    def _filled(
+        self, request: orchestrator_pb2.HeartbeatRequest
+    ) -> orchestrator_pb2.HeartbeatRequest:
+        request.worker_id = request.worker_id or self._settings.worker_id
+        request.address = request.address or self._settings.address
+        request.rss_bytes = request.rss_bytes or self._process.memory_info().rss
+        request.host_id = request.host_id or host_id()
+        return request
+
+    def _channel(self) -> grpc.aio.Channel:
+        settings = self._settings
+        return connect(settings.orchestrator_address, settings.client(retry=NO_RETRY))
+
+
+@cache
+def host_id() -> str:
+    """Equal for processes that can share memory: same boot, same host or container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        boot = ""
+    return f"{socket.gethostname()}/{boot}"

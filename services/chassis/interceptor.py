@@ -1,0 +1,222 @@
+"""What happens around every handler: who may call, how long, once only, and how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+
+from services.chassis.calls import ObservedCall
+from services.chassis.idempotency import IdempotencyCache
+from services.chassis.settings import ServiceSettings
+from services.chassis.telemetry import Telemetry
+from troupe.rpc import (
+    DeadlineExceeded,
+    Internal,
+    TroupeError,
+    Unauthenticated,
+    Unavailable,
+    to_status,
+)
+from troupe.rpc.errors import DETAILS_KEY
+
+_HEALTH: Final = "/grpc.health."
+# Answered at any time, also before the service is ready and while it drains.
+_INFRASTRUCTURE: Final = (_HEALTH, "/grpc.reflection.")
+
+
+class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Wraps the handlers of a server. `state` moves "starting" -> "serving" -> "draining"."""
+
+    def __init__(self, settings: ServiceSettings, telemetry: Telemetry) -> None:
+        self.state = "starting"
+        self.idempotency = IdempotencyCache(settings.idempotency_seconds)
+        self._settings = settings
+        self._telemetry = telemetry
+        token = settings.token
+        self._authorization = None if token is None else f"Bearer {token.get_secret_value()}"
+        self._wrapped: dict[str, Any] = {}
+        # Calls in flight, by their task; those cut short at the end of a drain.
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._unary: set[asyncio.Task[Any]] = set()
+        self._cut: set[asyncio.Task[Any]] = set()
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
+    ) -> Any:
+        """The handler of the method called, wrapped; gRPC refuses unknown methods itself."""
+        wrapped = self._wrapped.get(details.method)
+        if wrapped is None:
+            handler = await continuation(details)
+            if handler is None:
+                return None
+            wrapped = self._wrapped[details.method] = self._wrap(details.method, handler)
+        return wrapped
+
+    def cut_streams(self) -> None:
+        """End every open stream with UNAVAILABLE, so that its client goes elsewhere."""
+        self._cut_all(self._streams)
+
+    def cut_unary(self) -> None:
+        """End every unary call still in flight the same way."""
+        self._cut_all(self._unary)
+
+    def _cut_all(self, tasks: set[asyncio.Task[Any]]) -> None:
+        self._cut |= tasks
+        for task in tasks:
+            task.cancel()
+
+    def _wrap(self, method: str, handler: Any) -> Any:
+        codec = (handler.request_deserializer, handler.response_serializer)
+        if handler.unary_unary is not None:
+            unary = self._wrap_unary(method, handler.unary_unary)
+            return grpc.unary_unary_rpc_method_handler(unary, *codec)
+        if handler.unary_stream is not None:
+            stream = self._wrap_stream(method, handler.unary_stream)
+            return grpc.unary_stream_rpc_method_handler(stream, *codec)  # type: ignore[arg-type]
+        if handler.stream_stream is not None:  # reflection
+            stream = self._wrap_stream(method, handler.stream_stream)
+            return grpc.stream_stream_rpc_method_handler(stream, *codec)  # type: ignore[arg-type]
+        raise NotImplementedError(f"{method}: Troupe has no client-streaming calls")
+
+    def _wrap_unary(self, method: str, behavior: Any) -> Callable[[Any, Any], Any]:
+        once = self.idempotency
+
+        async def unary(request: Any, context: Any) -> Any:
+            call = self._observe(method, "unary", request, context)
+            task = _current_task()
+            self._unary.add(task)
+            code, error = grpc.StatusCode.OK, None
+            try:
+                self._admit(method, context)
+                request_id = getattr(request, "request_id", "")
+                if not request_id:
+                    return await self._bounded(method, behavior, request, context)
+                payload = request.SerializeToString(deterministic=True)
+                return await once.run(
+                    (method, request_id),
+                    payload,
+                    lambda: self._bounded(method, behavior, request, context),
+                )
+            except BaseException as raised:
+                code, error = self._judge(raised, method)
+                if error is None:
+                    raise
+                await _abort(context, error)
+            finally:
+                self._unary.discard(task)
+                self._cut.discard(task)
+                if call is not None:
+                    call.end(code, error, self._settings.slow_call_seconds)
+
+        return unary
+
+    def _wrap_stream(self, method: str, behavior: Any) -> Callable[[Any, Any], AsyncIterator[Any]]:
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            call = self._observe(method, "stream", request, context)
+            task = _current_task()
+            self._streams.add(task)
+            code, error = grpc.StatusCode.OK, None
+            try:
+                self._admit(method, context)
+                responses = behavior(request, context)
+                if inspect.isawaitable(responses):  # a handler that writes on the context
+                    await responses
+                else:
+                    async for response in responses:
+                        yield response
+            except BaseException as raised:
+                code, error = self._judge(raised, method)
+                if error is None:
+                    raise
+                await _abort(context, error)
+            finally:
+                self._streams.discard(task)
+                self._cut.discard(task)
+                if call is not None:
+                    call.end(code, error, self._settings.slow_call_seconds)
+
+        return stream
+
+    def _observe(self, method: str, kind: str, request: Any, context: Any) -> ObservedCall | None:
+        if method.startswith(_INFRASTRUCTURE):
+            return None
+        return ObservedCall(self._telemetry, method.lstrip("/"), kind, request, context)
+
+    def _admit(self, method: str, context: Any) -> None:
+        """Raise unless this caller may call this method now."""
+        if self._authorization is not None and not method.startswith(_HEALTH):
+            sent = dict(context.invocation_metadata() or ()).get("authorization", "")
+            if not hmac.compare_digest(str(sent), self._authorization):
+                raise Unauthenticated(
+                    "the bearer token is wrong" if sent else "a bearer token is required",
+                    field="token",
+                    remedy="Set TROUPE_TOKEN to the token that the services were started with.",
+                )
+        if self.state != "serving" and not method.startswith(_INFRASTRUCTURE):
+            raise Unavailable(
+                f"{self._telemetry.service} is {self.state}", kind=f"service_{self.state}"
+            )
+
+    async def _bounded(self, method: str, behavior: Any, request: Any, context: Any) -> Any:
+        """The handler's response, at the latest when the deadline has passed."""
+        given = context.time_remaining()
+        limit = self._settings.server_deadline_seconds
+        if given is not None:
+            # gRPC itself cancels at the client's deadline; a call that goes on without its
+            # client (idempotency) is bounded here.
+            limit = max(limit, given)
+        timer = asyncio.timeout(limit)
+        try:
+            async with timer:
+                return await behavior(request, context)
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise DeadlineExceeded(
+                f"{method.lstrip('/')} did not end within {limit:g} s",
+                remedy="Give the call a longer deadline, or look for what it waits for.",
+            ) from error
+
+    def _judge(
+        self, raised: BaseException, method: str
+    ) -> tuple[grpc.StatusCode, TroupeError | None]:
+        """What the caller is told about `raised`; no error: gRPC knows already."""
+        if isinstance(raised, TroupeError):
+            return raised.code, raised
+        if isinstance(raised, grpc.aio.AbortError):
+            return grpc.StatusCode.UNKNOWN, None
+        if isinstance(raised, asyncio.CancelledError):
+            task = _current_task()
+            if task not in self._cut:
+                return grpc.StatusCode.CANCELLED, None
+            task.uncancel()
+            cut = Unavailable(
+                f"{self._telemetry.service} shut down before the call ended",
+                kind="service_draining",
+            )
+            return cut.code, cut
+        if not isinstance(raised, Exception):
+            return grpc.StatusCode.UNKNOWN, None
+        error = Internal(
+            f"{type(raised).__name__}: {raised}",
+            field=method.lstrip("/"),
+            remedy="This is a fault of Troupe; the service's log has the traceback.",
+        )
+        error.__cause__ = raised
+        return error.code, error
+
+
+def _current_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None, "handlers run in tasks"
+    return task
+
+
+async def _abort(context: Any, error: TroupeError) -> None:
+    status = to_status(error)
+    await context.abort(error.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))

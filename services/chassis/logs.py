@@ -1,0 +1,120 @@
+"""Structured logs: one JSON object (or one readable line) per event, bound to its call's ids."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, MutableMapping
+from functools import lru_cache
+from typing import Any
+
+import structlog
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from opentelemetry import trace
+
+from troupe.rpc.channel import CONTEXT_IDS, context_key
+
+
+def configure(service: str, level: str, style: str) -> None:
+    """Send all logging of this process, libraries' included, to standard error.
+
+    `style` is "json" or "console", `level` the lowest level shown.
+    """
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.stdlib.ExtraAdder(),
+        _add_trace,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=True,
+    )
+    final: list[Any]
+    if style == "json":
+        final = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        final = [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    structlog.contextvars.bind_contextvars(service=service)
+
+
+def follow_stdlib() -> None:
+    """Until `configure` is called, leave what is shown, and where, to `logging`.
+
+    structlog by itself would print every debug event of a server in a test or a notebook.
+    """
+    if structlog.is_configured():
+        return
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.format_exc_info,
+            structlog.processors.KeyValueRenderer(key_order=["event"]),
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+    )
+
+
+def bind_call(request: Any, metadata: Iterable[tuple[str, Any]]) -> None:
+    """Bind job, policy and trajectory of this call: from the request's fields, else from what
+    the caller sent along."""
+    sent = dict(metadata)
+    bound = {name: sent[key] for name in CONTEXT_IDS if (key := context_key(name)) in sent}
+    if isinstance(request, Message):
+        for name, path in _id_fields(request.DESCRIPTOR):
+            value: Any = request
+            for part in path:
+                value = getattr(value, part)
+            if value:
+                bound[name] = value
+    if bound:
+        structlog.contextvars.bind_contextvars(**bound)
+
+
+@lru_cache(maxsize=256)
+def _id_fields(descriptor: Descriptor) -> list[tuple[str, tuple[str, ...]]]:
+    """Where a request type holds the context ids: in itself or one message down."""
+    found: dict[str, tuple[str, ...]] = {}
+    for field in descriptor.fields:
+        if field.name in CONTEXT_IDS and field.message_type is None:
+            found[field.name] = (field.name,)
+    for field in descriptor.fields:
+        if field.message_type is None or field.is_repeated:
+            continue
+        for inner in field.message_type.fields:
+            if inner.name in CONTEXT_IDS and inner.message_type is None:
+                found.setdefault(inner.name, (field.name, inner.name))
+    return list(found.items())
+
+
+def _add_trace(
+    logger: Any, method: str, event: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
+    context = trace.get_current_span().get_span_context()
+    if context.is_valid:
+        event["trace_id"] = f"{context.trace_id:032x}"
+    return event
+
+
+follow_stdlib()

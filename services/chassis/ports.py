@@ -1,0 +1,97 @@
+"""Taking the ports, and saying clearly why one cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from services.chassis.settings import ServiceSettings
+from troupe.rpc import InvalidArgument, TroupeError, Unavailable
+from troupe.rpc.channel import channel_options
+
+
+def server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
+    """gRPC server arguments: those of a channel, and what a server tolerates of its clients."""
+    return [
+        *channel_options(settings.max_message_mib),
+        # Without it two servers share one port and each answers half of the calls.
+        ("grpc.so_reuseport", 0),
+        # Clients ping every 20 s, also between calls.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
+    """Make `server` listen where `settings` say; returns the port. Raises `TroupeError`."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    _probe(settings.host, settings.port, "TROUPE_PORT")
+    credentials = _credentials(settings)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(f"{host}:{settings.port}")
+        return server.add_secure_port(f"{host}:{settings.port}", credentials)
+    except RuntimeError as error:  # someone was quicker between the probe and here
+        raise port_error(settings.host, settings.port, "TROUPE_PORT", error) from error
+
+
+def port_error(host: str, port: int, variable: str, error: Exception) -> TroupeError:
+    """The error that names the port and what to do about it."""
+    number = getattr(error, "errno", errno.EADDRINUSE)
+    if number == errno.EADDRINUSE:
+        return Unavailable(
+            f"port {port} on {host} is in use by another process",
+            kind="port_in_use",
+            remedy=f"Stop that process or set {variable} to a free port (0 takes any).",
+        )
+    variable = variable if number == errno.EACCES else "TROUPE_HOST"
+    return Unavailable(
+        f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
+        kind="cannot_listen",
+        remedy=f"Set {variable} to something this process may listen on.",
+    )
+
+
+def _probe(host: str, port: int, variable: str) -> None:
+    """Raise the reason why `port` cannot be bound, which gRPC would not tell."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        raise port_error(host, port, variable, error) from None
+
+
+def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
+    if settings.tls_cert is None and settings.tls_key is None:
+        return None
+    key = _pem(settings.tls_key, "tls_key")
+    certificate = _pem(settings.tls_cert, "tls_cert")
+    authority = _pem(settings.tls_ca, "tls_ca") if settings.tls_client_auth else None
+    return grpc.ssl_server_credentials(
+        [(key, certificate)],
+        root_certificates=authority,
+        require_client_auth=settings.tls_client_auth,
+    )
+
+
+def _pem(path: Path | None, field: str) -> bytes:
+    try:
+        if path is None:
+            raise FileNotFoundError(errno.ENOENT, "not set")
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(
+            f"cannot be read: {error.strerror}",
+            field=field,
+            value=path,
+            remedy=f"Set TROUPE_{field.upper()} to a readable PEM file.",
+        ) from error

@@ -1,0 +1,105 @@
+"""Settings that every service has, read from `TROUPE_*` environment variables."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from troupe.rpc import ClientSettings, RetryPolicy
+
+
+class ServiceSettings(BaseSettings):
+    """What a server needs to know. A service with settings of its own derives from this."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TROUPE_", env_ignore_empty=True, extra="ignore", frozen=True
+    )
+
+    # Where it listens.
+    host: str = "127.0.0.1"
+    """Interface to listen on; loopback unless told otherwise."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """gRPC port; 0 takes a free one."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port of Prometheus' `/metrics`; 0 takes a free one."""
+    advertise_address: str | None = None
+    """The "host:port" at which others reach this server, where it is not `host:port`."""
+    port_file: Path | None = None
+    """Written with "grpc_port metrics_port" once the service serves."""
+
+    # Who may call.
+    token: SecretStr | None = None
+    """Bearer token that callers must send; the same for all services."""
+    tls_cert: Path | None = None
+    """PEM certificate (chain) of this server; with `tls_key` it turns TLS on."""
+    tls_key: Path | None = None
+    """PEM key of `tls_cert`."""
+    tls_ca: Path | None = None
+    """PEM file of the authority that signs the services' certificates."""
+    tls_client_auth: bool = False
+    """Refuse clients without a certificate signed by `tls_ca`."""
+
+    # Limits.
+    max_message_mib: int = Field(default=64, gt=0, le=2047)
+    """Largest message, either way."""
+    server_deadline_seconds: float = Field(default=600, gt=0)
+    """Deadline of a unary call whose client set none."""
+    idempotency_seconds: float = Field(default=600, gt=0)
+    """How long the response to a request id is remembered."""
+    drain_seconds: float = Field(default=10, ge=0)
+    """How long calls in flight may go on after SIGTERM."""
+    stream_drain_seconds: float = Field(default=1, ge=0)
+    """The same for streams, which a client takes up again elsewhere."""
+    threads: int = Field(default=1, gt=0)
+    """Thread budget of numerical libraries in this process."""
+
+    # What it tells.
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "json"
+    slow_call_seconds: float = Field(default=5, gt=0)
+    """A unary call longer than this is logged and counted."""
+
+    # Where the others are.
+    orchestrator_address: str = "127.0.0.1:50051"
+    experience_store_address: str = "127.0.0.1:50052"
+    reward_address: str = "127.0.0.1:50055"
+    redis_url: str = "redis://127.0.0.1:6379/0"
+
+    # Where its data is.
+    data_dir: Path = Path("runs")
+    """Jobs' directories; shared by the services of a cluster."""
+    transfer_dir: Path = Field(default_factory=lambda: Path(f"/dev/shm/troupe-{os.getuid()}"))
+    """tmpfs directory through which weights move on this host."""
+
+    # Who it is.
+    worker_id: str = Field(
+        default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    )
+    """Names this process; a restarted one must have another."""
+    parent_pid: int | None = None
+    """Stop when this process is gone (set by the embedded cluster)."""
+
+    @property
+    def address(self) -> str:
+        """Where others reach this server. Inside a running server its ports are the real ones."""
+        if self.advertise_address:
+            return self.advertise_address
+        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    def client(self, *, retry: RetryPolicy | None = None) -> ClientSettings:
+        """How this service calls others: the same token, authority and limits."""
+        return ClientSettings(
+            token=self.token,
+            tls_ca=self.tls_ca,
+            tls_cert=self.tls_cert if self.tls_client_auth else None,
+            tls_key=self.tls_key if self.tls_client_auth else None,
+            max_message_mib=self.max_message_mib,
+            retry=retry or RetryPolicy(),
+        )

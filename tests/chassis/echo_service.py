@@ -1,0 +1,84 @@
+"""A service whose calls do what their request says; also a program, as real services are."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from services.chassis.app import run
+from services.chassis.settings import ServiceSettings
+from services.chassis.telemetry import Telemetry
+from troupe.rpc import NotFound
+from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2_grpc
+
+
+class Echo(orchestrator_pb2_grpc.OrchestratorServicer):
+    """`GetJob` and `SubmitJob` obey the job id; `WatchJob` never ends."""
+
+    name = "troupe.v1.Orchestrator"
+
+    def __init__(
+        self, settings: ServiceSettings | None = None, telemetry: Telemetry | None = None
+    ) -> None:
+        self.runs = 0
+        self.ended = 0
+        self.cancelled = 0
+        self.stopped = False
+        self.metadata: dict[str, Any] = {}
+        self.start_seconds = float(os.environ.get("ECHO_START_SECONDS", "0"))
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(self, server)
+
+    async def start(self) -> None:
+        await asyncio.sleep(self.start_seconds)
+        if os.environ.get("ECHO_FAIL"):
+            raise NotFound("no model here", field="model.path", remedy="Give a path that exists.")
+
+    async def stop(self, grace: float) -> None:
+        self.stopped = True
+
+    async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
+        self.metadata = dict(context.invocation_metadata())
+        return pb.GetJobResponse(job=await self._obey(request.job_id))
+
+    async def SubmitJob(self, request: pb.SubmitJobRequest, context: Any) -> pb.SubmitJobResponse:
+        return pb.SubmitJobResponse(job=await self._obey(request.spec))
+
+    async def WatchJob(
+        self, request: pb.WatchJobRequest, context: Any
+    ) -> AsyncIterator[pb.JobEvent]:
+        try:
+            for number in range(10**6):
+                yield pb.JobEvent(event_id=str(number))
+                if request.job_id == "raise" and number == 2:
+                    raise NotFound("gone", field="job_id", value=request.job_id)
+                await asyncio.sleep(0.01)
+        finally:
+            self.cancelled += 1
+
+    async def _obey(self, order: str) -> pb.Job:
+        self.runs += 1
+        verb, _, argument = order.partition(" ")
+        try:
+            if verb == "sleep":
+                await asyncio.sleep(float(argument))
+            elif verb == "raise":
+                raise ValueError(argument)
+            elif verb == "refuse":
+                raise NotFound("no such job", field="job_id", value=argument, remedy="Look again.")
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        size = int(argument) if verb == "big" else 0
+        self.ended += 1
+        return pb.Job(name=order[:50], step=self.runs, spec_json="x" * size)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(Echo, ServiceSettings))
