@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -78,6 +79,14 @@ class Echo(orchestrator_pb2_grpc.OrchestratorServicer):
         size = int(argument) if verb == "big" else 0
         self.ended += 1
         return pb.Job(name=order[:50], step=self.runs, spec_json="x" * size)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 8) -> None:
+    """Wait until `condition()` holds; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        await asyncio.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import subprocess
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import httpx
 import pytest
-from echo_service import Echo
+from echo_service import Echo, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -22,6 +25,7 @@ from troupe.rpc import (
     ClientSettings,
     DeadlineExceeded,
     Internal,
+    InvalidArgument,
     NotFound,
     ResourceExhausted,
     RetryPolicy,
@@ -194,6 +198,44 @@ async def test_token(echo: Echo) -> None:
     assert echo.runs == 1
 
 
+@pytest.fixture
+def pem(tmp_path: Path) -> tuple[Path, Path]:
+    """Key and self-signed certificate for 127.0.0.1."""
+    if shutil.which("openssl") is None:
+        pytest.skip("makes its certificate with the openssl program")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "1", "-subj", "/CN=troupe", "-keyout", key, "-out", certificate),
+            *("-addext", "subjectAltName=IP:127.0.0.1"),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return key, certificate
+
+
+async def test_tls(echo: Echo, pem: tuple[Path, Path]) -> None:
+    key, certificate = pem
+    settings = ServiceSettings(
+        tls_key=key, tls_cert=certificate, tls_ca=certificate, tls_client_auth=True, token="s"
+    )
+    async with serve(echo, settings) as server:
+        async with connect(server.address, server.settings.client()) as channel:
+            assert (await OrchestratorStub(channel).GetJob(get("x"))).job.name == "x"
+        stranger = ClientSettings(tls_ca=certificate, token="s", retry=NO_RETRY)
+        for client in (stranger, NOT_RETRIED):  # without a certificate; without TLS
+            async with connect(server.address, client) as channel:
+                with pytest.raises(Unavailable):
+                    await OrchestratorStub(channel).GetJob(get("x"))
+    with pytest.raises(InvalidArgument, match="TROUPE_TLS_KEY"):
+        async with serve(echo, ServiceSettings(tls_cert=certificate)):
+            pass
+    with pytest.raises(InvalidArgument, match="TROUPE_TLS_CA"):
+        connect("127.0.0.1:1", ClientSettings(tls_ca=key.with_name("none.pem")))
+
+
 async def test_not_serving_until_ready_then_drains(echo: Echo) -> None:
     settings = ServiceSettings(drain_seconds=3, stream_drain_seconds=0.1)
     server = RunningServer(echo, settings)
@@ -331,10 +373,3 @@ async def _read(stream, seen: list[str] | None = None) -> None:
     async for event in stream:
         if seen is not None:
             seen.append(event.event_id)
-
-
-async def until(condition, seconds: float = 5) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        await asyncio.sleep(0.01)

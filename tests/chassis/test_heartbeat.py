@@ -1,0 +1,82 @@
+"""Workers tell that they live, also after the orchestrator was away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import grpc
+import pytest
+from echo_service import until
+
+from services.chassis.app import serve
+from services.chassis.heartbeat import Heartbeat, host_id
+from services.chassis.settings import ServiceSettings
+from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2_grpc
+
+
+class Listener(orchestrator_pb2_grpc.OrchestratorServicer):
+    """Keeps every heartbeat that it hears."""
+
+    name = "troupe.v1.Orchestrator"
+
+    def __init__(self, next_seconds: float = 0.05) -> None:
+        self.heard: list[pb.HeartbeatRequest] = []
+        self.next_seconds = next_seconds
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(self, server)
+
+    async def start(self) -> None: ...
+
+    async def stop(self, grace: float) -> None: ...
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
+        self.heard.append(request)
+        return pb.HeartbeatResponse(next_seconds=self.next_seconds)
+
+
+async def test_it_beats_fills_in_and_says_goodbye() -> None:
+    listener = Listener()
+    async with serve(listener, ServiceSettings(drain_seconds=0.2)) as server:
+        worker = ServiceSettings(orchestrator_address=server.address, port=7, worker_id="w1")
+        beat = Heartbeat(worker, lambda: pb.HeartbeatRequest(kind=pb.WORKER_KIND_ROLLOUT))
+        await beat.start()
+        await until(lambda: len(listener.heard) >= 3)
+        assert beat.reached
+        await beat.stop()
+    first, last = listener.heard[0], listener.heard[-1]
+    assert (first.worker_id, first.address, first.host_id) == ("w1", "127.0.0.1:7", host_id())
+    assert first.kind == pb.WORKER_KIND_ROLLOUT
+    assert first.rss_bytes > 2**20
+    assert not first.draining
+    assert last.draining
+
+
+async def test_it_survives_the_orchestrators_absence(caplog: pytest.LogCaptureFixture) -> None:
+    settings = ServiceSettings(drain_seconds=0.2)
+    async with serve(Listener(), settings) as server:
+        port = server.settings.port
+        worker = ServiceSettings(orchestrator_address=server.address)
+        failures = [True]
+
+        def message() -> pb.HeartbeatRequest:
+            if failures and failures.pop():
+                raise RuntimeError("a bug, once")
+            return pb.HeartbeatRequest()
+
+        beat = Heartbeat(worker, message, interval=0.05)
+        with caplog.at_level(logging.INFO):
+            await beat.start()
+            await until(lambda: beat.reached)
+            await server.close()
+            await until(lambda: not beat.reached)
+            await asyncio.sleep(0.2)
+            back = Listener()
+            async with serve(back, settings.model_copy(update={"port": port})):
+                await until(lambda: bool(back.heard))
+            await beat.stop()
+    assert caplog.text.count("orchestrator away") == 1
+    assert caplog.text.count("orchestrator reached") == 2

@@ -1,0 +1,122 @@
+"""Whatever the order of calls, repeats, failures and departures: one effect per id."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.chassis.idempotency import IdempotencyCache
+from troupe.rpc import AlreadyExists, Unavailable
+from troupe.v1 import common_pb2 as pb
+
+# (key, payload, how it ends: with an answer, with an error, or its caller leaves first)
+CALLS = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.sampled_from([b"a", b"b"]),
+        st.sampled_from(["answer", "error", "leave"]),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+@given(CALLS)
+@settings(max_examples=60, deadline=None)
+def test_one_effect_per_id(calls: list[tuple[int, bytes, str, bool]]) -> None:
+    asyncio.run(_play(calls))
+
+
+async def _play(calls: list[tuple[int, bytes, str, bool]]) -> None:
+    cache = IdempotencyCache()
+    effects: dict[int, list[bytes]] = {}
+    waiting: list[tuple[int, bytes, asyncio.Task[bytes]]] = []
+
+    def handler(key: int, payload: bytes, end: str):  # type: ignore[no-untyped-def]
+        async def handle() -> bytes:
+            await asyncio.sleep(0)
+            if end == "error":
+                raise ValueError(key)
+            effects.setdefault(key, []).append(payload)
+            return payload
+
+        return handle
+
+    for key, payload, end, settle in calls:
+        task = asyncio.create_task(cache.run(key, payload, handler(key, payload, end)))
+        await asyncio.sleep(0)
+        if end == "leave":
+            task.cancel()
+        waiting.append((key, payload, task))
+        if settle:
+            for _ in range(5):
+                await asyncio.sleep(0)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    for key, payload, task in waiting:
+        assert task.done()
+        if task.cancelled() or isinstance(task.exception(), ValueError):
+            continue
+        if task.exception() is not None:
+            assert isinstance(task.exception(), AlreadyExists)
+        else:
+            assert task.result() == payload
+            assert effects[key] == [payload]
+    assert all(len(done) == 1 for done in effects.values())
+    assert len(cache) == len(effects)
+
+
+async def test_time_number_and_bytes_are_bounded() -> None:
+    now = [0.0]
+    cache = IdempotencyCache(ttl=10, max_entries=3, max_bytes=100, clock=lambda: now[0])
+    runs = []
+
+    async def call(key: str, size: int = 0) -> None:
+        async def handle() -> pb.ChatMessage:
+            runs.append(key)
+            return pb.ChatMessage(content="x" * size)
+
+        await cache.run(key, b"", handle)
+
+    for key in "abcd":
+        await call(key)
+    assert len(cache) == 3
+    await call("a")  # was forgotten
+    assert runs == ["a", "b", "c", "d", "a"]
+    now[0] = 11
+    await call("a")  # was too old
+    assert len(runs) == 6
+    assert len(cache) == 1
+    await call("big", 90)
+    await call("bigger", 95)
+    assert len(cache) == 1
+
+
+async def test_the_last_to_leave_is_told_and_close_ends_what_runs() -> None:
+    cache = IdempotencyCache()
+    left: list[str] = []
+
+    async def handle() -> str:
+        await asyncio.sleep(60)
+        return "never"
+
+    first, second = (
+        asyncio.create_task(cache.run("k", b"", handle, abandoned=lambda: left.append("gone")))
+        for _ in range(2)
+    )
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0)
+    assert left == []
+    second.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert left == ["gone"]
+    third = asyncio.create_task(cache.run("k", b"", handle))
+    await asyncio.sleep(0)
+    await cache.close()
+    with pytest.raises(Unavailable):
+        await third
+    assert len(cache) == 0

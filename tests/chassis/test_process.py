@@ -1,0 +1,141 @@
+"""A service as a real process: signals, ports, its parent, its settings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from troupe.rpc import connect_sync
+from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
+
+ROOT = Path(__file__).resolve().parents[2]
+ECHO = [sys.executable, str(Path(__file__).with_name("echo_service.py"))]
+
+Launch = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*command: str, **variables: object) -> subprocess.Popen[str]:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env |= {name: str(value) for name, value in variables.items()}
+        process = subprocess.Popen(
+            command or ECHO, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> tuple[int, int]:
+    end = time.monotonic() + 20
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    grpc_port, metrics_port = path.read_text().split()
+    return int(grpc_port), int(metrics_port)
+
+
+def test_sigterm_drains_and_exits_with_zero(launch: Launch, tmp_path: Path) -> None:
+    port_file = tmp_path / "ports"
+    process = launch(TROUPE_PORT_FILE=port_file)
+    port, metrics_port = wait_for(port_file, process)
+    assert port > 0 < metrics_port
+    with connect_sync(f"127.0.0.1:{port}") as channel:
+        slow = OrchestratorStub(channel).GetJob.future(pb.GetJobRequest(job_id="sleep 0.5"))
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert slow.result().job.name == "sleep 0.5"
+    assert process.wait(10) == 0
+    assert not port_file.exists()
+    _, logged = process.communicate()
+    assert '"event": "draining"' in logged
+    assert '"event": "stopped"' in logged
+    assert "Traceback" not in logged
+
+
+def test_sigint_while_starting_stops_cleanly(launch: Launch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = launch(ECHO_START_SECONDS=60, TROUPE_PORT=port)
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        response = health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=20
+        )
+    assert response.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 0
+
+
+def test_port_in_use_is_one_clear_line(launch: Launch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = launch(TROUPE_PORT=port)
+        assert process.wait(20) == 1
+    _, said = process.communicate()
+    assert said.count("\n") == 1
+    assert f"port {port} on 127.0.0.1 is in use" in said
+    assert "TROUPE_PORT" in said
+
+
+def test_bad_settings_and_failed_starts_are_one_clear_line(launch: Launch) -> None:
+    wrong = launch(TROUPE_PORT=70000)
+    failing = launch(ECHO_FAIL=1, TROUPE_LOG_LEVEL="error")
+    assert wrong.wait(20) == 2
+    _, said = wrong.communicate()
+    assert said.startswith("echo_service.py: TROUPE_PORT = '70000': ")
+    assert failing.wait(20) == 1
+    _, said = failing.communicate()
+    assert said == "echo_service.py: model.path: no model here. Give a path that exists.\n"
+
+
+def test_it_stops_when_its_parent_is_gone(launch: Launch, tmp_path: Path) -> None:
+    port_file = tmp_path / "ports"
+    parent = launch(
+        sys.executable,
+        "-c",
+        "import os, subprocess, sys, time\n"
+        "env = {**os.environ, 'TROUPE_PARENT_PID': str(os.getpid())}\n"
+        "child = subprocess.Popen(sys.argv[1:], env=env)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)",
+        *ECHO,
+        TROUPE_PORT_FILE=port_file,
+    )
+    wait_for(port_file, parent)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 10
+    while port_file.exists() or _alive(child):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
