@@ -1,7 +1,8 @@
 """Pin every dependency: one requirements file per image, one for developers.
 
 `uv pip compile` resolves `pyproject.toml`; `--upgrade` takes newer releases. The local part of
-torch's version (`+cpu`) is dropped, so that a lock serves CPU and CUDA builds alike.
+torch's version (`+cpu`) and the CUDA libraries that its default build pins by itself are dropped,
+so that a lock serves CPU and CUDA builds alike.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ LOCKS = {
 }
 
 
+CUDA_BUILD = re.compile(r"(?m)^(nvidia-|cuda-|triton==).*\n")
+
+
 def lock(name: str, extras: list[str], upgrade: bool) -> None:
     """Write `deploy/requirements/{name}.txt`, keeping present pins unless `upgrade`."""
     out = TARGET / f"{name}.txt"
@@ -40,7 +44,8 @@ def lock(name: str, extras: list[str], upgrade: bool) -> None:
         *(["--upgrade"] if upgrade else []),
     ]
     subprocess.run(command, cwd=ROOT, check=True)
-    out.write_text(re.sub(r"(?m)^(torch==[\d.]+)\+\w+$", r"\1", out.read_text()))
+    pins = re.sub(r"(?m)^(torch==[\d.]+)\+\w+$", r"\1", out.read_text())
+    out.write_text(CUDA_BUILD.sub("", pins))
 
 
 def main() -> None:
