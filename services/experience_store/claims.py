@@ -1,0 +1,185 @@
+"""Leases on ready samples.
+
+A claim holds its samples until it is committed, released, or its lease runs out by the clock of
+Redis. Lost for good in the last two cases: its id never holds anything again, and whoever lost a
+lease must give up what it accumulated (release) before it may claim in this step again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.experience_store.notices import CLAIMABLE, Notices
+from services.experience_store.records import Record
+from services.experience_store.samples import PayloadGoneError, Samples
+from services.experience_store.steps import Steps
+from services.experience_store.tables import Tables
+from troupe.rpc import FailedPrecondition
+from troupe.v1 import experience_store_pb2 as store_pb
+
+Response = store_pb.ClaimMicroBatchResponse
+
+# Payload bytes of one claim: its response must pass the message limit (64 MiB by default).
+CLAIM_BYTES: Final = 32 * 2**20
+_CAUSES: Final = {
+    "expired": "its lease ran out",
+    "released": "it was released",
+    "superseded": "another binding took over",
+    "unknown": "no such claim is held",
+}
+
+
+@dataclass(frozen=True)
+class ClaimRequest:
+    """What a claimant asks for."""
+
+    job: str
+    policy: str
+    step: int
+    claim: str
+    """Caller-supplied; repeating it returns the same samples."""
+    claimant: str
+    max_samples: int
+    max_tokens: int
+    """0: no bound."""
+    lease_seconds: float
+
+
+class Claims:
+    """Claims, renewals and releases."""
+
+    def __init__(self, tables: Tables, steps: Steps, samples: Samples, notices: Notices) -> None:
+        self._tables = tables
+        self._steps = steps
+        self._samples = samples
+        self._notices = notices
+
+    async def claim(self, request: ClaimRequest, wait_seconds: float) -> Response:
+        """Lease a micro-batch, waiting at most `wait_seconds` for a full one.
+
+        Raises `FailedPrecondition` of kind `claim_lost` when the claim was lost before, or its
+        claimant was superseded.
+        """
+        await self._tables.check_policy(request.job, request.policy)
+        deadline = time.monotonic() + wait_seconds
+        with self._notices.listen(
+            request.job,
+            policy=request.policy,
+            step=request.step,
+            kinds=frozenset({CLAIMABLE}),
+        ) as bell:
+            while True:
+                response, expiry_seconds = await self._try(request)
+                left = deadline - time.monotonic()
+                if (
+                    response.outcome != Response.OUTCOME_WAIT
+                    or left <= 0
+                    or self._notices.closing
+                    or bell.dropped
+                ):
+                    return response
+                await bell.wait(min(left, expiry_seconds))
+
+    async def _try(self, request: ClaimRequest) -> tuple[Response, float]:
+        """One attempt; with WAIT, the seconds until a lease runs out."""
+        outcome, *rest = await self._steps.on_table(
+            "claim",
+            request.job,
+            request.policy,
+            request.step,
+            request.claim,
+            request.claimant,
+            request.max_samples,
+            request.max_tokens,
+            CLAIM_BYTES,
+            _milliseconds(request.lease_seconds),
+        )
+        if outcome == b"wait":
+            expiry = int(rest[0]) / 1000 if int(rest[0]) else math.inf
+            return Response(outcome=Response.OUTCOME_WAIT), expiry
+        if outcome == b"exhausted":
+            return Response(outcome=Response.OUTCOME_EXHAUSTED), math.inf
+        if outcome == b"taken":
+            raise lost(request.claim, f"it belongs to {rest[0].decode()}")
+        if outcome == b"lost":
+            raise lost(request.claim, cause_text(rest[0]))
+        return await self._deliver(request, *rest), math.inf
+
+    async def _deliver(
+        self,
+        request: ClaimRequest,
+        samples: Sequence[bytes],
+        records: Sequence[bytes],
+        groups: Sequence[bytes],
+        rewards: Sequence[bytes],
+    ) -> Response:
+        parsed = [
+            (sample.decode(), Record.parse(record.decode()))
+            for sample, record in zip(samples, records, strict=True)
+        ]
+        rewards_of = {
+            group.decode(): [float(reward) for reward in text.decode().split(",")]
+            for group, text in zip(groups, rewards, strict=True)
+        }
+        try:
+            rows = await self._samples.rows(request.job, request.policy, request.step, parsed)
+        except PayloadGoneError as error:
+            # Committed or dropped by somebody else since the script ran.
+            raise lost(request.claim, "its samples are gone") from error
+        response = Response(outcome=Response.OUTCOME_CLAIMED, claim_id=request.claim)
+        for row, (_, record) in zip(rows, parsed, strict=True):
+            response.samples.add(
+                sample=row, group_rewards=rewards_of[f"{record.query}\t{record.group}"]
+            )
+        return response
+
+    async def renew(
+        self, job: str, policy: str, step: int, claimant: str, lease_seconds: float
+    ) -> int:
+        """Extend all live leases of `claimant`; returns how many claims it holds.
+
+        Raises `FailedPrecondition` of kind `claim_lost` when it lost one.
+        """
+        await self._tables.check_policy(job, policy)
+        outcome, value = await self._steps.on_table(
+            "renew", job, policy, step, claimant, _milliseconds(lease_seconds)
+        )
+        if outcome == b"lost":
+            raise lost("", cause_text(value), claimant=claimant)
+        return int(value)
+
+    async def release(self, job: str, policy: str, step: int, claimant: str) -> int:
+        """Give back what `claimant` holds ('': what anybody holds); returns how many samples.
+
+        A claimant that releases starts afresh. Those whom '' releases are superseded: the next
+        one to claim goes on, the others are refused.
+        """
+        await self._tables.check_policy(job, policy)
+        _, released = await self._steps.on_table("release", job, policy, step, claimant)
+        self._notices.written(job, policy, step)
+        return int(released)
+
+
+def lost(claim: str, why: str, *, claimant: str | None = None) -> FailedPrecondition:
+    """The error of a claim that holds nothing (any more)."""
+    subject = f"claim {claim}" if claim else f"a claim of {claimant}"
+    return FailedPrecondition(
+        f"{subject} is lost: {why}",
+        kind="claim_lost",
+        field="claim_id" if claim else "claimant",
+        value=claim or claimant,
+        remedy="Throw the accumulated gradients away, release, and begin the step again.",
+    )
+
+
+def cause_text(value: bytes) -> str:
+    """Why a claim was lost, in words."""
+    return _CAUSES.get(value.decode(), value.decode())
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

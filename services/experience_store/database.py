@@ -1,0 +1,223 @@
+"""The connection to Redis: scripts, pipelines, and what a failure of Redis means to a caller.
+
+redis-py's own retries are off: repeating is the business of `troupe.rpc.RetryPolicy`, and every
+script is repeatable, so a call that broke may be sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import redis.asyncio as aioredis
+from redis import exceptions
+from redis.asyncio.client import PubSub
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from services.experience_store.scripts import load_scripts
+from troupe.rpc import (
+    FailedPrecondition,
+    Internal,
+    ResourceExhausted,
+    RetryPolicy,
+    TroupeError,
+    Unavailable,
+)
+
+# Short: whoever called repeats too, and must learn soon that Redis is away.
+RETRIES: Final = RetryPolicy(max_attempts=3, initial_backoff=0.05, max_backoff=0.5)
+# At start nobody waits for an answer: look again soon, but not in a tight loop.
+START_BACKOFF: Final = RetryPolicy(initial_backoff=0.1, max_backoff=2.0)
+# Streams, effect replication of scripts that read the clock, and UNLINK are all there from here on.
+OLDEST_VERSION: Final = (6, 2)
+# Connections wait for a free one rather than fail: appends come in bursts of hundreds.
+MAX_CONNECTIONS: Final = 32
+
+_UNREACHABLE: Final = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One script on one job's or policy's keys (`base`), with its arguments."""
+
+    script: str
+    base: str
+    args: Sequence[str | bytes | int]
+
+
+class Database:
+    """Runs scripts and commands; raises `Unavailable` naming the address when Redis is away."""
+
+    def __init__(self, url: str, *, timeout: float = 5.0, retries: RetryPolicy = RETRIES) -> None:
+        self.address = _shown(url)
+        self._timeout = timeout
+        self._retries = retries
+        self._scripts = load_scripts()
+        try:
+            self._pool = aioredis.BlockingConnectionPool.from_url(
+                url,
+                max_connections=MAX_CONNECTIONS,
+                timeout=timeout,
+                socket_timeout=timeout,
+                socket_connect_timeout=timeout,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+                client_name="troupe-experience-store",
+            )
+        except ValueError as error:
+            raise FailedPrecondition(
+                f"not a Redis URL: {error}",
+                kind="redis_url",
+                field="redis_url",
+                value=self.address,
+                remedy="Set TROUPE_REDIS_URL, for example redis://127.0.0.1:6379/0.",
+            ) from error
+        self._redis: Any = aioredis.Redis(connection_pool=self._pool)
+
+    async def run(self, script: str, base: str, *args: str | bytes | int) -> list[Any]:
+        """The reply of one script."""
+        return (await self.run_each([Call(script, base, args)]))[0]
+
+    async def run_each(self, calls: Sequence[Call]) -> list[list[Any]]:
+        """The replies of several scripts, sent together. Each is atomic, together they are not."""
+        commands = [
+            ("EVALSHA", self._scripts[call.script].sha, 1, call.base, *call.args) for call in calls
+        ]
+        replies = await self.execute_each(commands, missing_scripts=calls)
+        return [list(reply) for reply in replies]
+
+    async def execute(self, *command: str | bytes | int | float) -> Any:
+        """The reply of one command."""
+        return (await self.execute_each([command]))[0]
+
+    async def execute_each(
+        self,
+        commands: Sequence[Sequence[str | bytes | int | float]],
+        *,
+        missing_scripts: Sequence[Call] = (),
+    ) -> list[Any]:
+        """The replies of several commands sent together; raises the first error among them."""
+        if not commands:
+            return []
+
+        async def attempt(_left: float | None) -> list[Any]:
+            try:
+                replies = await self._send(commands)
+                if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
+                    # Redis was restarted or flushed its scripts; all of them are repeatable.
+                    names = {call.script for call in missing_scripts}
+                    await self._send([("SCRIPT", "LOAD", self._scripts[n].text) for n in names])
+                    replies = await self._send(commands)
+            except (exceptions.RedisError, OSError) as error:
+                raise self._typed(error) from error
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise self._typed(reply) from reply
+            return replies
+
+        return await self._retries.run(attempt, None)
+
+    async def _send(self, commands: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
+        if len(commands) == 1:
+            try:
+                return [await self._redis.execute_command(*commands[0])]
+            except exceptions.ResponseError as error:
+                return [error]
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            return list(await pipe.execute(raise_on_error=False))
+
+    async def wait_ready(self) -> dict[str, str]:
+        """Wait, without end, until Redis answers; returns what it says about itself.
+
+        The service is NOT_SERVING meanwhile. Raises `FailedPrecondition` when the server is too
+        old, or wants other credentials: waiting would not help.
+        """
+        attempt, rng = 0, random.Random()
+        while True:
+            attempt += 1
+            try:
+                return await self._introduce()
+            except Unavailable as error:
+                await asyncio.sleep(START_BACKOFF.backoff(min(attempt, 16), error, rng))
+
+    async def _introduce(self) -> dict[str, str]:
+        info = await self.info()
+        version = info["redis_version"]
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_VERSION:
+            raise FailedPrecondition(
+                f"Redis at {self.address} is too old",
+                kind="redis_version",
+                field="redis_version",
+                value=version,
+                remedy="Run Redis 6.2 or newer.",
+            )
+        await self.execute_each(
+            [("SCRIPT", "LOAD", script.text) for script in self._scripts.values()]
+        )
+        return info
+
+    async def info(self) -> dict[str, str]:
+        """What Redis says about itself, by name."""
+        return {str(name): str(value) for name, value in (await self.execute("INFO")).items()}
+
+    def pubsub(self) -> PubSub:
+        """A subscription of its own connection."""
+        pubsub: PubSub = self._redis.pubsub()
+        return pubsub
+
+    async def close(self) -> None:
+        """Give all connections back."""
+        await self._redis.aclose()
+        await self._pool.disconnect()
+
+    def _typed(self, error: Exception) -> TroupeError:
+        text = str(error)
+        if isinstance(error, exceptions.AuthenticationError | exceptions.NoPermissionError):
+            return FailedPrecondition(
+                f"Redis at {self.address} refuses us: {text}",
+                kind="redis_refuses",
+                field="redis_url",
+                value=self.address,
+                remedy="Put the user and password into TROUPE_REDIS_URL.",
+            )
+        if isinstance(error, _UNREACHABLE):
+            # `redis.ConnectionError: Error 111 connecting to ...` and the like.
+            return Unavailable(
+                f"Redis at {self.address} does not answer: {text or type(error).__name__}",
+                kind="redis_unavailable",
+                field="redis_url",
+                value=self.address,
+                remedy="Start Redis there, or set TROUPE_REDIS_URL to where it runs.",
+            )
+        if "OOM " in text:
+            return ResourceExhausted(
+                f"Redis at {self.address} is at its memory limit",
+                kind="redis_full",
+                field="maxmemory",
+                remedy="Raise maxmemory, or train on fewer trajectories per step.",
+                retry_after_ms=2000,
+            )
+        if any(word in text for word in ("MISCONF", "READONLY", "LOADING", "MASTERDOWN", "BUSY ")):
+            return Unavailable(
+                f"Redis at {self.address} takes no writes now: {text}",
+                kind="redis_unavailable",
+                field="redis_url",
+                value=self.address,
+                remedy="Free its disk, or point TROUPE_REDIS_URL at the primary.",
+            )
+        return Internal(f"Redis at {self.address}: {text}", kind="redis_error")
+
+
+def _shown(url: str) -> str:
+    """`url` as it may be shown: without user and password."""
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return f"unix://{parts.path}"
+    return f"{parts.hostname or 'localhost'}:{parts.port or 6379}{parts.path.rstrip('/')}"

@@ -1,0 +1,43 @@
+-- Carries out in this table what was decided about a trajectory: its staged rows enter the table,
+-- and its query is one trajectory nearer to being complete. Repeatable.
+-- ARGV: step, trajectory, query, attempt, how it ended, reason counted (or '')
+if redis.call('EXISTS', STEP) == 0 then
+  return {'missing'}
+end
+local trajectory, query, reason = ARGV[2], ARGV[3], ARGV[6]
+if redis.call('HEXISTS', ENDED, trajectory) == 1 then
+  return {'repeated'}
+end
+redis.call('HSET', ENDED, trajectory, ARGV[5])
+local staged = key('staged') .. ':' .. trajectory .. ':' .. ARGV[4]
+local text = redis.call('HGET', staged, RECORDS)
+if text then
+  redis.call('HDEL', staged, RECORDS)
+  redis.call('SREM', STAGES, staged)
+  redis.call('RENAME', staged, key('rows') .. ':' .. trajectory)
+  for _, line in ipairs(lines(text)) do
+    local sample, record = line:match('^([^\t]*)\t(.*)$')
+    if redis.call('HSETNX', BOOK, sample, record) == 1 then
+      local fields = parse(record)
+      redis.call('ZADD', MEMBERS, 0, query .. '\t' .. fields[F.group] .. '\t' .. sample)
+      count('P', 1)
+    else
+      -- Another trajectory has a sample of this id: its row must not be replaced.
+      redis.call('HINCRBY', DROPPED, 'sample_id_taken', 1)
+    end
+  end
+end
+if reason ~= '' then
+  redis.call('HINCRBY', DROPPED, reason, 1)
+end
+redis.call('HINCRBY', QUERIES, query, 1)
+count('ended', 1)
+changes('counts')
+if query_ended(query) then
+  ripen(members(query))
+end
+if sealed() then
+  -- What is left may be claimed as a last, smaller micro-batch.
+  changes('claimable')
+end
+return finish({'appended'})

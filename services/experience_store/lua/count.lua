@@ -1,0 +1,15 @@
+-- The counts of one table for one step, expired leases taken into account.
+-- ARGV: step
+if redis.call('EXISTS', STEP) == 0 then
+  return {'missing'}
+end
+if not committed() then
+  expire(now_ms())
+  finish()
+end
+return {
+  'counts',
+  redis.call('HGETALL', STEP),
+  redis.call('HGETALL', DROPPED),
+  redis.call('HGET', COMMITS, STEP_NUMBER) or '',
+}

@@ -1,0 +1,27 @@
+-- Gives claimed samples back: one claimant's, which starts afresh, or everybody's, who are then
+-- superseded: whoever of them claims after somebody else did is refused. Repeatable.
+-- ARGV: step, claimant (or '' for all)
+if redis.call('EXISTS', STEP) == 0 then
+  return {'missing'}
+end
+if committed() then
+  return {'released', 0}
+end
+local claimant = ARGV[2]
+expire(now_ms())
+local released = 0
+for _, claim in ipairs(redis.call('ZRANGE', LEASES, 0, -1)) do
+  local owner = redis.call('HGET', OWNERS, claim)
+  if claimant == '' or owner == claimant then
+    released = released + give_back(claim, claimant == '' and 'superseded' or 'released')
+  end
+end
+if claimant == '' then
+  for _, owner in ipairs(redis.call('HVALS', OWNERS)) do
+    redis.call('HSET', FENCED, owner, 'superseded')
+  end
+  redis.call('HDEL', STEP, 'owner')
+elseif fence(claimant) ~= 'superseded' then
+  redis.call('HDEL', FENCED, claimant)
+end
+return finish({'released', released})

@@ -1,0 +1,293 @@
+"""What requests must look like. Errors name the field, its value and the remedy."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from troupe.rpc import InvalidArgument
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+# Part of Redis keys and hash tags: neither braces nor slashes.
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
+# Records are lines of tab-separated fields.
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
+_ID_LENGTH: Final = 256
+_REASON_LENGTH: Final = 1000
+# A claim's response holds at least one row, and must pass the message limit.
+ROW_BYTES: Final = 16 * 2**20
+LONGEST_LEASE: Final = 86_400.0
+LONGEST_WAIT: Final = 600.0
+LARGEST_CLAIM: Final = 65_536
+LARGEST_PAGE: Final = 1000
+DEFAULT_PAGE: Final = 50
+
+_ITEM_BYTES: Final = {pb.DTYPE_INT32: 4, pb.DTYPE_FLOAT32: 4}
+
+
+def check_name(field: str, value: str) -> str:
+    """A job id or the name of a policy."""
+    if not _NAME.fullmatch(value):
+        raise InvalidArgument(
+            "must be 1 to 128 letters, digits, '.', '_' or '-', and begin with a letter or digit",
+            field=field,
+            value=_printable(value),
+        )
+    return value
+
+
+def check_id(field: str, value: str) -> str:
+    """An id that the caller chose: any printable text."""
+    if not value or len(value) > _ID_LENGTH or _CONTROL.search(value):
+        raise InvalidArgument(
+            f"must be 1 to {_ID_LENGTH} characters without control characters",
+            field=field,
+            value=_printable(value),
+            remedy="Every mutating call carries an id of the caller's." if not value else None,
+        )
+    return value
+
+
+def check_step(step: int) -> int:
+    """The number of a step."""
+    if step < 0:
+        raise InvalidArgument("must not be negative", field="step", value=step)
+    return step
+
+
+def check_positive(field: str, value: float, largest: float) -> None:
+    """A number in (0, largest]."""
+    if not 0 < value <= largest:
+        raise InvalidArgument(
+            f"must be more than 0 and at most {largest:g}", field=field, value=value
+        )
+
+
+def check_not_negative(field: str, value: float) -> None:
+    """A number that may be zero, but not less, and not NaN."""
+    if not value >= 0:
+        raise InvalidArgument("must not be negative", field=field, value=value)
+
+
+def page_size(size: int) -> int:
+    """How many samples to list; 0 means the default."""
+    check_not_negative("page_size", size)
+    return min(size, LARGEST_PAGE) or DEFAULT_PAGE
+
+
+def check_reward(field: str, reward: float) -> float:
+    """A finite number: anything else would poison the statistics of the whole group."""
+    if not math.isfinite(reward):
+        raise InvalidArgument(
+            "must be finite",
+            kind="reward_not_finite",
+            field=field,
+            value=reward,
+            remedy="End the trajectory FAILED, or fill the column with a drop_reason.",
+        )
+    return reward
+
+
+def clean_reason(reason: str) -> str:
+    """A reason as one line of bounded length."""
+    return _CONTROL.sub(" ", reason)[:_REASON_LENGTH]
+
+
+def check_columns(field: str, columns: Mapping[str, store_pb.Column]) -> None:
+    """User-defined columns: their names, and that each has a value."""
+    for name, column in columns.items():
+        where = f"{field}[{_printable(name)}]"
+        if not _COLUMN.fullmatch(name) or name == "reward":
+            raise InvalidArgument(
+                "a column is named by up to 64 letters, digits, '.', '_' or '-'; 'reward' is taken",
+                field=where,
+                value=_printable(name),
+            )
+        if column.WhichOneof("value") is None:
+            raise InvalidArgument(
+                "a column needs a value", field=where, remedy="Set tensor, json or ref."
+            )
+        _check_size(where, column.ByteSize())
+
+
+def check_create(request: store_pb.CreateTablesRequest) -> None:
+    """Names of policies and required columns."""
+    if not request.policies:
+        raise InvalidArgument("names no policy", field="policies")
+    for policy in request.policies:
+        check_name("policies", policy)
+    _check_distinct("policies", request.policies)
+    for column in request.required_columns:
+        if not _COLUMN.fullmatch(column):
+            raise InvalidArgument(
+                "not the name of a column", field="required_columns", value=_printable(column)
+            )
+
+
+def check_open(request: store_pb.OpenStepRequest, policies: Iterable[str]) -> None:
+    """Versions for every table, distinct queries, at least one trajectory each."""
+    if not request.query_ids:
+        raise InvalidArgument("names no query", field="query_ids")
+    for query in request.query_ids:
+        check_id("query_ids", query)
+    _check_distinct("query_ids", request.query_ids)
+    if request.group_size < 1:
+        raise InvalidArgument("must be at least 1", field="group_size", value=request.group_size)
+    known = set(policies)
+    for policy in sorted(set(request.versions) ^ known):
+        raise InvalidArgument(
+            "has no table" if policy in request.versions else "is missing",
+            field=f"versions[{_printable(policy)}]",
+            remedy=f"Give the versions of the trained policies: {', '.join(sorted(known))}.",
+        )
+    for policy, version in request.versions.items():
+        if version < 0:
+            raise InvalidArgument(
+                "must not be negative", field=f"versions[{policy}]", value=version
+            )
+
+
+def check_append(request: store_pb.AppendTrajectoryRequest) -> None:
+    """An ending, and rows that belong to it."""
+    ends = (
+        pb.TRAJECTORY_STATE_COMPLETED,
+        pb.TRAJECTORY_STATE_FAILED,
+        pb.TRAJECTORY_STATE_ABORTED,
+    )
+    if request.state not in ends:
+        raise InvalidArgument(
+            "is not the end of a trajectory",
+            field="state",
+            value=_enum_name(pb.TrajectoryState, request.state),
+            remedy="Send COMPLETED, FAILED or ABORTED.",
+        )
+    if request.state != pb.TRAJECTORY_STATE_COMPLETED:
+        if request.samples:
+            raise InvalidArgument(
+                "a trajectory that did not complete has no samples", field="samples"
+            )
+        if not request.reason:
+            raise InvalidArgument("say why it did not complete", field="reason")
+    seen: set[str] = set()
+    for index, sample in enumerate(request.samples):
+        _check_sample(f"samples[{index}]", request, sample)
+        if sample.sample_id in seen:
+            raise InvalidArgument(
+                "occurs twice", field=f"samples[{index}].sample_id", value=sample.sample_id
+            )
+        seen.add(sample.sample_id)
+
+
+def check_commit(request: store_pb.CommitStepRequest) -> None:
+    """An outcome, and the weights that belong to it."""
+    if request.outcome not in store_pb.StepOutcome.values() or not request.outcome:
+        raise InvalidArgument(
+            "says nothing about the step",
+            field="outcome",
+            value=_enum_name(store_pb.StepOutcome, request.outcome),
+            remedy="Send APPLIED, SKIPPED or EMPTY.",
+        )
+    if request.outcome == store_pb.STEP_OUTCOME_APPLIED and not request.HasField("weights"):
+        raise InvalidArgument("an applied step has new weights", field="weights")
+    for name, ours, theirs in (
+        ("job_id", request.weights.job_id, request.job_id),
+        ("policy", request.weights.policy, request.policy),
+    ):
+        if request.HasField("weights") and ours and ours != theirs:
+            raise InvalidArgument(
+                f"must be {theirs}", field=f"weights.{name}", value=_printable(ours)
+            )
+    for claim in request.claim_ids:
+        check_id("claim_ids", claim)
+
+
+def _check_sample(
+    field: str, request: store_pb.AppendTrajectoryRequest, sample: store_pb.Sample
+) -> None:
+    for name, ours, theirs in (
+        ("query_id", sample.query_id, request.query_id),
+        ("trajectory_id", sample.trajectory_id, request.trajectory_id),
+        (
+            "sample_id",
+            sample.sample_id,
+            f"{request.query_id}_{sample.turn}_{request.trajectory_id}",
+        ),
+    ):
+        if ours != theirs:
+            raise InvalidArgument(
+                f"must be {theirs}", field=f"{field}.{name}", value=_printable(ours)
+            )
+    check_id(f"{field}.sample_id", sample.sample_id)
+    check_id(f"{field}.group_id", sample.group_id)
+    check_id(f"{field}.agent", sample.agent)
+    if sample.HasField("reward"):
+        check_reward(f"{field}.reward", sample.reward)
+    for name, tensor, dtype in (
+        ("prompt_ids", sample.prompt_ids, pb.DTYPE_INT32),
+        ("response_ids", sample.response_ids, pb.DTYPE_INT32),
+        ("logprobs", sample.logprobs, pb.DTYPE_FLOAT32),
+    ):
+        _check_vector(f"{field}.{name}", tensor, dtype)
+    if sample.logprobs.shape != sample.response_ids.shape:
+        raise InvalidArgument(
+            f"must have one value per response token ({sample.response_ids.shape[0]})",
+            field=f"{field}.logprobs",
+            value=sample.logprobs.shape[0],
+        )
+    check_columns(f"{field}.columns", sample.columns)
+    _check_size(field, sample.ByteSize())
+
+
+def _check_vector(field: str, tensor: pb.Tensor, dtype: pb.Dtype.ValueType) -> None:
+    if tensor.dtype != dtype or len(tensor.shape) != 1:
+        raise InvalidArgument(
+            f"must be {pb.Dtype.Name(dtype)} of one dimension",
+            field=field,
+            value=f"{_enum_name(pb.Dtype, tensor.dtype)}{list(tensor.shape)}",
+        )
+    if len(tensor.data) != tensor.shape[0] * _ITEM_BYTES[dtype]:
+        raise InvalidArgument(
+            f"has {len(tensor.data)} bytes, its shape says {tensor.shape[0] * _ITEM_BYTES[dtype]}",
+            field=field,
+        )
+
+
+def _check_size(field: str, size: int) -> None:
+    if size > ROW_BYTES:
+        raise InvalidArgument(
+            f"is larger than a row may be ({ROW_BYTES:,} bytes)",
+            kind="row_too_large",
+            field=field,
+            value=size,
+            remedy="Put large columns into the transfer layer and refer to them by key.",
+        )
+
+
+def _check_distinct(field: str, values: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for value in values:
+        if value in seen:
+            raise InvalidArgument(
+                "occurs twice",
+                field=field,
+                value=value,
+                remedy="A step needs distinct queries: at most as many as there are tasks."
+                if field == "query_ids"
+                else None,
+            )
+        seen.add(value)
+
+
+def _enum_name(enum: object, number: int) -> str:
+    try:
+        return str(enum.Name(number))  # type: ignore[attr-defined]
+    except ValueError:
+        return str(number)
+
+
+def _printable(text: str) -> str:
+    return text.encode("unicode_escape").decode()[:_ID_LENGTH]

@@ -1,0 +1,52 @@
+"""The Lua scripts, each with the prelude that it is written against."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Final
+
+from services.experience_store.records import lua_transitions
+
+_JOB_SCRIPTS: Final = ("open_step", "end_trajectory")
+_POLICY_SCRIPTS: Final = (
+    "admit",
+    "stage",
+    "unstage",
+    "append_rows",
+    "fill_columns",
+    "claim",
+    "renew",
+    "release",
+    "commit",
+    "count",
+    "forget_step",
+    "sweep",
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """One atomic change (or a read that must be consistent)."""
+
+    name: str
+    text: str
+
+    @property
+    def sha(self) -> str:
+        """What EVALSHA calls it."""
+        return hashlib.sha1(self.text.encode()).hexdigest()
+
+
+def load_scripts() -> dict[str, Script]:
+    """All scripts by name, read from `lua/`."""
+    folder = files(__package__) / "lua"
+
+    def read(name: str) -> str:
+        return (folder / f"{name}.lua").read_text()
+
+    job, policy = read("job"), lua_transitions() + read("policy")
+    texts = {name: job + read(name) for name in _JOB_SCRIPTS}
+    texts |= {name: policy + read(name) for name in _POLICY_SCRIPTS}
+    return {name: Script(name, text) for name, text in texts.items()}

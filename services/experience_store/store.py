@@ -1,0 +1,64 @@
+"""The experience store without gRPC: its parts, wired once."""
+
+from __future__ import annotations
+
+import structlog
+
+from services.experience_store.claims import Claims
+from services.experience_store.commits import Commits
+from services.experience_store.database import Database
+from services.experience_store.notices import Notices
+from services.experience_store.samples import Samples
+from services.experience_store.steps import KEEP_STEPS, Steps
+from services.experience_store.sweeper import PERIOD_SECONDS, Sweeper
+from services.experience_store.tables import Tables
+from services.experience_store.trajectories import Trajectories
+from services.experience_store.watching import Watching
+
+log = structlog.get_logger(__name__)
+
+
+class Store:
+    """All that the servicer calls."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        keep_steps: int = KEEP_STEPS,
+        sweep_seconds: float = PERIOD_SECONDS,
+    ) -> None:
+        self.database = database
+        self.notices = Notices(database)
+        self.tables = Tables(database)
+        self.steps = Steps(database, self.tables, self.notices, keep_steps)
+        self.trajectories = Trajectories(database, self.tables, self.steps)
+        self.samples = Samples(database, self.tables, self.steps, self.notices)
+        self.claims = Claims(self.tables, self.steps, self.samples, self.notices)
+        self.commits = Commits(self.tables, self.steps, self.notices)
+        self.watching = Watching(self.tables, self.steps, self.notices)
+        self.sweeper = Sweeper(database, self.tables, self.steps, sweep_seconds)
+
+    async def start(self) -> None:
+        """Wait until Redis answers, then begin to listen and to sweep.
+
+        Raises `FailedPrecondition` when waiting cannot help: Redis is too old, or refuses us.
+        """
+        info = await self.database.wait_ready()
+        if info.get("maxmemory", "0") != "0" and info.get("maxmemory_policy") != "noeviction":
+            # An evicted key is a lost sample; refusing writes is an error that callers see.
+            log.warning(
+                "redis_may_evict",
+                redis=self.database.address,
+                policy=info.get("maxmemory_policy"),
+                remedy="Set maxmemory-policy to noeviction.",
+            )
+        await self.notices.start()
+        await self.sweeper.start()
+        log.info("redis_ready", redis=self.database.address, version=info.get("redis_version"))
+
+    async def stop(self) -> None:
+        """Let waiting callers go and give the connections back."""
+        await self.sweeper.stop()
+        await self.notices.stop()
+        await self.database.close()

@@ -1,0 +1,84 @@
+"""What must happen though nobody calls: leases run out, endings half carried out are completed.
+
+Calls do both themselves when they come across it; the sweeper only bounds how long it takes when
+none comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+import structlog
+
+from services.experience_store.database import Call, Database
+from services.experience_store.keys import JOBS, JobKeys, PolicyKeys
+from services.experience_store.steps import Steps
+from services.experience_store.tables import Tables
+from troupe.rpc import TroupeError
+
+log = structlog.get_logger(__name__)
+
+# A few commands per live step: cheap enough for every replica, short beside any lease.
+PERIOD_SECONDS: Final = 5.0
+
+
+class Sweeper:
+    """Walks over the live steps of all jobs."""
+
+    def __init__(
+        self, database: Database, tables: Tables, steps: Steps, period: float = PERIOD_SECONDS
+    ) -> None:
+        self._database = database
+        self._tables = tables
+        self._steps = steps
+        self._period = period
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to sweep."""
+        self._task = asyncio.create_task(self._sweep_forever(), name="sweeper")
+
+    async def stop(self) -> None:
+        """End the sweeping."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._period)
+            try:
+                await self.sweep()
+            except TroupeError as error:
+                # The next round finds the same work.
+                log.warning("sweep_failed", kind=error.kind, error=str(error))
+
+    async def sweep(self) -> None:
+        """One round over all jobs."""
+        for name in await self._database.execute("SMEMBERS", JOBS):
+            job = name.decode()
+            for step in await self._steps.live(job):
+                try:
+                    await self._sweep_step(job, step)
+                except TroupeError as error:
+                    if error.kind not in ("tables_not_found", "step_not_open"):
+                        raise
+
+    async def _sweep_step(self, job: str, step: int) -> None:
+        table = await self._tables.get(job)
+        calls = [Call("sweep", PolicyKeys(job, policy).base, (step,)) for policy in table.policies]
+        replies = await self._steps.on_tables(job, step, calls)
+        for policy, (_, returned, _) in zip(table.policies, replies, strict=True):
+            if returned:
+                log.info("leases_expired", job=job, policy=policy, step=step, samples=returned)
+        if all(state == b"committed" for state, _, _ in replies):
+            await self._steps.closed(job, step)
+            return
+        ended = int(await self._database.execute("HGET", JobKeys(job).step(step), "ended") or 0)
+        if any(there < ended for _, _, there in replies):
+            lagged = await self._steps.settle(job, step)
+            log.info("endings_completed", job=job, step=step, trajectories=lagged)

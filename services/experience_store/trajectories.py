@@ -1,0 +1,161 @@
+"""Ends a trajectory once: its rows are in all tables, or in none.
+
+A trajectory's rows belong to several policies, whose tables may live in different slots, so no
+single script can write them. In order, each arrow repeatable:
+
+    stage rows in every table, invisible -> decide under the job's tag which ending wins
+    -> carry the winner out in every table (its staged rows are renamed, not copied)
+
+A crash before the decision leaves only staged rows, freed with the step. After it, whoever notices
+first carries the ending out: a repeated append, `Steps.status`, the sweeper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.experience_store.database import Call, Database
+from services.experience_store.keys import JobKeys, PolicyKeys
+from services.experience_store.records import LETTER_OF, REWARD, Ending, Record
+from services.experience_store.steps import Steps, not_open
+from services.experience_store.tables import Table, Tables
+from troupe.rpc import FailedPrecondition, InvalidArgument
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+
+class Trajectories:
+    """Endings of trajectories."""
+
+    def __init__(self, database: Database, tables: Tables, steps: Steps) -> None:
+        self._database = database
+        self._tables = tables
+        self._steps = steps
+
+    async def append(
+        self,
+        job: str,
+        step: int,
+        trajectory: str,
+        ending: Ending,
+        samples: Sequence[store_pb.Sample],
+    ) -> bool:
+        """End `trajectory` with `samples`; False when another ending had won before.
+
+        `ending.attempt` identifies this append: repeating it returns what the first call returned.
+        Raises `FailedPrecondition` for a step that is not open, a query that is not in it, or one
+        whose trajectories have all ended; `InvalidArgument` for a policy that has no table.
+        """
+        table = await self._tables.get(job)
+        staged = _by_policy(table, samples)
+        if staged:
+            await self._steps.on_tables(
+                job,
+                step,
+                [
+                    Call("stage", PolicyKeys(job, policy).base, (step, trajectory, *rows))
+                    for policy, rows in _staged_rows(table, staged, ending)
+                ],
+            )
+        outcome, *rest = await self._database.run(
+            "end_trajectory", JobKeys(job).base, step, trajectory, ending.query, ending.format()
+        )
+        if outcome == b"decided":
+            winner = Ending.parse(rest[0].decode())
+            await self._steps.carry_out(table, step, trajectory, winner)
+            if winner.attempt == ending.attempt:
+                return True
+        await self._unstage(job, step, trajectory, ending, list(staged))
+        if outcome == b"missing":
+            raise not_open(job, step)
+        if outcome == b"unknown_query":
+            raise FailedPrecondition(
+                f"step {step} does not consist of this query",
+                kind="unknown_query",
+                field="query_id",
+                value=ending.query,
+                remedy="Run the queries that the step was opened with.",
+            )
+        if outcome == b"full":
+            raise FailedPrecondition(
+                f"all {int(rest[0])} trajectories of query {ending.query} have ended",
+                kind="group_closed",
+                field="trajectory_id",
+                value=trajectory,
+                remedy="Run as many trajectories per query as the step was opened with.",
+            )
+        return False
+
+    async def _unstage(
+        self, job: str, step: int, trajectory: str, ending: Ending, policies: Sequence[str]
+    ) -> None:
+        await self._database.run_each(
+            [
+                Call("unstage", PolicyKeys(job, policy).base, (step, trajectory, ending.attempt))
+                for policy in policies
+            ]
+        )
+
+
+def _by_policy(
+    table: Table, samples: Sequence[store_pb.Sample]
+) -> dict[str, list[store_pb.Sample]]:
+    found: dict[str, list[store_pb.Sample]] = {}
+    for index, sample in enumerate(samples):
+        if sample.policy not in table.policies:
+            raise InvalidArgument(
+                f"job {table.job} trains no policy of this name",
+                kind="unknown_policy",
+                field=f"samples[{index}].policy",
+                value=sample.policy,
+                remedy=f"Send samples of {', '.join(table.policies)} only.",
+            )
+        found.setdefault(sample.policy, []).append(sample)
+    return found
+
+
+def _staged_rows(
+    table: Table, staged: dict[str, list[store_pb.Sample]], ending: Ending
+) -> list[tuple[str, list[str | bytes]]]:
+    """Per policy the arguments of stage.lua: attempt, records, then id and payload of each row."""
+    found: list[tuple[str, list[str | bytes]]] = []
+    for policy, samples in staged.items():
+        records: list[str] = []
+        rows: list[str | bytes] = []
+        for sample in samples:
+            payload = _payload(sample)
+            record = _record(table, sample, len(payload))
+            records.append(f"{sample.sample_id}\t{record.format()}")
+            rows += (sample.sample_id, payload)
+        found.append((policy, [ending.attempt, "\n".join(records), *rows]))
+    return found
+
+
+def _payload(sample: store_pb.Sample) -> bytes:
+    """The row without what the record holds, because that moves."""
+    row = store_pb.Sample()
+    row.CopyFrom(sample)
+    row.ClearField("state")
+    row.ClearField("reward")
+    return row.SerializeToString()
+
+
+def _record(table: Table, sample: store_pb.Sample, size: int) -> Record:
+    missing = set(table.required) - set(sample.columns)
+    if not sample.HasField("reward"):
+        missing.add(REWARD)
+    return Record(
+        state=LETTER_OF[pb.SAMPLE_STATE_PENDING],
+        tokens=str(sum(sample.prompt_ids.shape) + sum(sample.response_ids.shape)),
+        size=str(size),
+        turn=str(sample.turn),
+        reward=repr(sample.reward) if sample.HasField("reward") else "",
+        missing=",".join(sorted(missing)),
+        early=",".join(sorted(sample.columns)),
+        late="",
+        query=sample.query_id,
+        trajectory=sample.trajectory_id,
+        agent=sample.agent,
+        group=sample.group_id,
+        reason="",
+    )

@@ -1,0 +1,221 @@
+"""Makes and drives experience: samples, trajectories, claims of one job of a store under test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from services.experience_store.claims import ClaimRequest
+from services.experience_store.records import LETTER_OF, Ending
+from services.experience_store.store import Store
+from troupe import tensors
+from troupe.rpc import new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+Response = store_pb.ClaimMicroBatchResponse
+
+
+def make_sample(
+    query: str,
+    turn: int,
+    trajectory: str,
+    *,
+    policy: str = "solver",
+    agent: str = "solver",
+    reward: float | None = 1.0,
+    tokens: int = 8,
+    columns: dict[str, store_pb.Column] | None = None,
+) -> store_pb.Sample:
+    """A row whose token ids are its turn number; half of them are prompt."""
+    response = tokens - tokens // 2
+
+    def ids(length: int) -> pb.Tensor:
+        values: npt.NDArray[np.int32] = np.full(length, turn, np.int32)
+        return tensors.to_proto(values)
+
+    sample = store_pb.Sample(
+        sample_id=f"{query}_{turn}_{trajectory}",
+        policy=policy,
+        query_id=query,
+        trajectory_id=trajectory,
+        agent=agent,
+        turn=turn,
+        group_id=f"{query}/{agent}",
+        prompt_ids=ids(tokens // 2),
+        response_ids=ids(response),
+        logprobs=tensors.to_proto(np.zeros(response, np.float32)),
+        versions=[pb.VersionSpan(version=0, start=0, end=response)],
+        columns=columns or {},
+        finish_reason="stop",
+    )
+    if reward is not None:
+        sample.reward = reward
+    return sample
+
+
+@dataclass
+class Stage:
+    """One job of a store, with the calls that tests make, shortened."""
+
+    store: Store
+    job: str
+    policies: tuple[str, ...]
+    queries: tuple[str, ...]
+    group_size: int
+    step: int = 0
+
+    @property
+    def trajectories(self) -> list[tuple[str, str]]:
+        """(query, trajectory) of all trajectories of the step."""
+        return [
+            (query, f"{query}-s{self.step}-t{number}")
+            for query in self.queries
+            for number in range(self.group_size)
+        ]
+
+    async def append(
+        self,
+        query: str,
+        trajectory: str,
+        samples: Sequence[store_pb.Sample] | None = None,
+        *,
+        attempt: str | None = None,
+    ) -> bool:
+        """End a trajectory COMPLETED; by default with one sample of every policy."""
+        if samples is None:
+            samples = [
+                make_sample(query, turn, trajectory, policy=policy, agent=policy)
+                for turn, policy in enumerate(self.policies)
+            ]
+        return await self.end(query, trajectory, "COMPLETED", samples, attempt=attempt)
+
+    async def fail(self, query: str, trajectory: str, reason: str = "deadline: 9 s") -> bool:
+        """End a trajectory FAILED."""
+        return await self.end(query, trajectory, "FAILED", [], reason=reason)
+
+    async def end(
+        self,
+        query: str,
+        trajectory: str,
+        state: str,
+        samples: Sequence[store_pb.Sample],
+        *,
+        reason: str = "",
+        attempt: str | None = None,
+    ) -> bool:
+        """End a trajectory; whether this ending won."""
+        ending = Ending(state, attempt or new_id("append"), query, reason)
+        return await self.store.trajectories.append(
+            self.job, self.step, trajectory, ending, samples
+        )
+
+    async def append_all(self) -> None:
+        """End all trajectories of the step with one sample of every policy."""
+        for query, trajectory in self.trajectories:
+            await self.append(query, trajectory)
+
+    async def claim(
+        self,
+        claimant: str = "trainer",
+        *,
+        claim: str | None = None,
+        policy: str = "solver",
+        samples: int = 64,
+        tokens: int = 0,
+        lease: float = 60,
+        wait: float = 0,
+    ) -> Response:
+        """Claim a micro-batch; by default without waiting."""
+        request = ClaimRequest(
+            job=self.job,
+            policy=policy,
+            step=self.step,
+            claim=claim or new_id("claim"),
+            claimant=claimant,
+            max_samples=samples,
+            max_tokens=tokens,
+            lease_seconds=lease,
+        )
+        return await self.store.claims.claim(request, wait)
+
+    async def fill(
+        self,
+        sample: str,
+        *,
+        policy: str = "solver",
+        reward: float | None = None,
+        columns: dict[str, store_pb.Column] | None = None,
+        drop_reason: str = "",
+    ) -> tuple[str, bool]:
+        """Fill columns; the state's letter and whether anything was written."""
+        state, accepted = await self.store.samples.fill(
+            self.job, policy, self.step, sample, reward, columns or {}, drop_reason
+        )
+        return LETTER_OF[state], accepted
+
+    async def release(self, claimant: str, *, policy: str = "solver") -> int:
+        """Give back what `claimant` holds ('' for all)."""
+        return await self.store.claims.release(self.job, policy, self.step, claimant)
+
+    async def renew(self, claimant: str, lease: float = 60, *, policy: str = "solver") -> int:
+        """Extend the leases of `claimant`."""
+        return await self.store.claims.renew(self.job, policy, self.step, claimant, lease)
+
+    async def commit(
+        self,
+        claims: Sequence[str],
+        claimant: str = "trainer",
+        *,
+        policy: str = "solver",
+        version: int = 1,
+        outcome: store_pb.StepOutcome.ValueType = store_pb.STEP_OUTCOME_APPLIED,
+        reason: str = "",
+    ) -> tuple[store_pb.StepCommit, bool]:
+        """Commit the step; the commit that holds, and whether it was there before."""
+        commit = store_pb.StepCommit(
+            policy=policy,
+            step=self.step,
+            outcome=outcome,
+            reason=reason,
+            weights=pb.WeightsRef(job_id=self.job, policy=policy, version=version),
+            metrics={"loss/policy": 0.5},
+        )
+        return await self.store.commits.commit(self.job, claimant, claims, commit)
+
+    async def counts(self, policy: str = "solver") -> dict[str, int]:
+        """Samples per state, without zeros."""
+        status = await self.store.steps.status(self.job, self.step)
+        counts = next(c for c in status.counts if c.policy == policy)
+        names = ("pending", "ready", "claimed", "trained", "dropped")
+        return {name: getattr(counts, name) for name in names if getattr(counts, name)}
+
+    async def open(self, step: int, version: int | None = None) -> tuple[bool, list[str]]:
+        """Open a step of the same shape, and play on it."""
+        self.step = step
+        versions = dict.fromkeys(self.policies, step if version is None else version)
+        return await self.store.steps.open(self.job, step, versions, self.queries, self.group_size)
+
+
+async def make_stage(
+    store: Store,
+    job: str,
+    *,
+    policies: tuple[str, ...] = ("checker", "solver"),
+    queries: tuple[str, ...] = ("q0", "q1"),
+    group_size: int = 2,
+    required: Sequence[str] = (),
+) -> Stage:
+    """Declare the tables of a job and open step 0."""
+    stage = Stage(store, job, policies, queries, group_size)
+    await store.tables.create(job, policies, required)
+    await stage.open(0)
+    return stage
+
+
+def ids_of(response: Response) -> list[str]:
+    """The sample ids of a claim, in its order."""
+    return [claimed.sample.sample_id for claimed in response.samples]
