@@ -1,0 +1,105 @@
+"""Fixtures of the client tests: an orchestrator double on its own thread or in the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.support.fake_orchestrator import FakeOrchestrator, serve
+from troupe.client import AsyncClient
+from troupe.rpc import ClientSettings, RetryPolicy
+
+JOB_YAML = """
+name: team
+workflow: "team:solve"
+tasks: {source: "tasks:Tasks"}
+agents:
+  solver: {policy: solver}
+  checker: {policy: checker}
+policies:
+  solver: {model: {path: /models/solver}}
+  checker: {model: {path: /models/checker}}
+pipeline: {steps: 3, queries_per_step: 4}
+"""
+
+QUICK = ClientSettings(deadline_seconds=10, retry=RetryPolicy(initial_backoff=0.01, seed=1))
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """No test talks to a cluster that happens to run on this machine."""
+    for name in ("TROUPE_ORCHESTRATOR_ADDRESS", "TROUPE_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path / "data"))
+
+
+@pytest.fixture
+def job_yaml() -> str:
+    return JOB_YAML
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeOrchestrator]:
+    """The double, served in the test's own loop; `fake.address` says where."""
+    double = FakeOrchestrator()
+    async with serve(double) as address:
+        double.address = address  # type: ignore[attr-defined]
+        yield double
+
+
+@pytest.fixture
+async def client(fake: FakeOrchestrator) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(fake.address, settings=QUICK) as connected:  # type: ignore[attr-defined]
+        yield connected
+
+
+@dataclass
+class Stage:
+    """A double on a thread of its own, for blocking clients and the CLI."""
+
+    fake: FakeOrchestrator
+    address: str
+    loop: asyncio.AbstractEventLoop
+
+    def do(self, work: Awaitable[Any]) -> Any:
+        """Run a coroutine of the double in its loop."""
+
+        async def run() -> Any:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+
+    def play(self, script: Callable[[FakeOrchestrator], Awaitable[Any]]) -> None:
+        """Start `script(fake)` in the double's loop and return at once."""
+
+        async def run() -> Any:
+            return await script(self.fake)
+
+        asyncio.run_coroutine_threadsafe(run(), self.loop)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    ready: threading.Event = threading.Event()
+    made: list[Stage] = []
+
+    async def run() -> None:
+        double = FakeOrchestrator()
+        async with serve(double) as address:
+            made.append(Stage(double, address, asyncio.get_running_loop()))
+            over.append(asyncio.Event())
+            ready.set()
+            await over[0].wait()
+
+    over: list[asyncio.Event] = []
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    yield made[0]
+    made[0].loop.call_soon_threadsafe(over[0].set)
+    thread.join(10)

@@ -1,0 +1,284 @@
+"""The asyncio client against a real gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_orchestrator import FakeOrchestrator, S, serve
+from troupe.client import (
+    Activity,
+    AsyncClient,
+    JobCancelled,
+    JobFailed,
+    JobState,
+    MetricsLogged,
+    Notice,
+    StateChanged,
+)
+from troupe.client.watching import watch
+from troupe.cluster import NoCluster
+from troupe.job import JobSpecError, parse_job
+from troupe.rpc import (
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    RetryPolicy,
+    Unavailable,
+)
+from troupe.v1 import orchestrator_pb2 as pb
+
+RUN = (S.JOB_STATE_STARTING, S.JOB_STATE_RUNNING)
+
+
+async def test_a_job_may_be_a_path_a_text_or_a_specification(
+    client: AsyncClient, fake: FakeOrchestrator, job_yaml: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(job_yaml)
+
+    for spec in (path, str(path), job_yaml, parse_job(job_yaml)):
+        await client.submit(spec, job_id="one")
+
+    sent = [request.spec for request in fake.requests("SubmitJob")]
+    assert [parse_job(text) for text in sent] == [parse_job(job_yaml)] * 4
+    ids = {request.request_id for request in fake.requests("SubmitJob")}
+    assert len(ids) == 4
+
+
+async def test_a_bad_specification_never_reaches_the_server(
+    client: AsyncClient, fake: FakeOrchestrator
+) -> None:
+    with pytest.raises(JobSpecError):
+        await client.submit("name: x\nstep: 3")
+    with pytest.raises(JobSpecError, match="cannot be read"):
+        await client.submit("nowhere.yaml")
+    assert fake.calls == []
+
+
+async def test_a_repeated_call_carries_the_same_request_id(
+    client: AsyncClient, fake: FakeOrchestrator, job_yaml: str
+) -> None:
+    fake.away = 2
+
+    job = await client.submit(job_yaml)
+
+    requests = fake.requests("SubmitJob")
+    assert len(requests) == 3
+    assert len({request.request_id for request in requests}) == 1
+    assert (await job.info()).state == JobState.SUBMITTED
+
+
+async def test_watch_tells_every_event_in_order_until_the_end(
+    client: AsyncClient, fake: FakeOrchestrator, job_yaml: str
+) -> None:
+    job = await client.submit(job_yaml)
+    await fake.move(job.id, *RUN)
+    await fake.log(job.id, pb.JobEvent(activity=pb.Activity(text="rolling out", done=1, total=4)))
+    await fake.step(job.id, 1, reward__solver__mean=0.5)
+    note = pb.Notice(severity=pb.Notice.SEVERITY_WARNING, text="a worker was lost")
+    await fake.log(job.id, pb.JobEvent(notice=note))
+    await fake.log(job.id, pb.JobEvent())  # a kind of a newer server
+    await fake.move(job.id, S.JOB_STATE_SUCCEEDED)
+
+    events = [event async for event in job.watch()]
+
+    assert [type(e) for e in events] == [
+        StateChanged, StateChanged, StateChanged, Activity, MetricsLogged, Notice, StateChanged,
+    ]  # fmt: skip
+    assert isinstance(events[4], MetricsLogged)
+    assert events[4].values == {"reward/solver/mean": 0.5}
+    assert isinstance(events[5], Notice)
+    assert events[5].severity == "warning"
+    assert isinstance(events[-1], StateChanged)
+    assert events[-1].state == JobState.SUCCEEDED
+
+
+async def test_a_broken_watch_goes_on_where_it_broke(
+    client: AsyncClient, fake: FakeOrchestrator, job_yaml: str
+) -> None:
+    job = await client.submit(job_yaml)
+    await fake.move(job.id, *RUN)
+    for step in range(1, 4):
+        await fake.step(job.id, step, loss=0.1)
+    await fake.move(job.id, S.JOB_STATE_SUCCEEDED)
+    fake.break_after = 4
+
+    events = [event async for event in job.watch()]
+
+    assert [e.step for e in events if isinstance(e, MetricsLogged)] == [1, 2, 3]
+    assert [r.after for r in fake.requests("WatchJob")] == ["", "4-0"]
+
+
+async def test_a_watch_survives_a_restart_of_the_orchestrator(job_yaml: str) -> None:
+    fake = FakeOrchestrator()
+    async with serve(fake) as address, AsyncClient(address) as first:
+        job = await first.submit(job_yaml)
+        await fake.move(job.id, *RUN)
+    port = int(address.rpartition(":")[2])
+
+    async with AsyncClient(address) as client:
+        watching = asyncio.create_task(_collect(client, job.id))
+        await asyncio.sleep(0.3)  # nobody listens yet
+        async with serve(fake, port):
+            await fake.move(job.id, S.JOB_STATE_SUCCEEDED)
+            async with asyncio.timeout(20):
+                events = await watching
+
+    assert len(events) == 4
+
+
+async def _collect(client: AsyncClient, job_id: str) -> list[object]:
+    return [event async for event in client.job(job_id).watch()]
+
+
+async def test_a_watch_gives_up_when_the_orchestrator_stays_away() -> None:
+    async with AsyncClient("127.0.0.1:9") as client:
+        stub, quick = client._stub, RetryPolicy(initial_backoff=0.01, max_backoff=0.05)
+        with pytest.raises(Unavailable):
+            async for _ in watch(stub, "job", retry=quick, away_seconds=0.3):
+                pass
+
+
+async def test_waiting_ends_with_the_job_or_at_the_deadline(
+    client: AsyncClient, fake: FakeOrchestrator, job_yaml: str
+) -> None:
+    job = await client.submit(job_yaml)
+    await fake.move(job.id, *RUN)
+    fake.jobs[job.id].activity = "rolling out 3 of 8"
+    with pytest.raises(DeadlineExceeded) as caught:
+        await job.wait(timeout=0.1)
+    assert "is running at step 0 of 3 (rolling out 3 of 8)" in str(caught.value)
+
+    waiting = asyncio.create_task(job.result())
+    await asyncio.sleep(0.05)
+    fake.jobs[job.id].before["team_success"] = 0.1
+    fake.jobs[job.id].after["team_success"] = 0.9
+    await fake.move(job.id, S.JOB_STATE_SUCCEEDED)
+    result = await waiting
+
+    assert (result.before, result.after) == ({"team_success": 0.1}, {"team_success": 0.9})
+    assert result.checkpoints[0].version == 3
+
+
+async def test_a_failed_job_raises_its_problem(
+    client: AsyncClient, fake: FakeOrchestrator, job_yaml: str
+) -> None:
+    job = await client.submit(job_yaml)
+    problem = Internal("no such directory.", field="policies.solver.model.path", value="/models")
+    await fake.move(job.id, S.JOB_STATE_FAILED, problem=problem)
+
+    with pytest.raises(JobFailed) as caught:
+        await job.result(timeout=5)
+
+    assert caught.value.field == "policies.solver.model.path"
+    assert caught.value.job.state == JobState.FAILED
+
+
+async def test_steering(client: AsyncClient, fake: FakeOrchestrator, job_yaml: str) -> None:
+    job = await client.submit(job_yaml)
+    await fake.move(job.id, *RUN)
+
+    assert (await job.pause()).state == JobState.PAUSED
+    assert (await job.resume()).state == JobState.SUBMITTED
+    assert (await job.cancel("enough")).state == JobState.CANCELLED
+    assert fake.requests("CancelJob")[0].reason == "enough"
+    with pytest.raises(JobCancelled, match="troupe jobs resume"):
+        await job.result(timeout=5)
+    with pytest.raises(FailedPrecondition, match="the job is cancelled"):
+        await job.pause()
+
+
+async def test_an_unknown_job_is_named_with_the_remedy(client: AsyncClient) -> None:
+    for call in (client.job("nope").info(), client.job("nope").wait(5)):
+        with pytest.raises(NotFound, match="troupe jobs list"):
+            await call
+
+
+async def test_listing(client: AsyncClient, fake: FakeOrchestrator, job_yaml: str) -> None:
+    one = await client.submit(job_yaml, job_id="one")
+    two = await client.submit(job_yaml, job_id="two")
+    await fake.move(two.id, S.JOB_STATE_FAILED)
+
+    assert [j.id for j in await client.jobs()] == ["one", "two"]
+    assert [j.id for j in await client.jobs(JobState.FAILED)] == ["two"]
+    info = await one.info()
+    assert (info.name, info.mode, info.total_steps) == ("team", "micro_batch", 3)
+    assert info.spec["policies"]["solver"]["model"]["path"] == "/models/solver"
+    assert (await one.versions("solver"))[0].outcome == "applied"
+    await fake.step(one.id, 1, loss=0.5)
+    assert (await one.metrics())[0].values == {"loss": 0.5}
+    assert len(await one.trajectories(limit=220)) == 220
+    assert [r.page_size for r in fake.requests("ListTrajectories")] == [100, 100, 20]
+    trajectory = await one.trajectory("t7")
+    assert trajectory.conversation[0].messages == (("user", "2+2"),)
+    assert trajectory.conversation[0].reward == 0.5
+    cluster = await client.cluster()
+    assert (cluster.engines[0].state, cluster.engines[0].version) == ("healthy", None)
+    assert cluster.workers[0].kind == "rollout"
+
+
+async def test_generating(client: AsyncClient, fake: FakeOrchestrator, job_yaml: str) -> None:
+    job = await client.submit(job_yaml)
+
+    answer = await job.generate("solver", "2+2=", temperature=0.0, max_new_tokens=8)
+    await job.generate("solver", input_ids=[1, 2])
+
+    assert (answer.text, answer.version, answer.output_ids) == ("four", 3, (7, 8))
+    by_text, by_ids = fake.requests("GeneratePolicy")
+    assert [(m.role, m.content) for m in by_text.messages] == [("user", "2+2=")]
+    assert by_text.sampling.HasField("temperature")
+    assert by_text.sampling.temperature == 0.0
+    assert not by_text.sampling.HasField("top_k")
+    assert list(by_ids.input_ids) == [1, 2]
+    for wrong in ({}, {"messages": "a", "input_ids": [1]}, {"messages": [{"text": "a"}]}):
+        with pytest.raises(InvalidArgument, match="messages"):
+            await job.generate("solver", **wrong)  # type: ignore[arg-type]
+
+
+async def test_export_is_whole_or_not_at_all(
+    client: AsyncClient, fake: FakeOrchestrator, job_yaml: str, tmp_path: Path
+) -> None:
+    job = await client.submit(job_yaml)
+    fake.files = {"config.json": b"{}", "deep/model.safetensors": bytes(range(256)) * 10}
+    target = tmp_path / "out" / "solver"
+
+    for fault, message in (("wrong_checksum", "checksum is wrong"), ("cut_export", "middle")):
+        setattr(fake, fault, True)
+        with pytest.raises(DataLoss, match=message):
+            await job.export("solver", target)
+        setattr(fake, fault, False)
+        assert os.listdir(tmp_path / "out") == []
+
+    assert await job.export("solver", target, version=2) == target
+    assert (target / "deep/model.safetensors").read_bytes() == bytes(range(256)) * 10
+    assert fake.requests("ExportCheckpoint")[-1].version == 2
+    with pytest.raises(FailedPrecondition, match="not empty"):
+        await job.export("solver", target)
+
+    fake.files = {"../evil": b"x"}
+    with pytest.raises(DataLoss, match="leads out"):
+        await job.export("solver", tmp_path / "other")
+    assert not (tmp_path / "evil").exists()
+
+
+async def test_the_token_travels_with_every_call(fake: FakeOrchestrator) -> None:
+    async with AsyncClient(fake.address, token="secret") as client:  # type: ignore[attr-defined]
+        await client.jobs()
+    assert fake.metadata[0]["authorization"] == "Bearer secret"
+
+
+async def test_where_the_orchestrator_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NoCluster, match="troupe up"):
+        AsyncClient()
+    with pytest.raises(InvalidArgument, match="address = nonsense"):
+        AsyncClient("nonsense")
+    monkeypatch.setenv("TROUPE_ORCHESTRATOR_ADDRESS", "somewhere:123")
+    async with AsyncClient() as client:
+        assert client.address == "somewhere:123"

@@ -1,0 +1,97 @@
+"""The blocking client: the same surface, driven from a thread."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+
+import pytest
+
+from tests.client.conftest import Stage
+from tests.support.fake_orchestrator import S
+from troupe.client import (
+    AsyncClient,
+    AsyncJobHandle,
+    Client,
+    JobHandle,
+    JobState,
+    MetricsLogged,
+    StateChanged,
+)
+from troupe.rpc import DeadlineExceeded, InvalidArgument, NotFound
+
+
+@pytest.mark.parametrize(
+    ("blocking", "native"), [(Client, AsyncClient), (JobHandle, AsyncJobHandle)]
+)
+def test_both_clients_have_the_same_methods_and_parameters(blocking: type, native: type) -> None:
+    def surface(kind: type) -> dict[str, list[tuple[str, object, object]]]:
+        return {
+            name: [
+                (p.name, p.kind, p.default) for p in inspect.signature(member).parameters.values()
+            ]
+            for name, member in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_")
+        }
+
+    assert surface(blocking) == surface(native)
+
+
+def test_a_job_from_submit_to_result(stage: Stage, job_yaml: str) -> None:
+    with Client(stage.address) as troupe:
+        job = troupe.submit(job_yaml, job_id="mine")
+
+        async def train(fake) -> None:  # type: ignore[no-untyped-def]
+            await fake.move("mine", S.JOB_STATE_STARTING, S.JOB_STATE_RUNNING)
+            for step in range(1, 4):
+                await fake.step("mine", step, reward__mean=step / 3)
+            fake.jobs["mine"].after["team_success"] = 1.0
+            await fake.move("mine", S.JOB_STATE_SUCCEEDED)
+
+        stage.play(train)
+        events = list(job.watch())
+
+        assert [e.step for e in events if isinstance(e, MetricsLogged)] == [1, 2, 3]
+        assert job.result(timeout=5).after == {"team_success": 1.0}
+        assert troupe.jobs()[0].state == JobState.SUCCEEDED
+        assert troupe.job("mine").generate("solver", "1 + 1 =").text == "four"
+
+
+def test_a_watch_may_be_left_and_the_client_used_on(stage: Stage, job_yaml: str) -> None:
+    with Client(stage.address) as troupe:
+        job = troupe.submit(job_yaml)
+        for event in job.watch():
+            assert isinstance(event, StateChanged)
+            break
+        assert job.info().state == JobState.SUBMITTED
+        with pytest.raises(DeadlineExceeded):
+            job.wait(timeout=0.1)
+
+
+def test_errors_are_those_of_the_asyncio_client(stage: Stage) -> None:
+    with Client(stage.address) as troupe, pytest.raises(NotFound, match="job_id = nope"):
+        troupe.job("nope").info()
+    with pytest.raises(InvalidArgument):
+        Client("nonsense")
+    with pytest.raises(RuntimeError, match="closed"):
+        troupe.jobs()
+    troupe.close()
+
+
+def test_a_closed_client_leaves_no_thread(stage: Stage) -> None:
+    before = threading.active_count()
+    with Client(stage.address) as troupe:
+        troupe.jobs()
+    assert threading.active_count() == before
+
+
+def test_several_threads_may_share_a_client(stage: Stage, job_yaml: str) -> None:
+    with Client(stage.address) as troupe:
+        threads = [
+            threading.Thread(target=troupe.submit, args=(job_yaml, f"job-{i}")) for i in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert {job.id for job in troupe.jobs()} == {f"job-{i}" for i in range(8)}

@@ -1,0 +1,298 @@
+"""An orchestrator without a cluster: a real gRPC server whose jobs a test moves by hand.
+
+Methods that are not written here answer UNIMPLEMENTED, so a client that calls what it should not
+is found out. Errors cross the wire as the real service sends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import xxhash
+from google.rpc import code_pb2
+from grpc_status import rpc_status
+
+from troupe import states
+from troupe.job import parse_job
+from troupe.rpc.errors import FailedPrecondition, NotFound, TroupeError, to_status
+from troupe.v1 import common_pb2
+from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
+
+S = common_pb2.JobState
+
+
+class FakeOrchestrator(pb_grpc.OrchestratorServicer):
+    """Keeps jobs and their event logs in memory; `calls` lists (method, request)."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, pb.Job] = {}
+        self.logs: dict[str, list[pb.JobEvent]] = {}
+        self.calls: list[tuple[str, Any]] = []
+        self.metadata: list[dict[str, Any]] = []
+        self.files: dict[str, bytes] = {}
+        self.wrong_checksum = False
+        self.cut_export = False
+        # Unary calls to refuse with UNAVAILABLE before answering one.
+        self.away = 0
+        # Break a watch after so many events, once.
+        self.break_after: int | None = None
+        self.generated: pb.GeneratePolicyResponse | None = None
+        self._grown = asyncio.Condition()
+
+    # --- what a test does -------------------------------------------------------------------
+
+    async def move(self, job_id: str, *targets: int, problem: TroupeError | None = None) -> None:
+        """Move a job through states, logging each."""
+        for target in targets:
+            job = self.jobs[job_id]
+            states.check(states.JOB, job.state, target)
+            job.state = target  # type: ignore[assignment]
+            event = pb.JobEvent()
+            event.state.state = target  # type: ignore[assignment]
+            if problem is not None:
+                job.problem.CopyFrom(problem.to_problem())
+                event.state.problem.CopyFrom(problem.to_problem())
+            await self.log(job_id, event)
+
+    async def step(self, job_id: str, step: int, **values: float) -> None:
+        """Log metrics of a step; `__` in a name stands for `/`."""
+        named = {name.replace("__", "/"): value for name, value in values.items()}
+        self.jobs[job_id].step = step
+        self.jobs[job_id].metrics.update(named)
+        await self.log(job_id, pb.JobEvent(metrics=pb.MetricsLogged(step=step, values=named)))
+
+    async def log(self, job_id: str, event: pb.JobEvent) -> None:
+        """Append an event; activities get no id and are not kept by a real one."""
+        event.at.GetCurrentTime()
+        async with self._grown:
+            log = self.logs[job_id]
+            if event.WhichOneof("event") != "activity":
+                event.event_id = f"{len(log) + 1}-0"
+            log.append(event)
+            self._grown.notify_all()
+
+    def requests(self, method: str) -> list[Any]:
+        """The requests of one method, in order."""
+        return [request for name, request in self.calls if name == method]
+
+    # --- the service ------------------------------------------------------------------------
+
+    async def SubmitJob(self, request: pb.SubmitJobRequest, context: Any) -> pb.SubmitJobResponse:
+        await self._note("SubmitJob", request, context)
+        spec = parse_job(request.spec)
+        job_id = request.job_id or f"{spec.name}-{request.request_id[-4:]}"
+        if job_id not in self.jobs:
+            job = pb.Job(
+                job_id=job_id,
+                name=spec.name,
+                mode=common_pb2.PIPELINE_MODE_MICRO_BATCH,
+                total_steps=spec.pipeline.steps,
+                spec_json=spec.model_dump_json(),
+                directory=f"/data/{job_id}",
+                state=S.JOB_STATE_SUBMITTED,
+            )
+            job.created_at.GetCurrentTime()
+            self.jobs[job_id] = job
+            self.logs[job_id] = []
+            event = pb.JobEvent()
+            event.state.state = S.JOB_STATE_SUBMITTED
+            await self.log(job_id, event)
+        return pb.SubmitJobResponse(job=self.jobs[job_id])
+
+    async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
+        await self._note("GetJob", request, context)
+        return pb.GetJobResponse(job=await self._job(request.job_id, context))
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
+        await self._note("ListJobs", request, context)
+        wanted = request.state if request.HasField("state") else None
+        jobs = [job for job in self.jobs.values() if wanted in (None, job.state)]
+        return pb.ListJobsResponse(jobs=jobs)
+
+    async def WatchJob(
+        self, request: pb.WatchJobRequest, context: Any
+    ) -> AsyncIterator[pb.JobEvent]:
+        await self._note("WatchJob", request, context)
+        job = await self._job(request.job_id, context)
+        log = self.logs[request.job_id]
+        at = next((i + 1 for i, e in enumerate(log) if e.event_id == request.after), 0)
+        if not request.after:
+            at = 0
+        sent = 0
+        while True:
+            while at < len(log):
+                if self.break_after is not None and sent >= self.break_after:
+                    self.break_after = None
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the test broke the stream")
+                yield log[at]
+                at, sent = at + 1, sent + 1
+            if states.is_terminal(states.JOB, job.state) or job.state in (
+                S.JOB_STATE_FAILED,
+                S.JOB_STATE_CANCELLED,
+            ):
+                return
+            async with self._grown:
+                if at >= len(log):
+                    await self._grown.wait()
+
+    async def PauseJob(self, request: pb.PauseJobRequest, context: Any) -> pb.PauseJobResponse:
+        await self._note("PauseJob", request, context)
+        await self._move(request.job_id, context, S.JOB_STATE_PAUSING, S.JOB_STATE_PAUSED)
+        return pb.PauseJobResponse(job=self.jobs[request.job_id])
+
+    async def ResumeJob(self, request: pb.ResumeJobRequest, context: Any) -> pb.ResumeJobResponse:
+        await self._note("ResumeJob", request, context)
+        await self._move(request.job_id, context, S.JOB_STATE_SUBMITTED)
+        return pb.ResumeJobResponse(job=self.jobs[request.job_id])
+
+    async def CancelJob(self, request: pb.CancelJobRequest, context: Any) -> pb.CancelJobResponse:
+        await self._note("CancelJob", request, context)
+        await self._move(request.job_id, context, S.JOB_STATE_CANCELLING, S.JOB_STATE_CANCELLED)
+        return pb.CancelJobResponse(job=self.jobs[request.job_id])
+
+    async def ListVersions(
+        self, request: pb.ListVersionsRequest, context: Any
+    ) -> pb.ListVersionsResponse:
+        await self._note("ListVersions", request, context)
+        weights = common_pb2.WeightsRef(policy=request.policy, version=3, checksum="abc")
+        return pb.ListVersionsResponse(
+            versions=[pb.PolicyVersion(weights=weights, step=2, outcome=1)]  # type: ignore[arg-type]
+        )
+
+    async def ListCheckpoints(
+        self, request: pb.ListCheckpointsRequest, context: Any
+    ) -> pb.ListCheckpointsResponse:
+        await self._note("ListCheckpoints", request, context)
+        path = f"/data/{request.job_id}/checkpoints/solver/v3"
+        return pb.ListCheckpointsResponse(
+            checkpoints=[pb.Checkpoint(policy="solver", version=3, path=path, num_bytes=7)]
+        )
+
+    async def ExportCheckpoint(
+        self, request: pb.ExportCheckpointRequest, context: Any
+    ) -> AsyncIterator[pb.ExportCheckpointResponse]:
+        await self._note("ExportCheckpoint", request, context)
+        for path, content in self.files.items():
+            half = len(content) // 2
+            yield pb.ExportCheckpointResponse(path=path, data=content[:half])
+            if self.cut_export:
+                return
+            checksum = xxhash.xxh3_64_intdigest(content) ^ self.wrong_checksum
+            yield pb.ExportCheckpointResponse(
+                path=path, data=content[half:], end_of_file=True, checksum=checksum
+            )
+
+    async def ListMetrics(
+        self, request: pb.ListMetricsRequest, context: Any
+    ) -> pb.ListMetricsResponse:
+        await self._note("ListMetrics", request, context)
+        rows = [e.metrics for e in self.logs[request.job_id] if e.HasField("metrics")]
+        return pb.ListMetricsResponse(rows=[r for r in rows if r.step > request.after_step])
+
+    async def ListTrajectories(
+        self, request: pb.ListTrajectoriesRequest, context: Any
+    ) -> pb.ListTrajectoriesResponse:
+        await self._note("ListTrajectories", request, context)
+        first = int(request.page_token or 0)
+        found = range(first, min(first + request.page_size, 250))
+        return pb.ListTrajectoriesResponse(
+            trajectories=[_trajectory(i) for i in found],
+            next_page_token=str(found.stop) if found.stop < 250 else "",
+        )
+
+    async def GetTrajectory(
+        self, request: pb.GetTrajectoryRequest, context: Any
+    ) -> pb.GetTrajectoryResponse:
+        await self._note("GetTrajectory", request, context)
+        reply = pb.GetTrajectoryResponse(summary=_trajectory(int(request.trajectory_id[1:])))
+        turn = reply.turns.add(agent="solver", policy="solver", turn=0, response="4", reward=0.5)
+        turn.messages.add(role="user", content="2+2")
+        return reply
+
+    async def GetCluster(
+        self, request: pb.GetClusterRequest, context: Any
+    ) -> pb.GetClusterResponse:
+        await self._note("GetCluster", request, context)
+        reply = pb.GetClusterResponse(in_flight={"job": 5})
+        reply.workers.add(worker_id="r0", kind=pb.WORKER_KIND_ROLLOUT, alive=True, doing="rolls")
+        reply.engines.add(engine_id="e0", policy="solver", state=common_pb2.ENGINE_STATE_HEALTHY)
+        reply.bindings.add(policy="solver", state=common_pb2.BINDING_STATE_IDLE)
+        reply.services.add(name="reward", serving=True)
+        return reply
+
+    async def GeneratePolicy(
+        self, request: pb.GeneratePolicyRequest, context: Any
+    ) -> pb.GeneratePolicyResponse:
+        await self._note("GeneratePolicy", request, context)
+        reply = pb.GeneratePolicyResponse()
+        reply.result.text = "four"
+        reply.result.output_ids.extend([7, 8])
+        reply.result.logprobs.extend([-0.5, -0.25])
+        reply.result.versions.add(version=3, start=0, end=2)
+        reply.result.finish_reason = "stop"
+        return reply
+
+    # --- inside -----------------------------------------------------------------------------
+
+    async def _note(self, method: str, request: Any, context: Any) -> None:
+        self.calls.append((method, request))
+        self.metadata.append(dict(context.invocation_metadata()))
+        if self.away > 0 and method != "WatchJob":
+            self.away -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the test is away")
+
+    async def _job(self, job_id: str, context: Any) -> pb.Job:
+        if job_id not in self.jobs:
+            await self._fail(
+                context,
+                NotFound(
+                    "no such job.",
+                    field="job_id",
+                    value=job_id,
+                    remedy="`troupe jobs list` shows those there are.",
+                ),
+            )
+        return self.jobs[job_id]
+
+    async def _move(self, job_id: str, context: Any, *targets: int) -> None:
+        job = await self._job(job_id, context)
+        try:
+            await self.move(job_id, *targets)
+        except states.IllegalTransition:
+            name = S.Name(job.state).removeprefix("JOB_STATE_").lower()
+            await self._fail(
+                context, FailedPrecondition(f"the job is {name}.", field="job_id", value=job_id)
+            )
+
+    async def _fail(self, context: Any, error: TroupeError) -> None:
+        status = to_status(error)
+        assert status.code != code_pb2.OK
+        await context.abort_with_status(rpc_status.to_status(status))
+
+
+def _trajectory(index: int) -> pb.TrajectorySummary:
+    return pb.TrajectorySummary(
+        trajectory_id=f"t{index}",
+        query_id="q0",
+        state=common_pb2.TRAJECTORY_STATE_COMPLETED,
+        rewards={"solver": 1.0},
+    )
+
+
+@asynccontextmanager
+async def serve(servicer: FakeOrchestrator, port: int = 0) -> AsyncIterator[str]:
+    """Serve on loopback; yields the address."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    pb_grpc.add_OrchestratorServicer_to_server(servicer, server)
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{bound}"
+    finally:
+        await server.stop(grace=0.1)

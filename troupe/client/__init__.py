@@ -1,0 +1,47 @@
+"""The client SDK: submit jobs, watch them, use what they trained. Blocking and asyncio."""
+
+from troupe.client.aio import AsyncClient
+from troupe.client.cluster_records import Binding, Cluster, Engine, Service, Worker
+from troupe.client.errors import JobCancelled, JobFailed
+from troupe.client.events import Activity, Event, MetricsLogged, Notice, StateChanged
+from troupe.client.handle import AsyncJobHandle
+from troupe.client.records import (
+    Checkpoint,
+    Generation,
+    Job,
+    JobState,
+    MetricsRow,
+    Result,
+    Trajectory,
+    Turn,
+    Version,
+)
+from troupe.client.sync import Client, JobHandle
+
+__all__ = [
+    "Activity",
+    "AsyncClient",
+    "AsyncJobHandle",
+    "Binding",
+    "Checkpoint",
+    "Client",
+    "Cluster",
+    "Engine",
+    "Event",
+    "Generation",
+    "Job",
+    "JobCancelled",
+    "JobFailed",
+    "JobHandle",
+    "JobState",
+    "MetricsLogged",
+    "MetricsRow",
+    "Notice",
+    "Result",
+    "Service",
+    "StateChanged",
+    "Trajectory",
+    "Turn",
+    "Version",
+    "Worker",
+]

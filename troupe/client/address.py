@@ -1,0 +1,51 @@
+"""Finds the orchestrator when nobody says where it is."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from troupe.cluster.errors import NoCluster
+from troupe.cluster.settings import DEFAULT_DATA_DIR
+from troupe.cluster.state import running_state
+from troupe.rpc.errors import InvalidArgument
+
+ADDRESS_VARIABLE = "TROUPE_ORCHESTRATOR_ADDRESS"
+DATA_DIR_VARIABLE = "TROUPE_DATA_DIR"
+_ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})$")
+
+
+def data_directory(given: Path | None = None) -> Path:
+    """`given`, else `TROUPE_DATA_DIR`, else `runs` here; absolute."""
+    chosen = given or Path(os.environ.get(DATA_DIR_VARIABLE) or DEFAULT_DATA_DIR)
+    return chosen.expanduser().absolute()
+
+
+def resolve_address(given: str | None = None, data_dir: Path | None = None) -> str:
+    """The orchestrator's "host:port".
+
+    `given`, else `TROUPE_ORCHESTRATOR_ADDRESS`, else that of the embedded cluster that runs in
+    the data directory. Raises `InvalidArgument` or `NoCluster`.
+    """
+    address = given or os.environ.get(ADDRESS_VARIABLE)
+    if address:
+        return check_address(address)
+    directory = data_directory(data_dir)
+    state = running_state(directory)
+    if state is None:
+        raise NoCluster(directory)
+    return state.orchestrator_address
+
+
+def check_address(address: str) -> str:
+    """`address`, or `InvalidArgument` when it is not host:port."""
+    match = _ADDRESS.match(address)
+    if match is None or not 0 < int(match.group(2)) < 65536:
+        raise InvalidArgument(
+            "this is not an address.",
+            field="address",
+            value=address,
+            remedy="Give host:port of the orchestrator, for example 127.0.0.1:50051.",
+        )
+    return address

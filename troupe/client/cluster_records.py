@@ -1,0 +1,125 @@
+"""The picture of a cluster that `Client.cluster()` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from troupe.client.records import word
+from troupe.v1 import common_pb2
+from troupe.v1 import orchestrator_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A rollout or trainer process."""
+
+    id: str
+    kind: str
+    address: str
+    alive: bool
+    seconds_since_heartbeat: float
+    doing: str
+    rss_bytes: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One serving replica of one policy."""
+
+    id: str
+    job_id: str
+    policy: str
+    kind: str
+    state: str
+    version: int | None
+    running: int
+    waiting: int
+    tokens_per_second: float
+    worker_id: str
+    message: str
+    restarts: int
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A policy holding training devices."""
+
+    job_id: str
+    policy: str
+    state: str
+    version: int
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Service:
+    """One service as the orchestrator sees it."""
+
+    name: str
+    address: str
+    serving: bool
+    message: str
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What every part of a cluster does now."""
+
+    workers: tuple[Worker, ...]
+    engines: tuple[Engine, ...]
+    bindings: tuple[Binding, ...]
+    services: tuple[Service, ...]
+    # Trajectories admitted and not ended, per job.
+    in_flight: dict[str, int]
+
+    @classmethod
+    def of(cls, reply: pb.GetClusterResponse) -> Cluster:
+        """From the wire."""
+        return cls(
+            workers=tuple(
+                Worker(
+                    id=w.worker_id,
+                    kind=word(pb.WorkerKind, w.kind),
+                    address=w.address,
+                    alive=w.alive,
+                    seconds_since_heartbeat=w.seconds_since_heartbeat,
+                    doing=w.doing,
+                    rss_bytes=w.rss_bytes,
+                )
+                for w in reply.workers
+            ),
+            engines=tuple(
+                Engine(
+                    id=e.engine_id,
+                    job_id=e.job_id,
+                    policy=e.policy,
+                    kind=e.kind,
+                    state=word(common_pb2.EngineState, e.state),
+                    version=e.version if e.HasField("version") else None,
+                    running=e.running,
+                    waiting=e.waiting,
+                    tokens_per_second=e.tokens_per_second,
+                    worker_id=e.worker_id,
+                    message=e.message,
+                    restarts=e.restarts,
+                )
+                for e in reply.engines
+            ),
+            bindings=tuple(
+                Binding(
+                    job_id=b.job_id,
+                    policy=b.policy,
+                    state=word(common_pb2.BindingState, b.state),
+                    version=b.version,
+                    step=b.step,
+                    samples=b.samples,
+                )
+                for b in reply.bindings
+            ),
+            services=tuple(
+                Service(name=s.name, address=s.address, serving=s.serving, message=s.message)
+                for s in reply.services
+            ),
+            in_flight=dict(reply.in_flight),
+        )

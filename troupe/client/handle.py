@@ -1,0 +1,194 @@
+"""A job in the hands of an asyncio program."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from troupe.client import export as exporting
+from troupe.client.errors import JobCancelled, JobFailed
+from troupe.client.events import Event
+from troupe.client.records import (
+    Checkpoint,
+    Generation,
+    Job,
+    JobState,
+    MetricsRow,
+    Result,
+    Trajectory,
+    Turn,
+    Version,
+)
+from troupe.client.sampling import Messages, chat_messages, sampling_params
+from troupe.client.watching import watch
+from troupe.rpc.errors import DeadlineExceeded, InvalidArgument
+from troupe.rpc.ids import new_id
+from troupe.rpc.settings import ClientSettings
+from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
+
+_PAGE = 100
+
+
+class AsyncJobHandle:
+    """One job of a cluster. Making a handle asks nobody; every method is a call.
+
+    All methods raise `troupe.rpc.TroupeError`: `NotFound` for an unknown job,
+    `FailedPrecondition` for a move that the job's state does not allow.
+    """
+
+    def __init__(
+        self, stub: pb_grpc.OrchestratorAsyncStub, job_id: str, settings: ClientSettings
+    ) -> None:
+        """Made by `AsyncClient.job` and `AsyncClient.submit`."""
+        self.id = job_id
+        self._stub = stub
+        self._settings = settings
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r})"
+
+    async def info(self) -> Job:
+        """The job as it is now."""
+        reply = await self._stub.GetJob(pb.GetJobRequest(job_id=self.id))
+        return Job.of(reply.job)
+
+    async def watch(self, after: str = "") -> AsyncIterator[Event]:
+        """Every event from the beginning (or after event id `after`) until the job has ended."""
+        async for event in watch(self._stub, self.id, after=after, retry=self._settings.retry):
+            yield event
+
+    async def wait(self, timeout: float | None = None) -> Job:
+        """Wait until the job has ended, well or not; a paused job has not.
+
+        Raises `DeadlineExceeded` after `timeout` seconds; the job goes on.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                async for _ in self.watch():
+                    pass
+                return await self.info()
+        except TimeoutError as error:
+            job = await self.info()
+            raise DeadlineExceeded(
+                f"job {self.id} did not end within {timeout:g} s: it is {job.state} at step "
+                f"{job.step} of {job.total_steps} ({job.activity})"
+            ) from error
+
+    async def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end and return what came of it.
+
+        Raises `JobFailed` or `JobCancelled`, and `DeadlineExceeded` after `timeout` seconds.
+        """
+        job = await self.wait(timeout)
+        if job.state == JobState.FAILED:
+            raise JobFailed(job)
+        if job.state == JobState.CANCELLED:
+            raise JobCancelled(job)
+        return Result(job, tuple(await self.checkpoints()))
+
+    async def pause(self) -> Job:
+        """Admit no new query; what is in flight finishes. Returns at once."""
+        request = pb.PauseJobRequest(request_id=new_id("pause"), job_id=self.id)
+        return Job.of((await self._stub.PauseJob(request)).job)
+
+    async def resume(self) -> Job:
+        """Continue a paused, failed or cancelled job from its last committed step."""
+        request = pb.ResumeJobRequest(request_id=new_id("resume"), job_id=self.id)
+        return Job.of((await self._stub.ResumeJob(request)).job)
+
+    async def cancel(self, reason: str = "") -> Job:
+        """End the job without waiting for what is in flight. Returns at once."""
+        request = pb.CancelJobRequest(request_id=new_id("cancel"), job_id=self.id, reason=reason)
+        return Job.of((await self._stub.CancelJob(request)).job)
+
+    async def versions(self, policy: str) -> list[Version]:
+        """Published versions of a policy, as the ledger holds them."""
+        reply = await self._stub.ListVersions(pb.ListVersionsRequest(job_id=self.id, policy=policy))
+        return [Version.of(version) for version in reply.versions]
+
+    async def checkpoints(self) -> list[Checkpoint]:
+        """Checkpoints on the trainer's disk."""
+        reply = await self._stub.ListCheckpoints(pb.ListCheckpointsRequest(job_id=self.id))
+        return [Checkpoint.of(checkpoint) for checkpoint in reply.checkpoints]
+
+    async def export(self, policy: str, to: str | Path, version: int | None = None) -> Path:
+        """Copy a checkpoint (default: the newest) of `policy` into the new directory `to`.
+
+        The directory appears only when every file has arrived with the right checksum.
+        """
+        request = pb.ExportCheckpointRequest(job_id=self.id, policy=policy)
+        if version is not None:
+            request.version = version
+        return await exporting.receive(self._stub.ExportCheckpoint(request), to)
+
+    async def metrics(self, names: Sequence[str] = (), after_step: int = -1) -> list[MetricsRow]:
+        """Metrics per step; `names` empty: all of them."""
+        reply = await self._stub.ListMetrics(
+            pb.ListMetricsRequest(job_id=self.id, names=names, after_step=after_step)
+        )
+        return [MetricsRow(row.step, dict(row.values)) for row in reply.rows]
+
+    async def trajectories(self, limit: int = _PAGE) -> list[Trajectory]:
+        """The newest `limit` trajectories, without their conversations."""
+        found: list[Trajectory] = []
+        token = ""
+        while len(found) < limit:
+            reply = await self._stub.ListTrajectories(
+                pb.ListTrajectoriesRequest(
+                    job_id=self.id, page_size=min(_PAGE, limit - len(found)), page_token=token
+                )
+            )
+            found += [Trajectory.of(summary) for summary in reply.trajectories]
+            token = reply.next_page_token
+            if not token:
+                break
+        return found[:limit]
+
+    async def trajectory(self, trajectory_id: str) -> Trajectory:
+        """One trajectory with the conversation between the agents."""
+        reply = await self._stub.GetTrajectory(
+            pb.GetTrajectoryRequest(job_id=self.id, trajectory_id=trajectory_id)
+        )
+        return Trajectory.of(reply.summary, tuple(Turn.of(turn) for turn in reply.turns))
+
+    async def generate(
+        self,
+        policy: str,
+        messages: Messages | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        seed: int | None = None,
+        timeout: float = 300.0,
+    ) -> Generation:
+        """Generate with a policy at its newest version.
+
+        `messages` is a text (one user message) or a conversation of `{"role", "content"}`;
+        `input_ids` are token ids instead, taken as they are. Exactly one of the two. What is
+        not given of the sampling is as the job says.
+        """
+        if (messages is None) == (input_ids is None):
+            raise InvalidArgument("give exactly one of messages and input_ids.", field="messages")
+        request = pb.GeneratePolicyRequest(
+            request_id=new_id("generate"),
+            job_id=self.id,
+            policy=policy,
+            messages=[] if messages is None else chat_messages(messages),
+            input_ids=input_ids or [],
+            sampling=sampling_params(
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                max_new_tokens=max_new_tokens,
+                stop_token_ids=stop_token_ids,
+                seed=seed,
+            ),
+        )
+        reply = await self._stub.GeneratePolicy(request, timeout=timeout)
+        return Generation.of(reply.result)
