@@ -33,10 +33,14 @@ class Role:
 
 @dataclass(slots=True)
 class Turn:
-    """The record of one turn; `reply` is None until it has been generated."""
+    """The record of one turn; `reply` is None until it has been generated.
+
+    `number` counts the turns of its agent, `position` those of the whole trajectory.
+    """
 
     role: Role
     number: int
+    position: int
     messages: tuple[Message, ...]
     prompt_ids: tuple[int, ...]
     reply: Reply | None = None
@@ -93,8 +97,7 @@ class Agent:
         sampling = role.sampling.override(overrides) if overrides else role.sampling
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._agents.draw_seed(role.name, prompt_ids))
-        turn = Turn(role, self._begun, messages, prompt_ids)
-        self._agents.begin(turn)
+        turn = self._agents.begin(role, self._begun, messages, prompt_ids)
         self._begun += 1
         return self._finish(turn, sampling)
 
@@ -164,15 +167,19 @@ class Agents(Mapping[str, Agent]):
         self._turns = self.turns
         return self._turns
 
-    def begin(self, turn: Turn) -> None:
+    def begin(
+        self, role: Role, number: int, messages: tuple[Message, ...], prompt_ids: tuple[int, ...]
+    ) -> Turn:
         """Record a turn that is about to be generated (called by `Agent`)."""
         if self._closed:
             raise TurnError(
-                f"'{turn.role.name}' was asked for a turn after its trajectory had ended",
+                f"'{role.name}' was asked for a turn after its trajectory had ended",
                 kind="trajectory_ended",
                 remedy="Await every branch before the workflow returns",
             )
+        turn = Turn(role, number, len(self._turns), messages, prompt_ids)
         self._turns.append(turn)
+        return turn
 
     def draw_seed(self, agent: str, prompt_ids: tuple[int, ...]) -> int:
         """Seed of the next turn of `agent` with this prompt: equal prompts get different ones."""

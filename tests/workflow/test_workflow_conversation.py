@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.workflow.stage import CHARACTERS, CHATML, END, THINKING, make_chat
 from troupe.workflow import ChatTemplateError, InvalidMessagesError
 from troupe.workflow.conversation import ConversationMemory, parse_messages
-
-from .stage import CHARACTERS, CHATML, END, THINKING, make_chat
 
 USER = ("user", "what is 3+4?")
 

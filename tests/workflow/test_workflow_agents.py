@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from tests.workflow.stage import Script, make_agents, make_chat
 from troupe.workflow import (
     InvalidMessagesError,
     InvalidRewardError,
@@ -14,8 +15,6 @@ from troupe.workflow import (
     TurnError,
     UnknownAgentError,
 )
-
-from .stage import Script, make_agents, make_chat
 
 CHAT = make_chat()
 
@@ -59,6 +58,7 @@ async def test_numbers_are_per_agent() -> None:
     agents = make_agents(Script(echo))
     for name, number in [("solver", 0), ("checker", 0), ("solver", 1), ("checker", 1)]:
         assert (await agents[name].chat("x")).turn == number
+    assert [turn.position for turn in agents.turns] == [0, 1, 2, 3]
 
 
 async def test_what_is_drawn_does_not_depend_on_timing() -> None:
