@@ -1,0 +1,122 @@
+"""The REST interface: calls arrive, errors are problem details, events are live."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from services.control_panel import views
+from tests.control_panel.conftest import SPEC, Panel
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import orchestrator_pb2 as pb
+
+
+async def test_a_job_is_submitted_and_steered(panel: Panel) -> None:
+    job_id = await panel.submit()
+    assert [job["job_id"] for job in (await panel.http.get("/api/jobs")).json()] == [job_id]
+    await panel.orchestrator.move(job_id, common.JOB_STATE_STARTING, common.JOB_STATE_RUNNING)
+    paused = await panel.http.post(f"/api/jobs/{job_id}/pause")
+    assert paused.json()["state"] == "paused"
+    resumed = await panel.http.post(f"/api/jobs/{job_id}/resume")
+    assert resumed.json()["state"] == "submitted"
+    cancelled = await panel.http.post(f"/api/jobs/{job_id}/cancel?reason=enough")
+    assert cancelled.json()["state"] == "cancelled"
+    assert panel.orchestrator.requests("CancelJob")[0].reason == "enough"
+
+
+async def test_an_idempotency_key_becomes_the_request_id(panel: Panel) -> None:
+    for _ in range(2):
+        reply = await panel.http.post(
+            "/api/jobs?job_id=mine", content=SPEC, headers={"Idempotency-Key": "once"}
+        )
+        assert reply.status_code == 201
+    assert {r.request_id for r in panel.orchestrator.requests("SubmitJob")} == {"once"}
+    assert len((await panel.http.get("/api/jobs")).json()) == 1
+
+
+async def test_an_unknown_job_is_a_problem(panel: Panel) -> None:
+    for path in ("/api/jobs/nope", "/api/jobs/nope/events", "/api/nothing"):
+        reply = await panel.http.get(path)
+        assert reply.status_code == 404
+        assert reply.headers["content-type"] == "application/problem+json"
+        assert reply.json()["detail"]
+
+
+async def test_a_wrong_query_names_its_field(panel: Panel) -> None:
+    job_id = await panel.submit()
+    reply = await panel.http.get(f"/api/jobs/{job_id}/trajectories?limit=0")
+    assert reply.status_code == 422
+    assert reply.json()["field"] == "query.limit"
+
+
+async def test_a_specification_that_is_too_large_is_refused(panel: Panel) -> None:
+    reply = await panel.http.post("/api/jobs", content=b"#" * (1 << 20) + b"##")
+    assert reply.status_code == 422
+    assert "1048576" in reply.json()["detail"]
+    assert reply.json()["remedy"]
+    not_text = await panel.http.post("/api/jobs", content=b"\xff\xfe")
+    assert "UTF-8" in not_text.json()["detail"]
+
+
+async def test_events_arrive_while_they_happen(panel: Panel) -> None:
+    job_id = await panel.submit()
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    async def read() -> None:
+        async with panel.http.stream("GET", f"/api/jobs/{job_id}/events") as stream:
+            name = ""
+            async for line in stream.aiter_lines():
+                if line.startswith("event:"):
+                    name = line.removeprefix("event:").strip()
+                elif line.startswith("data:"):
+                    seen.append((name, json.loads(line.removeprefix("data:"))))
+                    if name == "end":
+                        return
+
+    reader = asyncio.create_task(read())
+    orchestrator = panel.orchestrator
+    await orchestrator.move(job_id, common.JOB_STATE_STARTING, common.JOB_STATE_RUNNING)
+    orchestrator.break_after = 4  # the stream breaks once; the panel takes it up again
+    await orchestrator.step(job_id, 1, reward__solver__mean=0.25)
+    await orchestrator.step(job_id, 2, reward__solver__mean=0.5)
+    await orchestrator.move(job_id, common.JOB_STATE_SUCCEEDED)
+    await asyncio.wait_for(reader, 20)
+    rows = [data for name, data in seen if name == "metrics"]
+    assert [(r["step"], r["values"]["reward/solver/mean"]) for r in rows] == [(1, 0.25), (2, 0.5)]
+    states = [data["state"] for name, data in seen if name == "state"]
+    assert states == ["submitted", "starting", "running", "succeeded"]
+
+
+@pytest.mark.parametrize("panel", ["secret"], indirect=True)
+async def test_a_token_guards_mutating_calls(panel: Panel) -> None:
+    assert (await panel.http.get("/api/jobs")).status_code == 200
+    refused = await panel.http.post("/api/jobs", content=SPEC)
+    assert refused.status_code == 401
+    assert "TROUPE_TOKEN" in refused.json()["remedy"]
+    taken = await panel.http.post(
+        "/api/jobs", content=SPEC, headers={"Authorization": "Bearer secret"}
+    )
+    assert taken.status_code == 201
+
+
+async def test_openapi_documents_every_call(panel: Panel) -> None:
+    paths = (await panel.http.get("/openapi.json")).json()["paths"]
+    for path, methods in paths.items():
+        for method, call in methods.items():
+            assert call.get("summary"), f"{method} {path} has no summary"
+            assert call.get("description"), f"{method} {path} has no description"
+
+
+def test_messages_become_plain_json() -> None:
+    reply = pb.GetTrajectoryResponse()
+    reply.summary.state = common.TRAJECTORY_STATE_COMPLETED
+    turn = reply.turns.add(response="42")
+    turn.versions.add(version=2**40)
+    data = views.plain(reply)
+    assert data["summary"]["state"] == "completed"
+    assert data["turns"][0]["response"] == "42"  # text stays text
+    assert data["turns"][0]["versions"][0]["version"] == 2**40  # and numbers numbers
+    assert data["turns"][0]["reward"] is None
