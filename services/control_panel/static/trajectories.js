@@ -29,7 +29,7 @@ export class Viewer {
         "aria-selected": String(item.trajectory_id === this.selected),
         onclick: () => this.open(item.trajectory_id),
       },
-      el("span", {}, item.query_id),
+      el("span", {}, item.trajectory_id),
       el("span", { class: `pill ${item.state}` }, item.evaluation ? "held-out" : item.state),
       el("small", {}, rewards.map(([agent, value]) => `${agent} ${number(value)}`).join(" · ") || item.reason),
       el("small", {}, `step ${item.step} · ${item.turns} turns · ${duration(item.seconds)}`),
@@ -43,11 +43,12 @@ export class Viewer {
       row.setAttribute("aria-selected", String(row.dataset.trajectory === id));
     }
     const { summary, turns } = await api(`/api/jobs/${this.job}/trajectories/${encodeURIComponent(id)}`);
-    byId("conversation").replaceChildren(
+    const parts = [
       el("h2", {}, `${summary.trajectory_id} `, el("span", { class: `pill ${summary.state}` }, summary.state)),
       summary.reason ? el("p", { class: "problem" }, summary.reason) : null,
       ...turns.map((turn) => this.turn(turn)),
-    );
+    ];
+    byId("conversation").replaceChildren(...parts.filter(Boolean));
   }
 
   turn(turn) {
