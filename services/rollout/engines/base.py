@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
+
+if TYPE_CHECKING:
+    from troupe.transfer import Transfer
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -53,9 +55,9 @@ class Generation:
     """One response.
 
     `token_ids` and `logprobs` have equal length; a stop token that ended the response is its
-    last element. `logprobs` are natural logs under the model's own distribution: the softmax
-    of the raw logits, before temperature, top-k and top-p (as SGLang reports them). At
-    temperature 1 without truncation that is the distribution sampled from.
+    last element. `logprobs` are natural logs under softmax(logits / temperature), before top-k
+    and top-p; greedy responses (temperature 0) count as temperature 1. That is what SGLang
+    reports by default, and what a trainer must recompute: logits divided by the temperature.
     `finish_reason` is "abort" after `Engine.abort`; the tokens drawn until then are kept.
     `cached_tokens` counts prompt tokens whose keys and values were reused.
     """
@@ -93,16 +95,33 @@ class Engine(Protocol):
     with `EngineDied` and the state is DEAD; `start` again leads to STALE, never to HEALTHY.
     """
 
-    engine_id: str
-    policy: str
-    kind: str
-    restarts: int
-    """Times that `start` brought the engine back from DEAD."""
-    message: str
-    """Why the engine is in its state, for people; empty when all is well."""
+    @property
+    def engine_id(self) -> str:
+        """Unique within the rollout worker."""
+        ...
 
     @property
-    def state(self) -> pb.EngineState:
+    def policy(self) -> str:
+        """Name of the policy served."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """`embedded` or `sglang`."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """Times that `start` brought the engine back from DEAD."""
+        ...
+
+    @property
+    def message(self) -> str:
+        """Why the engine is in its state, for people; empty when all is well."""
+        ...
+
+    @property
+    def state(self) -> pb.EngineState.ValueType:
         """Where in its life the engine is."""
         ...
 
@@ -130,9 +149,10 @@ class Engine(Protocol):
     ) -> Generation:
         """Draw one response to `prompt_ids`.
 
-        Cancelling the task aborts the request. Raises `PromptTooLong`, `EngineStale` (nothing
-        verified to serve with), `EngineDied`, `TurnDeadline` and `BadRequest` (empty prompt,
-        ids outside the vocabulary, no room for a token).
+        A response is cut to the room that the prompt leaves in the context. Cancelling the task
+        aborts the request. Raises `PromptTooLong`, `EngineStale` (nothing
+        verified to serve with), `EngineDied`, `TurnDeadline`, `BadTurn` (empty prompt, ids
+        outside the vocabulary, no token asked for, an id in use) and `NonFiniteLogits`.
         """
         ...
 
@@ -145,7 +165,8 @@ class Engine(Protocol):
 
         Nothing is served from weights that were not verified: a refused update (names, shapes,
         dtypes, checksum of the published weights) leaves the engine as it was and raises
-        `WeightsRefused`; one that fails half-way leaves it STALE. Repeating is harmless.
+        `WeightsRefused` or a `TransferError`; one that fails half-way leaves it STALE and raises
+        `UpdateFailed`. Repeating is harmless.
         """
         ...
 
@@ -153,7 +174,7 @@ class Engine(Protocol):
         """Current load; cheap, no I/O."""
         ...
 
-    async def check(self) -> pb.EngineState:
+    async def check(self) -> pb.EngineState.ValueType:
         """Probe the engine and return its state afterwards.
 
         A missed probe moves HEALTHY to SUSPECT, an answered one back; a gone thread or

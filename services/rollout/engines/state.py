@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from troupe.states import ENGINE, check, is_terminal
+from troupe.states import ENGINE, IllegalTransition, check, is_terminal
 from troupe.v1 import common_pb2 as pb
 
 
@@ -15,14 +15,14 @@ class EngineState:
     """
 
     def __init__(self) -> None:
-        self._now: pb.EngineState = pb.ENGINE_STATE_STARTING
+        self._now: pb.EngineState.ValueType = pb.ENGINE_STATE_STARTING
         self.version: int | None = None
         self.checksum = ""
         self.message = "starting"
         self.restarts = 0
 
     @property
-    def now(self) -> pb.EngineState:
+    def now(self) -> pb.EngineState.ValueType:
         """The current state."""
         return self._now
 
@@ -47,6 +47,7 @@ class EngineState:
 
     def started(self) -> None:
         """The engine is up and holds no verified weights."""
+        self._only_from(pb.ENGINE_STATE_STARTING, pb.ENGINE_STATE_DEAD)
         restarted = self._now == pb.ENGINE_STATE_DEAD
         self._move(pb.ENGINE_STATE_STALE, "waiting for weights")
         self.restarts += restarted
@@ -59,6 +60,7 @@ class EngineState:
 
     def verified(self, version: int, checksum: str) -> None:
         """The new weights are in and their checksum is right."""
+        self._only_from(pb.ENGINE_STATE_UPDATING)
         self._move(pb.ENGINE_STATE_HEALTHY, "")
         self.version, self.checksum = version, checksum
 
@@ -72,6 +74,7 @@ class EngineState:
 
     def recovered(self) -> None:
         """A probe was answered again, by the same process with the same weights."""
+        self._only_from(pb.ENGINE_STATE_SUSPECT)
         self._move(pb.ENGINE_STATE_HEALTHY, "")
 
     def draining(self, reason: str) -> None:
@@ -88,7 +91,13 @@ class EngineState:
         if not is_terminal(ENGINE, self._now):
             self._move(pb.ENGINE_STATE_STOPPED, "")
 
-    def _move(self, target: pb.EngineState, message: str) -> None:
+    def _only_from(self, *sources: pb.EngineState.ValueType) -> None:
+        """The table has one edge for two meanings: only `verified` may end an update."""
+        if self._now not in sources:
+            wanted = " or ".join(pb.EngineState.Name(source) for source in sources)
+            raise IllegalTransition(f"the engine is {self.name}; this follows {wanted} only")
+
+    def _move(self, target: pb.EngineState.ValueType, message: str) -> None:
         check(ENGINE, self._now, target)
         self._now, self.message = target, message
         if target in (

@@ -1,0 +1,224 @@
+"""The engine inside the rollout process: transformers' continuous batching in one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from services.rollout.engines.base import Generation
+from services.rollout.engines.continuous import ContinuousBatcher
+from services.rollout.engines.errors import EngineDied, EngineStartFailed
+from services.rollout.engines.front import EngineFront, Tensors
+from services.rollout.engines.models import load_config, skeleton, stop_ids
+from services.rollout.engines.turns import Turn
+from services.rollout.engines.weights import check_fit, fill
+from troupe.job.spec import PolicySpec
+from troupe.rpc.errors import Internal
+from troupe.v1 import common_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+# A step takes milliseconds to seconds. One that takes this long is stuck.
+STALL_SECONDS = 60.0
+# Missed probes after which a SUSPECT engine is given up.
+MISSES_UNTIL_DEAD = 3
+_STOP_SECONDS = 5.0
+
+
+class EmbeddedEngine(EngineFront):
+    """Serves a policy with the rollout process's own torch.
+
+    Weights change between two steps of the model: turns in hand are retracted, their tokens so
+    far read again under the new weights, and they go on. `threads` is the number of torch
+    threads of the process; more than one hurts on shared cores, where they spin.
+    """
+
+    kind: ClassVar[str] = "embedded"
+
+    def __init__(self, engine_id: str, policy: str, spec: PolicySpec, *, threads: int = 1) -> None:
+        super().__init__(engine_id, policy)
+        self._spec = spec
+        self._threads = threads
+        self._model: torch.nn.Module | None = None
+        self._batcher: ContinuousBatcher | None = None
+        self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._progress_at = time.monotonic()
+        self._misses = 0
+
+    async def start(self) -> None:
+        """Build the model without weights and start its thread; STALE afterwards.
+
+        Does nothing on an engine that is alive. Raises `EngineStartFailed`, and `EngineDied`
+        after `stop`.
+        """
+        async with self._changing:
+            if self._life.alive:
+                return
+            if self.state == pb.ENGINE_STATE_STOPPED:
+                raise EngineDied(self.engine_id, "it was stopped")
+            seconds = self._spec.engine.start_timeout_seconds
+            loop = asyncio.get_running_loop()
+            try:
+                async with asyncio.timeout(seconds):
+                    batcher = await asyncio.to_thread(self._build, loop)
+                    await asyncio.to_thread(batcher.start)
+            except TimeoutError as error:
+                self._life.died(f"not ready within {seconds:g} s")
+                raise EngineStartFailed(
+                    f"not ready within {seconds:g} s",
+                    field=f"policies.{self.policy}.engine.start_timeout_seconds",
+                    value=seconds,
+                    remedy="Allow more time, or look why the model's configuration loads slowly.",
+                ) from error
+            except EngineStartFailed as error:
+                self._life.died(str(error))
+                raise
+            self._batcher = batcher
+            self._progress_at, self._misses = time.monotonic(), 0
+            self._life.started()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early: its `generate` returns what it has."""
+        turn = self._turns.get(request_id)
+        future = self._waiting.get(request_id)
+        if turn is not None and future is not None and not future.done():
+            self._drop(turn)
+            future.set_result(turn.result(aborted=True))
+
+    async def check(self) -> pb.EngineState.ValueType:
+        """Whether the thread lives and, with turns in hand, gets on."""
+        if not self._life.alive:
+            return self.state
+        if self._batcher is None or not self._batcher.alive:
+            self._die("its thread ended")
+            return self.state
+        stalled = time.monotonic() - self._progress_at
+        if len(self._turns) and stalled > STALL_SECONDS:
+            self._misses += 1
+            reason = f"no token for {stalled:.0f} s"
+            if self._misses >= MISSES_UNTIL_DEAD:
+                self._die(reason)
+            elif self.state == pb.ENGINE_STATE_HEALTHY:
+                self._life.suspect(reason)
+        else:
+            self._misses = 0
+            if self.state == pb.ENGINE_STATE_SUSPECT:
+                self._life.recovered()
+        return self.state
+
+    async def stop(self) -> None:
+        """End turns as aborted, then the thread, and let the model go."""
+        self._life.stopped()
+        for turn in self._turns:
+            await self.abort(turn.request_id)
+        batcher, self._batcher, self._model = self._batcher, None, None
+        if batcher is not None:
+            await asyncio.to_thread(batcher.stop, _STOP_SECONDS)
+
+    async def _serve(self, turn: Turn) -> Generation:
+        batcher = self._require_batcher()
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting[turn.request_id] = future
+        if len(self._turns) == 1:
+            self._progress_at = time.monotonic()
+        try:
+            batcher.submit(turn, self._ended)
+            return await future
+        finally:
+            del self._waiting[turn.request_id]
+
+    def _drop(self, turn: Turn) -> None:
+        if self._batcher is not None:
+            self._batcher.cancel(turn)
+
+    def _fail_turns(self, error: Exception) -> None:
+        for turn in self._turns:
+            future = self._waiting.get(turn.request_id)
+            if future is not None and not future.done():
+                self._drop(turn)
+                future.set_exception(error)
+
+    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
+        assert self._model is not None  # alive
+        check_fit(tensors, self._model, ref.key)
+
+    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+        batcher, model = self._require_batcher(), self._model
+        assert model is not None  # alive
+        change = partial(fill, tensors, model, ref)
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
+                exposed, retracted = await asyncio.to_thread(batcher.swap, change, ref.version)
+        except TimeoutError as error:
+            self._die(f"no step boundary within {STALL_SECONDS:g} s")
+            raise EngineDied(self.engine_id, self.message) from error
+        except RuntimeError as error:  # the thread ended while it was being waited for
+            self._die(str(error))
+            raise EngineDied(self.engine_id, self.message) from error
+        for turn in retracted:
+            batcher.resubmit(turn, self._ended)
+        return exposed
+
+    def _build(self, loop: asyncio.AbstractEventLoop) -> ContinuousBatcher:
+        """In a worker thread: the model and its batcher, not started yet."""
+        torch.set_num_threads(self._threads)
+        spec = self._spec
+        config = load_config(spec.model, self.policy)
+        model = skeleton(config, spec.model.dtype, self.policy)
+        text = config.get_text_config()
+        positions = getattr(text, "max_position_embeddings", None) or spec.engine.max_context
+        self.max_context = min(spec.engine.max_context, positions)
+        self.vocabulary = text.vocab_size
+        self.eos_ids = stop_ids(config, spec.model.path, spec.model.revision)
+
+        def exited(reason: str) -> None:
+            loop.call_soon_threadsafe(self._exited, batcher, reason)
+
+        batcher = ContinuousBatcher(
+            model,
+            max_running=spec.engine.max_running,
+            max_context=self.max_context,
+            drew=self._drew,
+            exited=exited,
+        )
+        self._model = model
+        return batcher
+
+    def _require_batcher(self) -> ContinuousBatcher:
+        if self._batcher is None or not self._batcher.alive:
+            self._die("its thread ended")
+            raise EngineDied(self.engine_id, self.message)
+        return self._batcher
+
+    def _drew(self, count: int) -> None:
+        self._turns.drew(count)
+        self._progress_at = time.monotonic()
+
+    def _ended(self, turn: Turn, error: str | None) -> None:
+        """The batcher is through with `turn`."""
+        if error is not None and (self._batcher is None or not self._batcher.alive):
+            self._die(error)
+            return
+        future = self._waiting.get(turn.request_id)
+        if future is None or future.done() or turn.closed:
+            return
+        turn.closed = True
+        if error is None:
+            future.set_result(turn.result())
+        else:
+            future.set_exception(
+                Internal(
+                    f"engine {self.engine_id} could not serve request {turn.request_id}: {error}",
+                    kind="engine_request_failed",
+                )
+            )
+
+    def _exited(self, batcher: ContinuousBatcher, reason: str) -> None:
+        if batcher is self._batcher:
+            log.error("engine %s of policy %s died: %s", self.engine_id, self.policy, reason)
+            self._die(reason)

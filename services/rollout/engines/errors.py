@@ -1,0 +1,109 @@
+"""What can go wrong between the router and an engine."""
+
+from __future__ import annotations
+
+from troupe.rpc.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+)
+
+
+class EngineDied(Unavailable):
+    """The engine's thread or process is gone, or does not answer; its turns are lost."""
+
+    default_kind = "engine_died"
+
+    def __init__(self, engine_id: str, reason: str) -> None:
+        super().__init__(
+            f"the engine died: {reason}",
+            field="engine",
+            value=engine_id,
+            remedy="Repeat the turn on another engine; this one serves again after a restart "
+            "and a verified weight update.",
+        )
+
+
+class EngineStale(Unavailable):
+    """The engine holds no verified weights (or is leaving) and takes no turns."""
+
+    default_kind = "engine_stale"
+
+    def __init__(self, engine_id: str, state: str) -> None:
+        super().__init__(
+            f"the engine is {state} and takes no turns",
+            field="engine",
+            value=engine_id,
+            remedy="Choose another engine of the policy, or update this one's weights first.",
+        )
+
+
+class EngineStartFailed(FailedPrecondition):
+    """The engine could not be brought up; the reason is in the message."""
+
+    default_kind = "engine_start_failed"
+
+
+class PromptTooLong(InvalidArgument):
+    """The prompt leaves no room for a response in the engine's context."""
+
+    default_kind = "prompt_too_long"
+
+    def __init__(self, policy: str, prompt_tokens: int, max_context: int) -> None:
+        super().__init__(
+            f"a prompt of {prompt_tokens} tokens leaves no room for a response in a context of "
+            f"{max_context} tokens",
+            field=f"policies.{policy}.engine.max_context",
+            value=max_context,
+            remedy="Shorten the conversation, or raise max_context up to what the model's "
+            "positions allow.",
+        )
+
+
+class TurnDeadline(DeadlineExceeded):
+    """No response within the turn's time; the request was aborted."""
+
+    default_kind = "turn_deadline"
+
+    def __init__(self, engine_id: str, request_id: str, seconds: float, done: int) -> None:
+        super().__init__(
+            f"request {request_id} had {done} tokens after {seconds:g} s on engine {engine_id}",
+            field="limits.turn_seconds",
+            value=f"{seconds:g}",
+            remedy="Allow more time per turn, fewer new tokens, or add engines.",
+        )
+
+
+class BadTurn(InvalidArgument):
+    """The request cannot be served by any engine of the policy."""
+
+    default_kind = "bad_turn"
+
+
+class WeightsRefused(FailedPrecondition):
+    """The published weights do not fit this engine's model, or are not what was announced.
+
+    Nothing in the engine changed.
+    """
+
+    default_kind = "weights_refused"
+
+
+class UpdateFailed(Unavailable):
+    """The update broke off half-way: the engine is STALE until one succeeds."""
+
+    default_kind = "weight_update_failed"
+
+
+class NonFiniteLogits(Internal):
+    """The model's output is NaN or infinite: the weights or the prompt are broken."""
+
+    default_kind = "non_finite_logits"
+
+    def __init__(self, engine_id: str, version: int | None) -> None:
+        super().__init__(
+            f"engine {engine_id} computed logits that are not finite with version {version}",
+            remedy="Look for a NaN in the published weights; roll back to an earlier version.",
+        )

@@ -1,0 +1,32 @@
+"""Makes the engine that a policy's section asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.rollout.engines.base import Engine
+from troupe.job.spec import PolicySpec
+
+
+def make_engine(
+    engine_id: str,
+    policy_name: str,
+    policy_spec: PolicySpec,
+    *,
+    threads: int = 1,
+    replica: int = 0,
+    work_dir: Path | None = None,
+) -> Engine:
+    """An engine that has not been started.
+
+    `threads`: torch threads of an embedded engine. `replica`: which of the policy's replicas on
+    this worker it is; an attached SGLang engine takes the URL of that number. `work_dir`: where
+    a launched server's log and files go; default: a temporary directory.
+    """
+    if policy_spec.engine.kind == "embedded":
+        from services.rollout.engines.embedded import EmbeddedEngine
+
+        return EmbeddedEngine(engine_id, policy_name, policy_spec, threads=threads)
+    from services.rollout.engines.sglang import SglangEngine
+
+    return SglangEngine(engine_id, policy_name, policy_spec, replica=replica, work_dir=work_dir)

@@ -1,0 +1,225 @@
+"""What every engine does the same way, whatever serves behind it: admission and updates."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from services.rollout.engines.base import EngineLoad, Generation, SamplingParams
+from services.rollout.engines.errors import (
+    BadTurn,
+    EngineDied,
+    EngineStale,
+    NonFiniteLogits,
+    PromptTooLong,
+    TurnDeadline,
+    WeightsRefused,
+)
+from services.rollout.engines.state import EngineState
+from services.rollout.engines.turns import Turn, TurnTable
+from troupe.v1 import common_pb2 as pb
+
+if TYPE_CHECKING:
+    from troupe.transfer import Transfer
+
+Tensors = Mapping[str, Any]
+
+
+class EngineFront(ABC):
+    """Implements `base.Engine` over three verbs: serve a turn, drop a turn, load weights.
+
+    Subclasses set `max_context`, `vocabulary` and `eos_ids` in `start`.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, engine_id: str, policy: str) -> None:
+        self.engine_id = engine_id
+        self.policy = policy
+        self.max_context = 0
+        self.vocabulary = 0
+        self.eos_ids: frozenset[int] = frozenset()
+        self._life = EngineState()
+        self._turns = TurnTable()
+        self._changing = asyncio.Lock()
+        # Clear while weights change.
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    @property
+    def state(self) -> pb.EngineState.ValueType:
+        """Where in its life the engine is."""
+        return self._life.now
+
+    @property
+    def version(self) -> int | None:
+        """Verified version that is served."""
+        return self._life.version
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the served weights."""
+        return self._life.checksum
+
+    @property
+    def message(self) -> str:
+        """Why the engine is in its state; empty when all is well."""
+        return self._life.message
+
+    @property
+    def restarts(self) -> int:
+        """Times that `start` brought the engine back from DEAD."""
+        return self._life.restarts
+
+    def load(self) -> EngineLoad:
+        """Current load."""
+        return self._turns.load()
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        deadline_seconds: float,
+    ) -> Generation:
+        """Draw one response; see `base.Engine.generate`."""
+        turn = self._turn(request_id, prompt_ids, sampling)
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                await self._serving()
+                if self._turns.get(request_id) is not None:
+                    raise BadTurn(
+                        "a turn with this id is being generated already",
+                        field="request_id",
+                        value=request_id,
+                        remedy="Give every turn an id of its own.",
+                    )
+                self._turns.add(turn)
+                generation = await self._serve(turn)
+        except TimeoutError as error:
+            raise TurnDeadline(
+                self.engine_id, request_id, deadline_seconds, len(turn.versions)
+            ) from error
+        finally:
+            if not turn.closed and self._turns.get(request_id) is turn:
+                self._drop(turn)
+            self._turns.remove(turn)
+        if not all(map(math.isfinite, generation.logprobs)):
+            raise NonFiniteLogits(self.engine_id, generation.versions[-1].version)
+        return generation
+
+    async def update_weights(self, ref: pb.WeightsRef, transfer: Transfer) -> float:
+        """Bring the engine to `ref`; see `base.Engine.update_weights`."""
+        async with self._changing:
+            if self.version == ref.version and self._life.serves:
+                if self.checksum == ref.checksum:
+                    return 0.0
+                raise WeightsRefused(
+                    f"version {ref.version} is served with checksum {self.checksum}, the update "
+                    f"announces {ref.checksum}",
+                    field="weights",
+                    value=ref.key,
+                    remedy="Publish changed weights under a new version.",
+                )
+            self._require_alive()
+            tensors, _ = await asyncio.to_thread(
+                transfer.get, ref.key, expected_checksum=ref.checksum
+            )
+            await self._fits(tensors, ref)
+            self._require_alive()
+            self._life.updating(ref.version)
+            self._settled.clear()
+            try:
+                exposed = await self._apply(tensors, ref)
+            except BaseException as error:
+                if self.state == pb.ENGINE_STATE_UPDATING:
+                    self._life.lost_weights(f"update to version {ref.version} failed: {error!r}")
+                self._fail_turns(EngineStale(self.engine_id, self._life.name))
+                raise
+            else:
+                self._life.verified(ref.version, ref.checksum)
+            finally:
+                self._settled.set()
+            return exposed
+
+    @abstractmethod
+    async def _serve(self, turn: Turn) -> Generation:
+        """Generate `turn`, which is in the table."""
+
+    @abstractmethod
+    def _drop(self, turn: Turn) -> None:
+        """Nobody waits for `turn` any more: stop working on it. Must not block."""
+
+    @abstractmethod
+    def _fail_turns(self, error: Exception) -> None:
+        """End every turn in hand with `error`."""
+
+    @abstractmethod
+    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
+        """Raise `WeightsRefused` unless `tensors` fit the engine's model."""
+
+    @abstractmethod
+    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+        """Put `tensors` in service and verify them; returns exposed seconds."""
+
+    def _turn(self, request_id: str, prompt_ids: list[int], sampling: SamplingParams) -> Turn:
+        """A validated turn. Raises `BadTurn` and `PromptTooLong`."""
+        if not prompt_ids:
+            raise BadTurn("the prompt is empty", field="prompt_ids", remedy="Send some tokens.")
+        if sampling.max_new_tokens < 1:
+            raise BadTurn(
+                "no token is asked for",
+                field="max_new_tokens",
+                value=sampling.max_new_tokens,
+                remedy="Ask for at least one.",
+            )
+        if self.vocabulary:
+            low, high = min(prompt_ids), max(prompt_ids)
+            if low < 0 or high >= self.vocabulary:
+                raise BadTurn(
+                    f"the vocabulary of policy '{self.policy}' has {self.vocabulary} tokens",
+                    field="prompt_ids",
+                    value=low if low < 0 else high,
+                    remedy="Use the policy's own tokenizer.",
+                )
+        room = self.max_context - len(prompt_ids)
+        if self.max_context and room < 1:
+            raise PromptTooLong(self.policy, len(prompt_ids), self.max_context)
+        wanted = sampling.max_new_tokens
+        return Turn(
+            request_id,
+            list(prompt_ids),
+            sampling,
+            max_new_tokens=min(wanted, room) if self.max_context else wanted,
+            stop_ids=self.eos_ids | frozenset(sampling.stop_token_ids),
+            seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
+        )
+
+    async def _serving(self) -> None:
+        """Wait out an update. Raises `EngineDied` or `EngineStale` when no turns are taken.
+
+        An engine that updates from verified weights goes on taking turns; each token knows
+        its version.
+        """
+        while self.state == pb.ENGINE_STATE_UPDATING and self.version is None:
+            await self._settled.wait()
+        if not self._life.serves and self.state != pb.ENGINE_STATE_UPDATING:
+            if self.state in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
+                raise EngineDied(self.engine_id, self.message or self._life.name)
+            raise EngineStale(self.engine_id, self._life.name)
+
+    def _require_alive(self) -> None:
+        if self.state in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
+            raise EngineDied(self.engine_id, self.message or self._life.name)
+        if not self._life.alive or self.state == pb.ENGINE_STATE_DRAINING:
+            raise EngineStale(self.engine_id, self._life.name)
+
+    def _die(self, reason: str) -> None:
+        """The engine is gone: DEAD, and every turn in hand fails. Repeatable."""
+        self._life.died(reason)
+        self._fail_turns(EngineDied(self.engine_id, reason))

@@ -1,0 +1,409 @@
+"""The embedded engine against plain forward passes of the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from services.rollout.engines.base import Generation, SamplingParams
+from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.errors import (
+    BadTurn,
+    EngineDied,
+    EngineStale,
+    EngineStartFailed,
+    NonFiniteLogits,
+    PromptTooLong,
+    TurnDeadline,
+    UpdateFailed,
+    WeightsRefused,
+)
+from services.rollout.engines.factory import make_engine
+from tests.rollout.engines.models import (
+    CONFIG,
+    VOCABULARY,
+    make_model,
+    policy_spec,
+    publish,
+    reference_logprobs,
+    transfer_in,
+)
+from troupe.job.spec import EngineSpec, ModelSpec, PolicySpec
+from troupe.transfer import Transfer
+from troupe.transfer.errors import Corrupt, KeyNotFound
+from troupe.v1 import common_pb2 as pb
+
+LONG = 30.0
+
+
+@pytest.fixture
+def transfer(tmp_path: Path) -> Transfer:
+    return transfer_in(tmp_path)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return make_model(0)
+
+
+@pytest.fixture
+async def engine(transfer: Transfer, model: PreTrainedModel) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine("e0", "solver", policy_spec())
+    await engine.start()
+    await engine.update_weights(publish(transfer, model, 0), transfer)
+    yield engine
+    await engine.stop()
+
+
+def prompt(rng: random.Random, low: int = 3, high: int = 90) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(rng.randint(low, high))]
+
+
+async def until(condition: Callable[[], bool], pause: float = 0.001) -> None:
+    async with asyncio.timeout(LONG):
+        while not condition():  # noqa: ASYNC110 - the engine's thread signals nothing
+            await asyncio.sleep(pause)
+
+
+async def ask(
+    engine: EmbeddedEngine, name: str, ids: list[int], seconds: float = LONG, **sampling: object
+) -> Generation:
+    params = SamplingParams(**{"max_new_tokens": 8, "seed": 1, **sampling})  # type: ignore[arg-type]
+    return await engine.generate(name, ids, params, deadline_seconds=seconds)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+async def test_logprobs_are_those_of_a_plain_forward_pass(
+    engine: EmbeddedEngine, model: PreTrainedModel, temperature: float
+) -> None:
+    rng = random.Random(1)
+    prompts = [prompt(rng) for _ in range(40)]
+    prompts += prompts[:10]  # shared prefixes, whole and in part
+    prompts += [p + prompt(rng, 1, 20) for p in prompts[:10]]
+    answers = await asyncio.gather(
+        *(
+            ask(engine, f"r{i}", p, temperature=temperature, seed=i, max_new_tokens=1 + i % 12)
+            for i, p in enumerate(prompts)
+        )
+    )
+    for i, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
+        assert len(answer.token_ids) == 1 + i % 12
+        assert answer.finish_reason == "length"
+        assert [(s.version, s.start, s.end) for s in answer.versions] == [(0, 0, 1 + i % 12)]
+        expected = reference_logprobs(model, p, answer.token_ids, temperature or 1.0)
+        assert answer.logprobs == pytest.approx(expected, abs=2e-4)
+    assert sum(a.cached_tokens for a in answers) > 0
+
+
+async def test_greedy_takes_the_most_likely_token(
+    engine: EmbeddedEngine, model: PreTrainedModel
+) -> None:
+    ids = prompt(random.Random(2))
+    answer = await ask(engine, "r", ids, temperature=0.0, max_new_tokens=10)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + answer.token_ids])).logits[0, len(ids) - 1 : -1]
+    assert answer.token_ids == logits.argmax(-1).tolist()
+
+
+async def test_a_seed_fixes_the_response_whatever_else_is_in_the_batch(
+    engine: EmbeddedEngine,
+) -> None:
+    rng = random.Random(3)
+    ids = prompt(rng)
+    alone = await ask(engine, "alone", ids, seed=7, max_new_tokens=12)
+    crowd = [ask(engine, f"c{i}", prompt(rng), seed=i) for i in range(30)]
+    among, *_ = await asyncio.gather(ask(engine, "a", ids, seed=7, max_new_tokens=12), *crowd)
+    other = await ask(engine, "other", ids, seed=8, max_new_tokens=12)
+    assert among.token_ids == alone.token_ids
+    assert other.token_ids != alone.token_ids
+
+
+async def test_stop_tokens_end_a_response_and_stay_in_it(engine: EmbeddedEngine) -> None:
+    ids = prompt(random.Random(4))
+    free = await ask(engine, "free", ids, max_new_tokens=20)
+    stop = free.token_ids[5]
+    first = free.token_ids.index(stop)
+    answer = await ask(engine, "r", ids, max_new_tokens=20, stop_token_ids=(stop,))
+    assert answer.token_ids == free.token_ids[: first + 1]
+    assert answer.finish_reason == "stop"
+
+
+async def test_a_response_is_cut_to_the_context(engine: EmbeddedEngine) -> None:
+    answer = await ask(engine, "r", [5] * 250, max_new_tokens=100)
+    assert len(answer.token_ids) == 6
+    assert answer.finish_reason == "length"
+
+
+async def test_more_turns_than_run_at_once(transfer: Transfer, model: PreTrainedModel) -> None:
+    engine = EmbeddedEngine("e0", "solver", policy_spec(max_running=4))
+    await engine.start()
+    await engine.update_weights(publish(transfer, model, 0), transfer)
+    rng = random.Random(5)
+    tasks = [asyncio.ensure_future(ask(engine, f"r{i}", prompt(rng))) for i in range(40)]
+    await asyncio.sleep(0.02)
+    load = engine.load()
+    assert load.running + load.waiting > 30
+    assert load.outstanding_tokens > 300
+    answers = await asyncio.gather(*tasks)
+    assert all(len(a.token_ids) == 8 for a in answers)
+    load = engine.load()
+    assert (load.running, load.waiting, load.outstanding_tokens) == (0, 0, 0)
+    assert load.generated_tokens == 320
+    assert load.tokens_per_second > 0
+    await engine.stop()
+
+
+async def test_bad_turns_are_refused_with_field_and_remedy(engine: EmbeddedEngine) -> None:
+    with pytest.raises(PromptTooLong, match=r"engine.max_context = 256") as info:
+        await ask(engine, "r", [1] * 256)
+    assert info.value.remedy
+    with pytest.raises(BadTurn, match="empty"):
+        await ask(engine, "r", [])
+    with pytest.raises(BadTurn, match=f"prompt_ids = {VOCABULARY}"):
+        await ask(engine, "r", [1, VOCABULARY])
+    with pytest.raises(BadTurn, match="max_new_tokens = 0"):
+        await ask(engine, "r", [1], max_new_tokens=0)
+    first = asyncio.ensure_future(ask(engine, "twice", [1], max_new_tokens=100))
+    await asyncio.sleep(0)
+    with pytest.raises(BadTurn, match="request_id = twice"):
+        await ask(engine, "twice", [1])
+    assert len((await first).token_ids) == 100
+
+
+async def test_abort_returns_what_there_is(engine: EmbeddedEngine) -> None:
+    task = asyncio.ensure_future(ask(engine, "r", [1, 2, 3], max_new_tokens=200))
+    await until(lambda: engine.load().generated_tokens > 0)
+    await engine.abort("r")
+    await engine.abort("unknown")
+    answer = await task
+    assert answer.finish_reason == "abort"
+    assert 1 <= len(answer.token_ids) < 200
+    assert len(answer.logprobs) == answer.versions[-1].end == len(answer.token_ids)
+    assert len((await ask(engine, "next", [1])).token_ids) == 8
+
+
+async def test_an_aborted_leader_does_not_hold_up_its_followers(engine: EmbeddedEngine) -> None:
+    leader = asyncio.ensure_future(ask(engine, "leader", [1] * 50))
+    followers = [asyncio.ensure_future(ask(engine, f"f{i}", [1] * 50)) for i in range(3)]
+    await asyncio.sleep(0)
+    await engine.abort("leader")
+    assert (await leader).finish_reason == "abort"
+    assert all(len(a.token_ids) == 8 for a in await asyncio.gather(*followers))
+
+
+async def test_a_turn_past_its_deadline_is_aborted(engine: EmbeddedEngine) -> None:
+    with pytest.raises(TurnDeadline, match=r"limits.turn_seconds = 0.02"):
+        await ask(engine, "r", [1], seconds=0.02, max_new_tokens=200)
+    assert engine.load().running == 0
+    task = asyncio.ensure_future(ask(engine, "c", [1], max_new_tokens=200))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.load().running == 0
+
+
+async def test_weights_change_under_running_turns(
+    engine: EmbeddedEngine, model: PreTrainedModel, transfer: Transfer
+) -> None:
+    models = [model, make_model(1), make_model(2)]
+    rng = random.Random(6)
+    prompts = [prompt(rng, 3, 40) for _ in range(30)]
+    tasks = [
+        asyncio.ensure_future(ask(engine, f"r{i}", p, max_new_tokens=60, seed=i))
+        for i, p in enumerate(prompts)
+    ]
+    for version in (1, 2):
+        before = engine.load().generated_tokens
+        await until(lambda: engine.load().generated_tokens >= before + 300)  # noqa: B023
+        exposed = await engine.update_weights(publish(transfer, models[version], version), transfer)
+        assert 0 < exposed < 5
+        assert engine.version == version
+    mixed = 0
+    for p, answer in zip(prompts, await asyncio.gather(*tasks), strict=True):
+        assert len(answer.token_ids) == 60
+        assert answer.versions[0].start == 0
+        assert answer.versions[-1].end == 60
+        mixed += len(answer.versions) > 1
+        # Keys and values are computed anew: each token is drawn by its version alone.
+        for span in answer.versions:
+            expected = reference_logprobs(models[span.version], p, answer.token_ids)
+            got = answer.logprobs[span.start : span.end]
+            assert got == pytest.approx(expected[span.start : span.end], abs=2e-4)
+    assert mixed > 10
+
+
+async def test_a_prefix_cached_under_old_weights_is_forgotten(
+    engine: EmbeddedEngine, transfer: Transfer
+) -> None:
+    ids = prompt(random.Random(7), 60, 90)
+    await ask(engine, "warm", ids)
+    changed = make_model(9)
+    await engine.update_weights(publish(transfer, changed, 1), transfer)
+    answer = await ask(engine, "r", ids)
+    assert answer.cached_tokens == 0
+    expected = reference_logprobs(changed, ids, answer.token_ids)
+    assert answer.logprobs == pytest.approx(expected, abs=2e-4)
+
+
+async def test_an_update_is_idempotent_and_a_version_has_one_content(
+    engine: EmbeddedEngine, model: PreTrainedModel, transfer: Transfer
+) -> None:
+    ref = publish(transfer, model, 0)
+    assert engine.checksum == ref.checksum
+    assert await engine.update_weights(ref, transfer) == 0.0
+    with pytest.raises(WeightsRefused, match="new version"):
+        await engine.update_weights(publish(transfer, make_model(1), 0), transfer)
+    assert engine.state == pb.ENGINE_STATE_HEALTHY
+
+
+async def test_weights_that_do_not_fit_change_nothing(
+    engine: EmbeddedEngine, model: PreTrainedModel, transfer: Transfer
+) -> None:
+    state = dict(model.state_dict())
+    name = "model.norm.weight"
+
+    def ref(tensors: dict[str, torch.Tensor], version: int) -> pb.WeightsRef:
+        key = f"job/solver/weights@{version}"
+        checksum = transfer.set(key, tensors).checksum
+        return pb.WeightsRef(version=version, key=key, checksum=checksum)
+
+    cases = {
+        "no such tensor": {**state, "extra": torch.zeros(1)},
+        "the model wants": {**state, name: torch.zeros(7)},
+        "torch.bfloat16": {**state, name: state[name].bfloat16()},
+        "not published": {k: v for k, v in state.items() if k != name},
+    }
+    for version, (message, tensors) in enumerate(cases.items(), start=1):
+        with pytest.raises(WeightsRefused, match=message):
+            await engine.update_weights(ref(tensors, version), transfer)
+    wrong = ref(state, 9)
+    wrong.checksum = "0" * 32
+    with pytest.raises(Corrupt):
+        await engine.update_weights(wrong, transfer)
+    with pytest.raises(KeyNotFound):
+        await engine.update_weights(pb.WeightsRef(version=9, key="job/none@9"), transfer)
+    assert (engine.state, engine.version) == (pb.ENGINE_STATE_HEALTHY, 0)
+    assert len((await ask(engine, "r", [1])).token_ids) == 8
+    # A tied output layer may be published under either name, or under both.
+    untied = {k: v for k, v in state.items() if k != "lm_head.weight"}
+    await engine.update_weights(ref(untied, 10), transfer)
+    assert engine.version == 10
+
+
+async def test_an_update_that_breaks_half_way_leaves_it_stale(
+    engine: EmbeddedEngine, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = publish(transfer, make_model(1), 1)
+    task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=200))
+    await asyncio.sleep(0.01)
+    monkeypatch.setattr("services.rollout.engines.weights.checksum_of", lambda _: "other")
+    with pytest.raises(UpdateFailed, match="holds checksum other"):
+        await engine.update_weights(ref, transfer)
+    assert (engine.state, engine.version) == (pb.ENGINE_STATE_STALE, None)
+    with pytest.raises(EngineStale):
+        await task
+    with pytest.raises(EngineStale):
+        await ask(engine, "r2", [1])
+    monkeypatch.undo()
+    await engine.update_weights(ref, transfer)
+    assert (await ask(engine, "r3", [1])).versions[0].version == 1
+
+
+async def test_a_dead_engine_fails_its_turns_and_comes_back_stale(
+    engine: EmbeddedEngine, model: PreTrainedModel, transfer: Transfer
+) -> None:
+    tasks = [
+        asyncio.ensure_future(ask(engine, f"r{i}", [i + 1] * 20, max_new_tokens=200))
+        for i in range(5)
+    ]
+    await asyncio.sleep(0.03)
+
+    def explode(*_: object, **__: object) -> None:
+        raise RuntimeError("out of luck")
+
+    assert engine._model is not None
+    engine._model.forward = explode
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(outcome, EngineDied)
+        assert "out of luck" in str(outcome)
+    assert await engine.check() == pb.ENGINE_STATE_DEAD
+    assert (engine.version, engine.checksum) == (None, "")
+    with pytest.raises(EngineDied):
+        await ask(engine, "later", [1])
+    with pytest.raises(EngineDied):
+        await engine.update_weights(publish(transfer, model, 0), transfer)
+    await engine.start()
+    assert (engine.state, engine.restarts) == (pb.ENGINE_STATE_STALE, 1)
+    with pytest.raises(EngineStale):
+        await ask(engine, "early", [1])
+    await engine.update_weights(publish(transfer, model, 0), transfer)
+    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    assert len((await ask(engine, "again", [1])).token_ids) == 8
+
+
+async def test_nan_weights_are_reported(engine: EmbeddedEngine, transfer: Transfer) -> None:
+    broken = make_model(0)
+    with torch.no_grad():
+        broken.get_parameter("model.norm.weight")[0] = float("nan")
+    await engine.update_weights(publish(transfer, broken, 1), transfer)
+    with pytest.raises(NonFiniteLogits, match="version 1"):
+        await ask(engine, "r", [1])
+
+
+async def test_turns_wait_for_the_first_weights_only_while_they_come(
+    transfer: Transfer, model: PreTrainedModel
+) -> None:
+    engine = make_engine("e0", "solver", policy_spec())
+    assert isinstance(engine, EmbeddedEngine)
+    assert engine.state == pb.ENGINE_STATE_STARTING
+    await engine.start()
+    await engine.start()
+    assert engine.state == pb.ENGINE_STATE_STALE
+    with pytest.raises(EngineStale):
+        await ask(engine, "r", [1])
+    update = asyncio.ensure_future(engine.update_weights(publish(transfer, model, 3), transfer))
+    await until(lambda: engine.state != pb.ENGINE_STATE_STALE, 0)
+    assert (await ask(engine, "r", [1])).versions[0].version == 3
+    await update
+    await engine.stop()
+    await engine.stop()
+    assert engine.state == pb.ENGINE_STATE_STOPPED
+    with pytest.raises(EngineDied):
+        await ask(engine, "r", [1])
+
+
+async def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    spec = PolicySpec(model=ModelSpec(path=str(tmp_path / "none")), engine=EngineSpec())
+    engine = EmbeddedEngine("e0", "solver", spec)
+    with pytest.raises(EngineStartFailed, match=r"policies.solver.model.path"):
+        await engine.start()
+    assert engine.state == pb.ENGINE_STATE_DEAD
+    bad = {**CONFIG, "model_type": "no-such-type"}
+    spec = PolicySpec(model=ModelSpec(config=bad, tokenizer="x"), engine=EngineSpec())
+    with pytest.raises(EngineStartFailed, match=r"policies.solver.model.config = no-such-type"):
+        await EmbeddedEngine("e1", "solver", spec).start()
+
+
+async def test_eos_comes_from_the_model(tmp_path: Path, transfer: Transfer) -> None:
+    model = make_model(0)
+    model.config.eos_token_id = 17
+    model.generation_config.eos_token_id = [17, 18]
+    model.save_pretrained(tmp_path / "model")
+    spec = PolicySpec(model=ModelSpec(path=str(tmp_path / "model")), engine=EngineSpec())
+    engine = EmbeddedEngine("e0", "solver", spec)
+    await engine.start()
+    await engine.update_weights(publish(transfer, model, 0), transfer)
+    answers = await asyncio.gather(
+        *(ask(engine, f"r{i}", [i + 1], seed=i, max_new_tokens=200) for i in range(20))
+    )
+    ends = {a.token_ids[-1] for a in answers if a.finish_reason == "stop"}
+    assert ends
+    assert ends <= {17, 18}
+    await engine.stop()
