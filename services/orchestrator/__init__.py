@@ -1,0 +1,1 @@
+"""The orchestrator: jobs, versions, the pipeline of steps, the placement of work."""

@@ -1,0 +1,16 @@
+"""`python -m services.orchestrator`: serve until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import uvloop
+
+from services.chassis.app import run
+from services.orchestrator.server import make_service
+from services.orchestrator.settings import OrchestratorSettings
+
+if __name__ == "__main__":
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    sys.exit(run(make_service, OrchestratorSettings))

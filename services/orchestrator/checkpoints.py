@@ -1,0 +1,88 @@
+"""Checkpoints on disk: what there is, and its files as a stream.
+
+The trainer writes them as `{data_dir}/{job}/checkpoints/{policy}/v{version}`, complete or not at
+all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from services.orchestrator.records import timestamp
+from troupe.rpc import NotFound
+from troupe.v1 import orchestrator_pb2 as orch
+
+_CHUNK_BYTES: Final = 1 << 20
+_VERSION: Final = re.compile(r"^v(\d+)$")
+
+
+def list_checkpoints(directory: Path) -> list[orch.Checkpoint]:
+    """The checkpoints of the job that lives in `directory`, by policy, oldest version first."""
+    found = []
+    for path in (directory / "checkpoints").glob("*/v*"):
+        match = _VERSION.match(path.name)
+        if match is None or not path.is_dir():
+            continue
+        files = _files(path)
+        found.append(
+            orch.Checkpoint(
+                policy=path.parent.name,
+                version=int(match[1]),
+                path=str(path),
+                num_bytes=sum(file.stat().st_size for file in files),
+                saved_at=timestamp(path.stat().st_mtime),
+            )
+        )
+    return sorted(found, key=lambda one: (one.policy, one.version))
+
+
+def find_checkpoint(directory: Path, policy: str, version: int | None) -> orch.Checkpoint:
+    """A checkpoint of a policy, by default the newest. Raises `NotFound`, naming what there is."""
+    every = list_checkpoints(directory)
+    found = [one for one in every if one.policy == policy and version in (None, one.version)]
+    if found:
+        return found[-1]
+    known = ", ".join(f"{one.policy}@{one.version}" for one in every) or "none"
+    wanted = policy if version is None else f"{policy}@{version}"
+    raise NotFound(
+        f"there is no checkpoint of {wanted}; there are: {known}",
+        field="policy" if version is None else "version",
+        value=wanted,
+        remedy="Checkpoints are written every `checkpoint.every` steps and after the last.",
+    )
+
+
+async def export(checkpoint: orch.Checkpoint) -> AsyncIterator[orch.ExportCheckpointResponse]:
+    """The files of a checkpoint in chunks; the last chunk of each carries its xxh3-64."""
+    root = Path(checkpoint.path)
+    for path in await asyncio.to_thread(_files, root):
+        name = path.relative_to(root).as_posix()
+        digest = xxhash.xxh3_64()
+        file = await asyncio.to_thread(path.open, "rb")
+        try:
+            data = await asyncio.to_thread(file.read, _CHUNK_BYTES)
+            while True:
+                following = await asyncio.to_thread(file.read, _CHUNK_BYTES)
+                digest.update(data)
+                last = not following
+                yield orch.ExportCheckpointResponse(
+                    path=name,
+                    data=data,
+                    end_of_file=last,
+                    checksum=digest.intdigest() if last else 0,
+                )
+                if last:
+                    break
+                data = following
+        finally:
+            await asyncio.to_thread(file.close)
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*") if path.is_file())

@@ -1,0 +1,203 @@
+"""A job's engines: on every rollout worker, at the versions of the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from services.orchestrator.context import JobContext
+from services.orchestrator.faults import RENEWABLE, Attempts, Patience
+from services.orchestrator.workers import Worker
+from troupe.rpc import TroupeError, Unavailable, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2 as ro
+
+# Loading weights and the like, beyond the start of the engines themselves.
+_MARGIN_SECONDS: Final = 60.0
+# Weights that a worker cannot find must be published again before it is asked again.
+WEIGHTS_GONE: Final = frozenset({"weights_not_found", "weights_missing"})
+
+
+class Engines:
+    """Brings the job to every rollout worker that joins, and every new version to all of them.
+
+    A worker is `ready` while its engines serve exactly the versions wanted: a worker that lags, or
+    came back with nothing, gets no query. Fatal faults end `run`.
+    """
+
+    def __init__(
+        self,
+        job: JobContext,
+        weights: dict[str, pb.WeightsRef],
+        republish: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._job = job
+        self._wanted = weights
+        self._republish = republish
+        # Prepared workers, and the version that each policy has there.
+        self._served: dict[Worker, dict[str, int]] = {}
+        self._troubles: dict[Worker, str] = {}
+        self._changed = asyncio.Event()
+        limits = [policy.engine.start_timeout_seconds for policy in job.spec.policies.values()]
+        # What a worker may take to have all engines up.
+        self.prepare_seconds = max(limits) + _MARGIN_SECONDS
+
+    def ready(self) -> list[Worker]:
+        """The workers to which queries may go now."""
+        wanted = {policy: ref.version for policy, ref in self._wanted.items()}
+        return [
+            worker
+            for worker, versions in self._served.items()
+            if worker.usable and versions == wanted
+        ]
+
+    async def change(self) -> None:
+        """Wait until `ready` may have changed."""
+        await self._changed.wait()
+
+    def lost_job(self, worker: Worker) -> None:
+        """The worker says that it does not know the job: prepare it again."""
+        if self._served.pop(worker, None) is not None:
+            self._notify()
+
+    async def wait_ready(self, patience: Patience) -> None:
+        """Wait for at least one ready worker. Raises `DeadlineExceeded`, saying what is wrong."""
+        while not self.ready():
+            workers = self._job.shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+            troubles = "; ".join(
+                f"{worker}: {self._troubles[worker]}"
+                for worker in workers
+                if worker in self._troubles
+            )
+            waiting = "preparing engines" if workers else "waiting for a rollout worker"
+            patience.say(f"{waiting} ({troubles})" if troubles else waiting)
+            await patience.wait(self.change())
+
+    async def run(self) -> None:
+        """Keep one task per rollout worker that prepares it, until cancelled."""
+        keepers: dict[Worker, asyncio.Task[None]] = {}
+        workers = self._job.shared.workers
+        try:
+            while True:
+                for worker in workers.usable(orch.WORKER_KIND_ROLLOUT):
+                    if worker not in keepers:
+                        keepers[worker] = asyncio.create_task(self._keep(worker))
+                joined = asyncio.ensure_future(workers.change())
+                try:
+                    await asyncio.wait(
+                        {joined, *keepers.values()}, return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    joined.cancel()
+                for worker, task in list(keepers.items()):
+                    if task.done():
+                        task.result()
+                        del keepers[worker]
+                self._notify()
+        finally:
+            for task in keepers.values():
+                task.cancel()
+            await asyncio.gather(*keepers.values(), return_exceptions=True)
+
+    async def update(self, weights: pb.WeightsRef, patience: Patience) -> None:
+        """Bring a policy to a version on every prepared worker, and wait until they serve it.
+
+        A worker that is lost meanwhile, or has lost the job, is left to `run`.
+        """
+        self._wanted[weights.policy] = weights
+        workers = list(self._served)
+        await asyncio.gather(*(self._update(worker, weights, patience) for worker in workers))
+        self._notify()
+
+    async def release(self, seconds: float) -> None:
+        """Tell every rollout worker that the job is over; who does not answer is left."""
+        request = ro.ReleaseJobRequest(request_id=new_id("release"), job_id=self._job.job_id)
+        workers = self._job.shared.workers.usable(orch.WORKER_KIND_ROLLOUT)
+        self._served.clear()
+        await asyncio.gather(
+            *(worker.rollout.ReleaseJob(request, timeout=seconds) for worker in workers),
+            return_exceptions=True,
+        )
+
+    async def _keep(self, worker: Worker) -> None:
+        """Prepare the worker, and again whenever it lost the job, until it is gone."""
+        attempts = Attempts(Patience(f"preparing {worker}", math.inf, ""))
+        while worker.alive:
+            if worker in self._served:
+                await self._changed.wait()
+                continue
+            try:
+                async with worker.while_alive():
+                    await self._prepare(worker)
+                attempts.reset()
+                self._troubles.pop(worker, None)
+                self._notify()
+            except TroupeError as error:
+                if not worker.alive:
+                    break
+                self._troubles[worker] = str(error)
+                if error.kind in WEIGHTS_GONE and error.field:
+                    await self._republish(error.field)
+                    error = Unavailable(str(error))
+                await attempts.failed(error)
+                if attempts.worth_a_notice:
+                    await self._job.warn(f"{worker} could not be prepared: {error}")
+                self._notify()
+        if self._served.pop(worker, None) is not None:
+            await self._job.warn(f"{worker} was lost")
+        self._troubles.pop(worker, None)
+
+    async def _prepare(self, worker: Worker) -> None:
+        """PrepareJob, and then whatever versions moved in the meantime."""
+        wanted = dict(self._wanted)
+        request = ro.PrepareJobRequest(
+            request_id=new_id("prepare"),
+            job_id=self._job.job_id,
+            spec_json=self._job.spec_json,
+            weights=wanted.values(),
+        )
+        await worker.rollout.PrepareJob(request, timeout=self.prepare_seconds)
+        versions = {policy: ref.version for policy, ref in wanted.items()}
+        behind = [ref for ref in self._wanted.values() if versions[ref.policy] != ref.version]
+        while behind:
+            for ref in behind:
+                await self._call_update(worker, ref, self.prepare_seconds)
+                versions[ref.policy] = ref.version
+            behind = [ref for ref in self._wanted.values() if versions[ref.policy] != ref.version]
+        self._served[worker] = versions
+
+    async def _update(self, worker: Worker, ref: pb.WeightsRef, patience: Patience) -> None:
+        attempts = Attempts(patience)
+        while worker in self._served and worker.alive:
+            try:
+                async with worker.while_alive():
+                    seconds = min(patience.left, self.prepare_seconds)
+                    await self._call_update(worker, ref, seconds)
+                if (versions := self._served.get(worker)) is not None:
+                    versions[ref.policy] = ref.version
+                return
+            except TroupeError as error:
+                if not worker.alive:
+                    return
+                if error.kind in RENEWABLE:
+                    self.lost_job(worker)
+                    return
+                if error.kind in WEIGHTS_GONE:
+                    await self._republish(ref.policy)
+                    error = Unavailable(str(error))
+                await attempts.failed(error)
+                if attempts.worth_a_notice:
+                    await self._job.warn(
+                        f"{worker} could not load {ref.policy}@{ref.version}: {error}"
+                    )
+
+    async def _call_update(self, worker: Worker, ref: pb.WeightsRef, seconds: float) -> None:
+        request = ro.UpdateWeightsRequest(request_id=new_id("update"), weights=ref)
+        await worker.rollout.UpdateWeights(request, timeout=seconds)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,253 @@
+"""The durable part of jobs: records, the state machine, the ledger of versions, metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from services.orchestrator.event_log import EventLog
+from services.orchestrator.records import JobRecord, problem_field, timestamp
+from services.orchestrator.redis_access import INDEX, JobKeys, RedisAccess, Value
+from troupe import states
+from troupe.rpc import Aborted, AlreadyExists, FailedPrecondition, NotFound
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+
+# The event log is bounded; a step logs about one event, so this is months of steps.
+_LOG_CAP = 50_000
+
+
+class Superseded(Aborted):
+    """Another orchestrator has taken the job over: stop, and write no more."""
+
+    default_kind = "superseded"
+
+
+class JobStore:
+    """Jobs in Redis. Whatever must not be half done is one Lua script."""
+
+    def __init__(
+        self, redis: RedisAccess, log: EventLog, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._redis = redis
+        self._log = log
+        self._clock = clock
+
+    @property
+    def address(self) -> str:
+        """Where the Redis is, without its password."""
+        return self._redis.address
+
+    async def ping(self) -> None:
+        """Raise `RedisUnavailable` unless Redis answers."""
+        await self._redis.ping()
+
+    async def create(self, record: JobRecord) -> bool:
+        """Store a new job. False when the id is taken; the record there stays as it is."""
+        keys = JobKeys(record.job_id)
+        event = self._event(state=orch.StateChanged(state=record.state))
+        fields = [part for pair in record.to_hash().items() for part in pair]
+        made = await self._redis.run("create", [keys.record, keys.events], [event, *fields])
+        # Repeated after a crash between the two: the index is a set.
+        await self._redis.call("ZADD", INDEX, "NX", record.created_at, record.job_id)
+        self._log.wake(record.job_id)
+        return bool(made)
+
+    async def get(self, job_id: str) -> JobRecord:
+        """The record. Raises `NotFound`."""
+        fields = await self._redis.call("HGETALL", JobKeys(job_id).record)
+        if not fields:
+            raise self._unknown(job_id)
+        return JobRecord.from_hash(fields)
+
+    async def ids(self) -> list[str]:
+        """All job ids, oldest first."""
+        return [job_id.decode() for job_id in await self._redis.call("ZRANGE", INDEX, 0, -1)]
+
+    async def move(
+        self,
+        job_id: str,
+        target: pb.JobState.ValueType,
+        *,
+        epoch: int | None = None,
+        problem: pb.Problem | None = None,
+        sources: Sequence[pb.JobState.ValueType] | None = None,
+    ) -> JobRecord:
+        """Move the state machine and log it, at once; already there: nothing happens.
+
+        A runner passes its `epoch`. Of the sources that the table allows, `sources` keeps a part.
+        Raises `FailedPrecondition` for a move that is not allowed, `Superseded`, `NotFound`.
+        """
+        keys = JobKeys(job_id)
+        allowed = [
+            source
+            for source in states.JOB
+            if states.allowed(states.JOB, source, target) and (sources is None or source in sources)
+        ]
+        change = orch.StateChanged(state=target)
+        if problem is not None:
+            change.problem.CopyFrom(problem)
+        outcome, before = await self._redis.run(
+            "move",
+            [keys.record, keys.events],
+            [
+                str(int(target)),
+                "," + ",".join(str(source) for source in allowed) + ",",
+                "" if epoch is None else str(epoch),
+                self._event(state=change),
+                _LOG_CAP,
+                *self._fields_of(target, problem),
+            ],
+        )
+        self._raise_if_superseded(job_id, outcome)
+        if outcome == b"refused":
+            source = pb.JobState.ValueType(int(before))
+            raise FailedPrecondition(
+                f"job {job_id} is {_name(source)}: it cannot become {_name(target)}",
+                kind="illegal_transition",
+                field="job_id",
+                value=job_id,
+            )
+        self._log.wake(job_id)
+        return await self.get(job_id)
+
+    async def adopt(self, job_id: str) -> int:
+        """Take the job over: the epoch with which the new runner writes. Older ones are fenced."""
+        return int(await self._redis.call("HINCRBY", JobKeys(job_id).record, "epoch", 1))
+
+    async def finish_step(
+        self, job_id: str, epoch: int, step: int, values: Mapping[str, float]
+    ) -> bool:
+        """Step `step` (from 0) is over: count it and log its metrics, once."""
+        return await self._record(
+            job_id, epoch, ("step", str(step)), step + 1, values, {"step": str(step + 1)}
+        )
+
+    async def log_evaluation(
+        self,
+        job_id: str,
+        epoch: int,
+        previous: int,
+        step: int,
+        values: Mapping[str, float],
+        fields: Mapping[str, str],
+    ) -> bool:
+        """An evaluation after `step` steps is done; the one before was after `previous`."""
+        update = {"evaluated": str(step), **fields}
+        return await self._record(job_id, epoch, ("evaluated", str(previous)), step, values, update)
+
+    async def note_checkpoint(
+        self, job_id: str, epoch: int, step: int, problem: pb.Problem | None
+    ) -> None:
+        """The checkpoint after `step` steps was written, or could not be because of `problem`."""
+        await self.check_epoch(job_id, epoch)
+        await self._redis.call(
+            "HSET",
+            JobKeys(job_id).record,
+            "checkpointed",
+            str(step),
+            "checkpoint_problem",
+            problem_field(problem),
+        )
+
+    async def check_epoch(self, job_id: str, epoch: int) -> None:
+        """Raise `Superseded` unless `epoch` is the newest."""
+        now = await self._redis.call("HGET", JobKeys(job_id).record, "epoch")
+        if now is None or int(now) != epoch:
+            self._raise_if_superseded(job_id, b"superseded" if now else b"missing")
+
+    async def metrics(self, job_id: str, start: int = 0) -> list[orch.MetricsLogged]:
+        """The rows from number `start` on, oldest first."""
+        rows = await self._redis.call("LRANGE", JobKeys(job_id).rows, start, -1)
+        return [orch.MetricsLogged.FromString(row) for row in rows]
+
+    async def latest(self, job_id: str) -> dict[str, float]:
+        """Newest value of every metric."""
+        values = await self._redis.call("HGETALL", JobKeys(job_id).latest)
+        return {name.decode(): float(value) for name, value in values.items()}
+
+    async def _record(
+        self,
+        job_id: str,
+        epoch: int,
+        guard: tuple[str, str],
+        step: int,
+        values: Mapping[str, float],
+        fields: Mapping[str, str],
+    ) -> bool:
+        keys = JobKeys(job_id)
+        row = orch.MetricsLogged(step=step, values=values)
+        pairs: list[Value] = [part for pair in values.items() for part in (pair[0], repr(pair[1]))]
+        outcome = await self._redis.run(
+            "record",
+            [keys.record, keys.events, keys.rows, keys.latest],
+            [
+                str(epoch),
+                *guard,
+                row.SerializeToString(),
+                self._event(metrics=row),
+                _LOG_CAP,
+                len(values),
+                *pairs,
+                *(part for pair in fields.items() for part in pair),
+            ],
+        )
+        self._raise_if_superseded(job_id, outcome)
+        self._log.wake(job_id)
+        return bool(outcome == b"written")
+
+    def _fields_of(self, target: pb.JobState.ValueType, problem: pb.Problem | None) -> list[Value]:
+        now = repr(self._clock())
+        fields: list[Value] = ["problem", problem_field(problem)]
+        if target == pb.JOB_STATE_SUBMITTED:
+            fields += ["ended_at", "0.0"]
+        elif target == pb.JOB_STATE_STARTING:
+            fields += ["started_at", now]
+        elif target in (
+            pb.JOB_STATE_SUCCEEDED,
+            pb.JOB_STATE_FAILED,
+            pb.JOB_STATE_CANCELLED,
+        ):
+            fields += ["ended_at", now]
+        return fields
+
+    def _event(
+        self,
+        *,
+        state: orch.StateChanged | None = None,
+        metrics: orch.MetricsLogged | None = None,
+    ) -> bytes:
+        at = timestamp(self._clock())
+        return orch.JobEvent(at=at, state=state, metrics=metrics).SerializeToString()
+
+    def _raise_if_superseded(self, job_id: str, outcome: bytes) -> None:
+        if outcome == b"missing":
+            raise self._unknown(job_id)
+        if outcome == b"superseded":
+            raise Superseded(
+                f"another orchestrator has taken job {job_id} over; this one stops running it",
+                remedy="Run one orchestrator per Redis.",
+            )
+
+    def _unknown(self, job_id: str) -> NotFound:
+        return NotFound(
+            f"there is no job {job_id}",
+            field="job_id",
+            value=job_id,
+            remedy="`troupe jobs list` shows the jobs.",
+        )
+
+
+def same_submission(found: JobRecord, record: JobRecord) -> None:
+    """Raise `AlreadyExists` unless `found` is what `record` would have been."""
+    if found.spec_json != record.spec_json:
+        raise AlreadyExists(
+            f"job {record.job_id} exists with another specification",
+            field="job_id",
+            value=record.job_id,
+            remedy="Choose another job_id or request_id.",
+        )
+
+
+def _name(state: pb.JobState.ValueType) -> str:
+    return pb.JobState.Name(state).removeprefix("JOB_STATE_")

@@ -1,0 +1,193 @@
+"""Jobs as users handle them: submit, pause, resume, cancel; and a runner for each that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections import defaultdict
+from typing import Final
+
+import structlog
+
+from services.orchestrator.context import Shared
+from services.orchestrator.job_store import Superseded, same_submission
+from services.orchestrator.records import JobRecord
+from services.orchestrator.redis_access import RedisUnavailable
+from services.orchestrator.runner import JobRunner
+from troupe.job import JobSpecError, parse_job
+from troupe.rpc import InvalidArgument, TroupeError, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+
+_log = structlog.get_logger(__name__)
+_JOB_ID: Final = re.compile(r"^[a-z0-9][a-z0-9_-]{0,127}$")
+# A runner whose Redis is away looks again this often.
+_RETRY_SECONDS: Final = 2.0
+_RESUMABLE: Final = (pb.JOB_STATE_PAUSED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED)
+_RUNS: Final = (pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING)
+
+
+class Jobs:
+    """All jobs of this orchestrator. Every change of state is durable before it is carried out."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._runners: dict[str, JobRunner] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._stopping = False
+
+    def lock(self, job_id: str) -> asyncio.Lock:
+        """Held by whoever changes a job's state or binds its policies."""
+        return self._locks[job_id]
+
+    async def submit(self, text: str, request_id: str, job_id: str) -> JobRecord:
+        """Store a job and start it. Repeating it with the same ids finds the same job.
+
+        Raises `InvalidArgument` naming every fault of the specification, or `AlreadyExists` when
+        `job_id` is another job's.
+        """
+        try:
+            spec = parse_job(text)
+        except JobSpecError as error:
+            raise _explain(error) from error
+        job_id = job_id or job_id_of(spec.name, request_id or new_id())
+        if not _JOB_ID.match(job_id):
+            raise InvalidArgument(
+                "is not a job id",
+                field="job_id",
+                value=job_id,
+                remedy="Use lower-case letters, digits, '-' and '_', at most 128 of them.",
+            )
+        record = JobRecord(
+            job_id=job_id,
+            request_id=request_id,
+            spec_json=spec.model_dump_json(),
+            directory=(self._shared.settings.data_dir / job_id).absolute(),
+            created_at=time.time(),
+        )
+        async with self.lock(job_id):
+            if not await self._shared.store.create(record):
+                found = await self._shared.store.get(job_id)
+                same_submission(found, record)
+                return found
+            self.launch(job_id)
+        return record
+
+    async def pause(self, job_id: str) -> JobRecord:
+        """Let the job stop after the step in flight. Pausing a paused job changes nothing."""
+        async with self.lock(job_id):
+            record = await self._shared.store.get(job_id)
+            if record.state == pb.JOB_STATE_PAUSED:
+                return record
+            record = await self._shared.store.move(job_id, pb.JOB_STATE_PAUSING)
+            if (runner := self._runners.get(job_id)) is not None:
+                runner.pause()
+            else:
+                self.launch(job_id)
+            return record
+
+    async def resume(self, job_id: str) -> JobRecord:
+        """Continue a paused, failed or cancelled job from its last committed step."""
+        async with self.lock(job_id):
+            record = await self._shared.store.get(job_id)
+            if record.state in _RUNS:
+                return record
+            record = await self._shared.store.move(
+                job_id, pb.JOB_STATE_SUBMITTED, sources=_RESUMABLE
+            )
+            if (task := self._tasks.get(job_id)) is not None:
+                # The runner before wrote its last state; it has nothing left to do.
+                await asyncio.gather(task, return_exceptions=True)
+            self.launch(job_id)
+            return record
+
+    async def cancel(self, job_id: str, reason: str) -> JobRecord:
+        """End the job now; what is committed and saved stays."""
+        async with self.lock(job_id):
+            record = await self._shared.store.get(job_id)
+            if record.state == pb.JOB_STATE_CANCELLED:
+                return record
+            record = await self._shared.store.move(job_id, pb.JOB_STATE_CANCELLING)
+            if reason:
+                await self._shared.log.notice(
+                    job_id, orch.Notice.SEVERITY_INFO, f"cancelled: {reason}"
+                )
+            if (runner := self._runners.get(job_id)) is not None:
+                runner.cancel()
+            else:
+                self.launch(job_id)
+            return record
+
+    def launch(self, job_id: str) -> None:
+        """Run the job from wherever it is."""
+        if self._stopping:
+            return
+        runner = self._runners[job_id] = JobRunner(self._shared, job_id)
+        task = self._tasks[job_id] = asyncio.create_task(self._run(job_id, runner))
+        task.add_done_callback(lambda done: self._forget(job_id, runner, done))
+
+    def running(self) -> list[str]:
+        """Ids of the jobs that have a runner here."""
+        return sorted(self._runners)
+
+    async def stop(self) -> None:
+        """Stop all runners and leave their jobs as they are, to be continued."""
+        self._stopping = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, job_id: str, runner: JobRunner) -> None:
+        while True:
+            try:
+                return await runner.run()
+            except Superseded as error:
+                _log.warning("job taken over", job_id=job_id, error=str(error))
+                return None
+            except RedisUnavailable as error:
+                _log.error("job waits for Redis", job_id=job_id, error=str(error))
+                await self._wait_for_redis()
+                # What the old runner had in memory may be older than what Redis has.
+                runner = self._runners[job_id] = JobRunner(self._shared, job_id)
+
+    async def _wait_for_redis(self) -> None:
+        while True:
+            await asyncio.sleep(_RETRY_SECONDS)
+            try:
+                return await self._shared.store.ping()
+            except TroupeError:
+                continue
+
+    def _forget(self, job_id: str, runner: JobRunner, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(job_id) is task:
+            del self._tasks[job_id]
+            self._runners.pop(job_id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("runner ended with a fault", job_id=job_id, error=repr(error))
+
+
+def job_id_of(name: str, request_id: str) -> str:
+    """The id of a job submitted by `request_id`: the same whenever the request is repeated."""
+    digest = hashlib.blake2s(f"{name}/{request_id}".encode(), digest_size=4).hexdigest()
+    return f"{name}-{digest}"
+
+
+def _explain(error: JobSpecError) -> InvalidArgument:
+    """All faults in the message; field, value and remedy of the first."""
+    first = error.problems[0]
+    if len(error.problems) == 1:
+        message = first.message
+    else:
+        listed = "; ".join(str(problem) for problem in error.problems)
+        message = f"{first.message}. All {len(error.problems)} problems: {listed}"
+    return InvalidArgument(
+        message,
+        kind="invalid_job",
+        field=first.field,
+        value=first.value or None,
+        remedy=first.remedy,
+    )

@@ -1,0 +1,29 @@
+-- Moves one policy in the ledger: exactly one step on from where it is, or nothing.
+-- KEYS record, ledger, versions. ARGV policy, steps done, version, checksum, entry.
+-- Returns {outcome, entry}: moved | same | older | gap | conflict | missing.
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  return {'missing', ''}
+end
+local policy, done = ARGV[1], tonumber(ARGV[2])
+local entry = redis.call('HGET', KEYS[2], policy .. ':entry') or ''
+local now = redis.call('HGET', KEYS[2], policy .. ':done')
+local known = redis.call('HGET', KEYS[2], policy .. ':v' .. ARGV[3])
+-- One version, one content.
+if known and known ~= ARGV[4] then
+  return {'conflict', entry}
+end
+if not now then
+  if done ~= 0 then
+    return {'gap', entry}
+  end
+elseif done == tonumber(now) then
+  return {'same', entry}
+elseif done < tonumber(now) then
+  return {'older', entry}
+elseif done ~= tonumber(now) + 1 then
+  return {'gap', entry}
+end
+redis.call('HSET', KEYS[2], policy .. ':done', ARGV[2], policy .. ':entry', ARGV[5],
+  policy .. ':v' .. ARGV[3], ARGV[4])
+redis.call('RPUSH', KEYS[3], ARGV[5])
+return {'moved', ARGV[5]}

@@ -1,0 +1,142 @@
+"""What a batch of trajectories adds up to: rewards, lengths, speeds, failures."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import rollout_pb2 as ro
+
+# A reward of this name belongs to no agent: it says how the team did.
+TEAM: Final = "team"
+
+
+class Tally:
+    """Counts ended trajectories as they come; `values` names the metrics as the field does.
+
+    A mean is over those trajectories that have the value: a failed one has no reward.
+    """
+
+    def __init__(self, agents: Iterable[str], versions: Mapping[str, int]) -> None:
+        self._agents = frozenset(agents)
+        self._versions = versions
+        self.completed = 0
+        self.failed = 0
+        self._reasons: Counter[str] = Counter()
+        self._rewards: defaultdict[str, _Mean] = defaultdict(_Mean)
+        self._team_metrics: defaultdict[str, _Mean] = defaultdict(_Mean)
+        self._lengths: defaultdict[str, _Mean] = defaultdict(_Mean)
+        self._reward = _Mean()
+        self._team = _Mean()
+        self._staleness = _Mean()
+        self._queue = _Mean()
+        self._turn_seconds: list[float] = []
+        self._tokens = 0
+
+    @property
+    def ended(self) -> int:
+        """Trajectories counted."""
+        return self.completed + self.failed
+
+    @property
+    def most_common_reason(self) -> str:
+        """Why most of the failed ones failed."""
+        return self._reasons.most_common(1)[0][0] if self._reasons else ""
+
+    def add(self, event: ro.TrajectoryEvent) -> None:
+        """Count one ended trajectory."""
+        for turn in event.turns:
+            self._tokens += turn.response_tokens
+            self._lengths[turn.agent].add(turn.response_tokens)
+            self._turn_seconds.append(turn.queue_seconds + turn.generate_seconds)
+            self._queue.add(turn.queue_seconds)
+            if turn.versions and turn.policy in self._versions:
+                oldest = min(span.version for span in turn.versions)
+                self._staleness.add(self._versions[turn.policy] - oldest)
+        if event.state != pb.TRAJECTORY_STATE_COMPLETED:
+            self.failed += 1
+            self._reasons[event.reason or "no reason given"] += 1
+            return
+        self.completed += 1
+        rewards = dict(event.rewards)
+        if TEAM not in self._agents and (team := rewards.pop(TEAM, None)) is not None:
+            self._team.add(team)
+        for agent, reward in rewards.items():
+            self._rewards[agent].add(reward)
+        if rewards:
+            self._reward.add(sum(rewards.values()) / len(rewards))
+        for name, value in event.metrics.items():
+            self._team_metrics[name].add(value)
+
+    def scores(self) -> dict[str, float]:
+        """How well it went, for comparing before and after: `reward/<agent>`, `team_success`."""
+        found = {f"reward/{agent}": mean.value for agent, mean in sorted(self._rewards.items())}
+        if self._team.count:
+            found["team_success"] = self._team.value
+        if self.failed:
+            found["trajectories/failed"] = float(self.failed)
+        return found
+
+    def values(self, seconds: float) -> dict[str, float]:
+        """All metrics; `seconds` is what the trajectories took together, by the clock."""
+        found = {
+            "trajectories/completed": float(self.completed),
+            "trajectories/failed": float(self.failed),
+        }
+        found |= {f"reward/{agent}/mean": mean.value for agent, mean in self._rewards.items()}
+        found |= {f"response_length/{name}": mean.value for name, mean in self._lengths.items()}
+        found |= {f"trajectory/{name}": mean.value for name, mean in self._team_metrics.items()}
+        optional = {
+            "reward/mean": self._reward,
+            "team/mean": self._team,
+            "staleness/mean": self._staleness,
+            "rollout/queue_seconds/mean": self._queue,
+        }
+        found |= {name: mean.value for name, mean in optional.items() if mean.count}
+        if seconds > 0:
+            found["rollout/seconds"] = seconds
+            found["rollout/tokens_per_second"] = self._tokens / seconds
+        if self._turn_seconds:
+            found["rollout/turn_seconds/mean"] = sum(self._turn_seconds) / len(self._turn_seconds)
+            found["rollout/turn_seconds/p95"] = percentile(self._turn_seconds, 0.95)
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def commit_metrics(commits: Iterable[es.StepCommit]) -> dict[str, float]:
+    """The trainers' metrics, under the name of their policy."""
+    found: dict[str, float] = {}
+    for commit in commits:
+        for name, value in commit.metrics.items():
+            if math.isfinite(value):
+                found[f"{commit.policy}/{name}"] = value
+        found[f"{commit.policy}/samples"] = float(commit.num_samples)
+        found[f"{commit.policy}/skipped"] = float(commit.outcome == es.STEP_OUTCOME_SKIPPED)
+    return found
+
+
+def percentile(values: list[float], fraction: float) -> float:
+    """The smallest of `values` that at least `fraction` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+
+
+class _Mean:
+    """A mean that grows."""
+
+    __slots__ = ("_sum", "count")
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        self._sum += value
+        self.count += 1
+
+    @property
+    def value(self) -> float:
+        return self._sum / self.count if self.count else math.nan

@@ -1,0 +1,75 @@
+"""The orchestrator without gRPC: its parts, wired once."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+
+from services.orchestrator.cluster import Cluster
+from services.orchestrator.context import Shared
+from services.orchestrator.event_log import EventLog
+from services.orchestrator.generation import Generation
+from services.orchestrator.job_store import JobStore
+from services.orchestrator.jobs import Jobs
+from services.orchestrator.ledger import Ledger
+from services.orchestrator.recovery import recover
+from services.orchestrator.redis_access import RedisAccess
+from services.orchestrator.settings import OrchestratorSettings
+from services.orchestrator.trajectories import RecentTrajectories
+from services.orchestrator.workers import WorkerRegistry
+from troupe.rpc import NO_RETRY, RetryPolicy, connect
+from troupe.v1.experience_store_pb2_grpc import ExperienceStoreStub
+
+# A job rather waits for its experience store than fails: five minutes, then it says so.
+_PATIENT: Final = RetryPolicy(max_attempts=1000)
+_PATIENT_SECONDS: Final = 300.0
+
+
+class Orchestrator:
+    """Jobs, their durable state, the workers, and the picture of it all."""
+
+    def __init__(self, settings: OrchestratorSettings) -> None:
+        self._redis = RedisAccess(settings.redis_url)
+        log = EventLog(self._redis)
+        patient = settings.client(retry=_PATIENT).model_copy(
+            update={"deadline_seconds": _PATIENT_SECONDS}
+        )
+        self._experience = connect(settings.experience_store_address, patient)
+        hasty = settings.client(retry=NO_RETRY)
+        probed = {
+            "experience_store": settings.experience_store_address,
+            "reward": settings.reward_address,
+        }
+        self._probes: dict[str, tuple[str, grpc.aio.Channel]] = {
+            name: (address, connect(address, hasty)) for name, address in probed.items()
+        }
+        self.shared = Shared(
+            settings=settings,
+            store=JobStore(self._redis, log),
+            ledger=Ledger(self._redis),
+            log=log,
+            trajectories=RecentTrajectories(self._redis, settings.recent_trajectories),
+            workers=WorkerRegistry(settings),
+            experience=ExperienceStoreStub(self._experience),
+            in_flight={},
+        )
+        self.jobs = Jobs(self.shared)
+        self.generation = Generation(self.shared, self.jobs)
+        self.cluster = Cluster(
+            self.shared.workers, self.shared.store, self._probes, settings.probe_seconds
+        )
+
+    async def start(self) -> None:
+        """Wait for Redis, then continue every job that had not ended."""
+        await self._redis.ping()
+        self.shared.workers.start()
+        await recover(self.shared.store, self.jobs)
+
+    async def stop(self) -> None:
+        """Stop running jobs; what they are is in Redis and in the experience store."""
+        await self.jobs.stop()
+        await self.shared.workers.close()
+        for channel in (self._experience, *(channel for _, channel in self._probes.values())):
+            await channel.close(None)
+        await self._redis.close()

@@ -1,0 +1,251 @@
+"""The runner of one job: binds, prepares, lets it progress, and ends it in one of four ways.
+
+All that it must not forget is in Redis and in the experience store; a runner that dies is replaced
+by another that begins with what those say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from services.orchestrator.context import JobContext, Shared
+from services.orchestrator.engines import Engines
+from services.orchestrator.faults import Patience, alongside
+from services.orchestrator.job_store import Superseded
+from services.orchestrator.progress import Progress
+from services.orchestrator.records import JobRecord
+from services.orchestrator.redis_access import RedisUnavailable
+from services.orchestrator.room import make_room
+from services.orchestrator.sinks import Sinks, make_directory
+from services.orchestrator.training import Trainers
+from troupe.rpc import FailedPrecondition, Internal, TroupeError, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import orchestrator_pb2 as orch
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+_BOTH: Final = (orch.WORKER_KIND_TRAINER, orch.WORKER_KIND_ROLLOUT)
+
+
+class JobRunner:
+    """Runs a job from wherever it is. One per job at a time; a newer one fences off an older."""
+
+    def __init__(self, shared: Shared, job_id: str) -> None:
+        self._shared = shared
+        self._job_id = job_id
+        self._pause = asyncio.Event()
+        self._cancel = False
+        self._body: asyncio.Task[None] | None = None
+        self._job: JobContext
+        self._record: JobRecord
+        self._sinks: Sinks | None = None
+        self._trainers: Trainers | None = None
+        self._engines: Engines | None = None
+
+    def pause(self) -> None:
+        """The job's state has become PAUSING: stop after the step in flight."""
+        self._pause.set()
+
+    def cancel(self) -> None:
+        """The job's state has become CANCELLING: stop now."""
+        self._cancel = True
+        if self._body is not None:
+            self._body.cancel()
+
+    async def run(self) -> None:
+        """Return when the job is paused or has ended.
+
+        Cancelling this leaves the job as it is, to be continued by another runner; so do
+        `Superseded` (another orchestrator has the job) and `RedisUnavailable` (nothing can be
+        recorded), which it raises.
+        """
+        try:
+            await self._adopt()
+            await self._run_body()
+        except asyncio.CancelledError:
+            if not self._cancel or _cancelled_from_outside():
+                raise
+        except (Superseded, RedisUnavailable):
+            raise
+        except TroupeError as error:
+            await self._end_failed(error)
+        except Exception as error:
+            _log.exception("a fault of the orchestrator", job_id=self._job_id)
+            await self._end_failed(Internal(f"{type(error).__name__}: {error}"))
+        finally:
+            if self._sinks is not None:
+                await self._sinks.close()
+        if self._cancel:
+            await self._end(pb.JOB_STATE_CANCELLED, "cancelling: giving workers back")
+
+    async def _adopt(self) -> None:
+        """Take the job over, wherever the runner before this one left it."""
+        structlog.contextvars.bind_contextvars(job_id=self._job_id)
+        epoch = await self._shared.store.adopt(self._job_id)
+        self._record = record = await self._shared.store.get(self._job_id)
+        self._job = JobContext(
+            shared=self._shared,
+            job_id=self._job_id,
+            epoch=epoch,
+            spec=record.spec(),
+            spec_json=record.spec_json,
+            directory=record.directory,
+        )
+        if record.state == pb.JOB_STATE_CANCELLING:
+            self._cancel = True
+        elif record.state == pb.JOB_STATE_PAUSING:
+            # The orchestrator died while the step finished; a resume takes the step up again.
+            self._pause.set()
+
+    async def _run_body(self) -> None:
+        """Run what a cancellation of the job cuts off."""
+        self._body = asyncio.create_task(self._live())
+        if self._cancel:
+            self._body.cancel()
+        try:
+            await self._body
+        finally:
+            self._body.cancel()
+            await asyncio.gather(self._body, return_exceptions=True)
+
+    async def _live(self) -> None:
+        trainers = await self._unless_paused(self._bind())
+        if trainers is None:
+            return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
+        assert self._sinks is not None, "opened by _bind"
+        weights = {name: one.weights for name, one in trainers.policies.items()}
+        self._engines = engines = Engines(self._job, weights, trainers.republish)
+        progress = Progress(self._job, self._record, trainers, engines, self._sinks)
+        if not await alongside(self._play(progress, engines), engines.run()):
+            return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
+        # Engines stay up, so that people can generate, until another job needs the room.
+        await trainers.release(self._shared.settings.cleanup_seconds)
+        await self._move(pb.JOB_STATE_SUCCEEDED, progress.checkpoint_problem)
+        return self._shared.log.forget(self._job_id)
+
+    async def _bind(self) -> Trainers:
+        """Wait for workers, declare the tables, bind every policy at the ledger's version."""
+        job, shared = self._job, self._shared
+        await self._move(pb.JOB_STATE_STARTING)
+        await make_directory(job.directory, job.spec)
+        self._sinks = Sinks(job.spec, self._job_id, job.directory)
+        for trouble in await self._sinks.open(await shared.store.metrics(self._job_id)):
+            await job.warn(trouble)
+        await shared.workers.wait_for(_BOTH, self._patience("workers"))
+        await make_room(shared, self._job_id)
+        job.show("declaring tables")
+        tables = es.CreateTablesRequest(
+            request_id=new_id("tables"),
+            job_id=self._job_id,
+            policies=job.spec.trained_policies,
+        )
+        await shared.experience.CreateTables(tables)
+        # A commit that nobody reported: the store is the truth.
+        request = es.GetStepRequest(job_id=self._job_id, step=self._record.step)
+        for commit in (await shared.experience.GetStep(request)).commits:
+            await shared.ledger.commit(self._job_id, commit)
+        self._trainers = Trainers(job, await shared.ledger.entries(self._job_id))
+        await self._trainers.bind_all(self._patience("bind"))
+        return self._trainers
+
+    async def _play(self, progress: Progress, engines: Engines) -> bool:
+        """Prepare engines, then step until all is done (True) or a pause is asked for (False)."""
+        if await self._unless_paused(self._prepare(engines)) is None:
+            return False
+        while not progress.finished:
+            if await self._unless_paused(progress.catch_up()) is None:
+                return False
+            await progress.step()
+            if self._pause.is_set() and not progress.finished:
+                return False
+        await progress.catch_up()
+        return True
+
+    async def _prepare(self, engines: Engines) -> bool:
+        patience = Patience(
+            "preparing engines",
+            engines.prepare_seconds,
+            "policies.*.engine.start_timeout_seconds",
+            self._job.show,
+        )
+        await engines.wait_ready(patience)
+        await self._move(pb.JOB_STATE_RUNNING)
+        return True
+
+    async def _end(self, target: pb.JobState.ValueType, doing: str) -> None:
+        """Give every worker back, as far as they answer, then move to the state `target`."""
+        self._job.show(doing, step=self._record.step)
+        await self._release()
+        await self._move(target)
+        self._shared.log.forget(self._job_id)
+
+    async def _end_failed(self, error: TroupeError) -> None:
+        if self._cancel or await self._state() == pb.JOB_STATE_CANCELLING:
+            self._cancel = True
+            return
+        _log.error("job failed", job_id=self._job_id, error=str(error), kind=error.kind)
+        await self._release()
+        try:
+            await self._move(pb.JOB_STATE_FAILED, error.to_problem())
+        except FailedPrecondition:
+            # Cancelled meanwhile: that is how it ends then.
+            if await self._state() != pb.JOB_STATE_CANCELLING:
+                raise
+            self._cancel = True
+            return
+        self._shared.log.forget(self._job_id)
+
+    async def _release(self) -> None:
+        seconds = self._shared.settings.cleanup_seconds
+        if self._engines is None:
+            # Taken over from a runner that died: what it held is known from the workers only.
+            await make_room(self._shared, self._job_id, self_too=True)
+        else:
+            await self._engines.release(seconds)
+        if self._trainers is not None:
+            await self._trainers.release(seconds)
+
+    async def _unless_paused(self, part: Coroutine[Any, Any, T]) -> T | None:
+        """What `part` returns; None when a pause was asked for, before or during it."""
+        task = asyncio.create_task(part)
+        asked = asyncio.create_task(self._pause.wait())
+        try:
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if self._pause.is_set() or not task.done():
+                return None
+            return task.result()
+        except FailedPrecondition as error:
+            # The job was told to pause just before `part` moved its state.
+            if error.kind == "illegal_transition" and await self._pausing():
+                return None
+            raise
+        finally:
+            task.cancel()
+            asked.cancel()
+            await asyncio.gather(task, asked, return_exceptions=True)
+
+    async def _pausing(self) -> bool:
+        return await self._state() == pb.JOB_STATE_PAUSING
+
+    async def _state(self) -> pb.JobState.ValueType:
+        return (await self._shared.store.get(self._job_id)).state
+
+    async def _move(self, target: pb.JobState.ValueType, problem: pb.Problem | None = None) -> None:
+        await self._shared.store.move(self._job_id, target, epoch=self._job.epoch, problem=problem)
+
+    def _patience(self, what: str) -> Patience:
+        field = f"{what}_timeout_seconds"
+        names = {"workers": "waiting for workers", "bind": "binding policies"}
+        seconds: float = getattr(self._shared.settings, field)
+        return Patience(names[what], seconds, f"TROUPE_{field.upper()}", self._job.show)
+
+
+def _cancelled_from_outside() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,221 @@
+"""The servicer: validates, translates, calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+
+from services.chassis.telemetry import Telemetry
+from services.orchestrator import checkpoints
+from services.orchestrator.orchestrator import Orchestrator
+from services.orchestrator.records import JobRecord
+from services.orchestrator.settings import OrchestratorSettings
+from troupe.rpc import InvalidArgument
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2_grpc as orch_grpc
+
+_PAGE_SIZE: Final = 50
+_MAX_PAGE_SIZE: Final = 500
+# Of a call that set no deadline.
+_GENERATE_SECONDS: Final = 600.0
+
+
+class OrchestratorService(orch_grpc.OrchestratorServicer):
+    """The gRPC face of an `Orchestrator`; also what the chassis starts and stops."""
+
+    name = "troupe.v1.Orchestrator"
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self._at = orchestrator
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register with the chassis' server."""
+        orch_grpc.add_OrchestratorServicer_to_server(self, server)
+
+    async def start(self) -> None:
+        """Returns once Redis answers and unfinished jobs go on."""
+        await self._at.start()
+
+    async def stop(self, grace: float) -> None:
+        """Leave jobs as they are, to be continued."""
+        await self._at.stop()
+
+    async def SubmitJob(
+        self, request: orch.SubmitJobRequest, context: Any
+    ) -> orch.SubmitJobResponse:
+        if not request.spec.strip():
+            raise InvalidArgument("is empty", field="spec", remedy="Send the job's YAML text.")
+        record = await self._at.jobs.submit(request.spec, request.request_id, request.job_id)
+        return orch.SubmitJobResponse(job=await self._view(record))
+
+    async def GetJob(self, request: orch.GetJobRequest, context: Any) -> orch.GetJobResponse:
+        return orch.GetJobResponse(job=await self._view(await self._record(request)))
+
+    async def ListJobs(self, request: orch.ListJobsRequest, context: Any) -> orch.ListJobsResponse:
+        store = self._at.shared.store
+        records = [await store.get(job_id) for job_id in await store.ids()]
+        if request.HasField("state"):
+            records = [record for record in records if record.state == request.state]
+        return orch.ListJobsResponse(jobs=[await self._view(record) for record in records])
+
+    async def WatchJob(
+        self, request: orch.WatchJobRequest, context: Any
+    ) -> AsyncIterator[orch.JobEvent]:
+        await self._record(request)
+
+        async def ended() -> bool:
+            return (await self._record(request)).terminal
+
+        async for event in self._at.shared.log.follow(request.job_id, request.after, ended):
+            yield event
+
+    async def PauseJob(self, request: orch.PauseJobRequest, context: Any) -> orch.PauseJobResponse:
+        _check_id(request)
+        record = await self._at.jobs.pause(request.job_id)
+        return orch.PauseJobResponse(job=await self._view(record))
+
+    async def ResumeJob(
+        self, request: orch.ResumeJobRequest, context: Any
+    ) -> orch.ResumeJobResponse:
+        _check_id(request)
+        record = await self._at.jobs.resume(request.job_id)
+        return orch.ResumeJobResponse(job=await self._view(record))
+
+    async def CancelJob(
+        self, request: orch.CancelJobRequest, context: Any
+    ) -> orch.CancelJobResponse:
+        _check_id(request)
+        record = await self._at.jobs.cancel(request.job_id, request.reason)
+        return orch.CancelJobResponse(job=await self._view(record))
+
+    async def ListVersions(
+        self, request: orch.ListVersionsRequest, context: Any
+    ) -> orch.ListVersionsResponse:
+        await self._record(request)
+        versions = await self._at.shared.ledger.versions(request.job_id, request.policy)
+        return orch.ListVersionsResponse(versions=versions)
+
+    async def ListCheckpoints(
+        self, request: orch.ListCheckpointsRequest, context: Any
+    ) -> orch.ListCheckpointsResponse:
+        record = await self._record(request)
+        found = await asyncio.to_thread(checkpoints.list_checkpoints, record.directory)
+        return orch.ListCheckpointsResponse(checkpoints=found)
+
+    async def ExportCheckpoint(
+        self, request: orch.ExportCheckpointRequest, context: Any
+    ) -> AsyncIterator[orch.ExportCheckpointResponse]:
+        record = await self._record(request)
+        version = request.version if request.HasField("version") else None
+        checkpoint = await asyncio.to_thread(
+            checkpoints.find_checkpoint, record.directory, request.policy, version
+        )
+        async for chunk in checkpoints.export(checkpoint):
+            yield chunk
+
+    async def ListMetrics(
+        self, request: orch.ListMetricsRequest, context: Any
+    ) -> orch.ListMetricsResponse:
+        await self._record(request)
+        rows = await self._at.shared.store.metrics(request.job_id)
+        if request.after_step > 0:
+            rows = [row for row in rows if row.step > request.after_step]
+        if request.names:
+            names = set(request.names)
+            picked = [{k: v for k, v in row.values.items() if k in names} for row in rows]
+            rows = [
+                orch.MetricsLogged(step=row.step, values=values)
+                for row, values in zip(rows, picked, strict=True)
+                if values
+            ]
+        return orch.ListMetricsResponse(rows=rows)
+
+    async def ListTrajectories(
+        self, request: orch.ListTrajectoriesRequest, context: Any
+    ) -> orch.ListTrajectoriesResponse:
+        await self._record(request)
+        if request.page_size < 0:
+            raise InvalidArgument(
+                "must not be negative", field="page_size", value=request.page_size
+            )
+        size = min(request.page_size or _PAGE_SIZE, _MAX_PAGE_SIZE)
+        page, token = await self._at.shared.trajectories.page(
+            request.job_id, size, request.page_token
+        )
+        return orch.ListTrajectoriesResponse(trajectories=page, next_page_token=token)
+
+    async def GetTrajectory(
+        self, request: orch.GetTrajectoryRequest, context: Any
+    ) -> orch.GetTrajectoryResponse:
+        await self._record(request)
+        return await self._at.shared.trajectories.get(request.job_id, request.trajectory_id)
+
+    async def GetCluster(
+        self, request: orch.GetClusterRequest, context: Any
+    ) -> orch.GetClusterResponse:
+        return await self._at.cluster.picture(Counter(self._at.shared.in_flight))
+
+    async def GeneratePolicy(
+        self, request: orch.GeneratePolicyRequest, context: Any
+    ) -> orch.GeneratePolicyResponse:
+        _check_id(request)
+        if bool(request.messages) == bool(request.input_ids):
+            raise InvalidArgument(
+                "exactly one of messages and input_ids is needed",
+                field="messages",
+                remedy="Send a conversation, or token ids.",
+            )
+        left = context.time_remaining()
+        result = await self._at.generation.generate(request, left or _GENERATE_SECONDS)
+        return orch.GeneratePolicyResponse(result=result)
+
+    async def Heartbeat(
+        self, request: orch.HeartbeatRequest, context: Any
+    ) -> orch.HeartbeatResponse:
+        for field in ("worker_id", "address", "kind"):
+            if not getattr(request, field):
+                raise InvalidArgument("is missing", field=field, remedy="Every beat carries it.")
+        return orch.HeartbeatResponse(next_seconds=self._at.shared.workers.beat(request))
+
+    async def ReportCommit(
+        self, request: orch.ReportCommitRequest, context: Any
+    ) -> orch.ReportCommitResponse:
+        _check_id(request)
+        commit = request.commit
+        if not commit.policy or commit.weights.policy not in ("", commit.policy):
+            raise InvalidArgument(
+                "the commit and its weights must name one policy",
+                field="commit.policy",
+                value=commit.policy,
+            )
+        await self._at.shared.ledger.commit(request.job_id, commit)
+        return orch.ReportCommitResponse()
+
+    async def _record(self, request: Any) -> JobRecord:
+        _check_id(request)
+        return await self._at.shared.store.get(request.job_id)
+
+    async def _view(self, record: JobRecord) -> orch.Job:
+        shared = self._at.shared
+        entries = await shared.ledger.entries(record.job_id)
+        return record.to_message(
+            versions={policy: entry.weights.version for policy, entry in entries.items()},
+            metrics=await shared.store.latest(record.job_id),
+            activity=shared.log.activity(record.job_id),
+        )
+
+
+def make_service(settings: OrchestratorSettings, telemetry: Telemetry) -> OrchestratorService:
+    """The service as `TROUPE_*` describes it."""
+    return OrchestratorService(Orchestrator(settings))
+
+
+def _check_id(request: Any) -> None:
+    if not request.job_id:
+        raise InvalidArgument(
+            "is missing", field="job_id", remedy="`troupe jobs list` shows the jobs."
+        )

@@ -1,0 +1,28 @@
+"""Settings that only the orchestrator has."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from services.chassis.settings import ServiceSettings
+
+
+class OrchestratorSettings(ServiceSettings):
+    """`ServiceSettings` and the patience of the orchestrator."""
+
+    heartbeat_seconds: float = Field(default=1.0, gt=0)
+    """How often workers report."""
+    lost_after_beats: int = Field(default=3, ge=1)
+    """A worker that misses this many beats is LOST: its work goes to others."""
+    workers_timeout_seconds: float = Field(default=600, gt=0)
+    """How long a job waits for a worker that it needs, before it fails."""
+    bind_timeout_seconds: float = Field(default=1800, gt=0)
+    """How long loading a policy on a trainer worker may take (a download included)."""
+    cleanup_seconds: float = Field(default=15, gt=0)
+    """How long an ended job tries to tell its workers so."""
+    activity_seconds: float = Field(default=0.5, gt=0)
+    """How often followers of a job learn of progress inside a step."""
+    recent_trajectories: int = Field(default=200, ge=0)
+    """Trajectories kept for looking at, per job; and as many of evaluations."""
+    probe_seconds: float = Field(default=1.0, gt=0)
+    """How long the health check of another service may take."""

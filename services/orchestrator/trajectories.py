@@ -1,0 +1,131 @@
+"""The newest trajectories of a job, kept for looking at."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from services.orchestrator.redis_access import JobKeys, RedisAccess
+from troupe.rpc import InvalidArgument, NotFound
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2 as ro
+
+# Evaluations are kept apart, so that training does not push them out.
+_KINDS: Final = ("train", "evaluate")
+
+
+def summarize(event: ro.TrajectoryEvent, *, step: int, evaluation: bool) -> orch.TrajectorySummary:
+    """What a list shows of an ended trajectory."""
+    return orch.TrajectorySummary(
+        trajectory_id=event.trajectory_id,
+        query_id=event.query_id,
+        step=step,
+        state=event.state,
+        reason=event.reason,
+        rewards=event.rewards,
+        turns=len(event.turns),
+        seconds=event.seconds,
+        evaluation=evaluation,
+    )
+
+
+class RecentTrajectories:
+    """Keeps at most `cap` trajectories of training and as many of evaluations per job."""
+
+    def __init__(self, redis: RedisAccess, cap: int) -> None:
+        self._redis = redis
+        self._cap = cap
+
+    def buffer(self, job_id: str, step: int, *, evaluation: bool) -> TrajectoryBuffer:
+        """Collects what one step ends, and writes it in batches."""
+        return TrajectoryBuffer(self, job_id, step, evaluation, self._cap)
+
+    async def keep(self, job_id: str, kind: str, found: list[orch.GetTrajectoryResponse]) -> None:
+        """Store trajectories, oldest first; the surplus goes."""
+        if not found:
+            return
+        args = [
+            part
+            for one in found
+            for part in (
+                one.summary.trajectory_id,
+                one.summary.SerializeToString(),
+                one.SerializeToString(),
+            )
+        ]
+        await self._redis.run("keep", JobKeys(job_id).trajectories(kind), [self._cap, *args])
+
+    async def page(
+        self, job_id: str, size: int, token: str
+    ) -> tuple[list[orch.TrajectorySummary], str]:
+        """Up to `size` summaries, newest first, after the trajectory `token`; the next token."""
+        listed: list[orch.TrajectorySummary] = []
+        for kind in _KINDS:
+            order, summaries, _ = JobKeys(job_id).trajectories(kind)
+            ids = await self._redis.call("LRANGE", order, 0, -1)
+            if ids:
+                found = await self._redis.call("HMGET", summaries, *reversed(ids))
+                listed += [orch.TrajectorySummary.FromString(one) for one in found if one]
+        # The evaluation after n steps comes before training step n. Sorting is stable.
+        listed.sort(key=lambda one: (one.step, not one.evaluation), reverse=True)
+        start = 0
+        if token:
+            at = [n for n, one in enumerate(listed) if one.trajectory_id == token]
+            if not at:
+                raise InvalidArgument(
+                    "is not (or no longer) a page of this list",
+                    field="page_token",
+                    value=token,
+                    remedy="Start from the first page.",
+                )
+            start = at[0] + 1
+        page = listed[start : start + size]
+        more = start + size < len(listed)
+        return page, page[-1].trajectory_id if page and more else ""
+
+    async def get(self, job_id: str, trajectory_id: str) -> orch.GetTrajectoryResponse:
+        """One trajectory with its turns. Raises `NotFound`."""
+        for kind in _KINDS:
+            full = JobKeys(job_id).trajectories(kind)[2]
+            found = await self._redis.call("HGET", full, trajectory_id)
+            if found:
+                return orch.GetTrajectoryResponse.FromString(found)
+        raise NotFound(
+            f"job {job_id} has no such trajectory, or it is older than the newest {self._cap}",
+            field="trajectory_id",
+            value=trajectory_id,
+            remedy="`ListTrajectories` names those that are kept.",
+        )
+
+
+class TrajectoryBuffer:
+    """Ended trajectories of one step that are not written yet; no more than are kept anyway."""
+
+    def __init__(
+        self, recent: RecentTrajectories, job_id: str, step: int, evaluation: bool, cap: int
+    ) -> None:
+        self._recent = recent
+        self._job_id = job_id
+        self._step = step
+        self._evaluation = evaluation
+        self._cap = cap
+        self._events: OrderedDict[str, ro.TrajectoryEvent] = OrderedDict()
+
+    def add(self, event: ro.TrajectoryEvent) -> None:
+        """Take an ended trajectory in."""
+        self._events[event.trajectory_id] = event
+        if len(self._events) > self._cap:
+            self._events.popitem(last=False)
+
+    async def flush(self) -> None:
+        """Write what was added."""
+        events, self._events = self._events, OrderedDict()
+        found = [
+            orch.GetTrajectoryResponse(
+                summary=summarize(event, step=self._step, evaluation=self._evaluation),
+                turns=event.turns,
+            )
+            for event in events.values()
+        ]
+        kind = "evaluate" if self._evaluation else "train"
+        await self._recent.keep(self._job_id, kind, found)

@@ -1,0 +1,196 @@
+"""The registry of rollout and trainer workers, as their heartbeats tell it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import structlog
+
+from services.orchestrator.faults import Patience
+from services.orchestrator.settings import OrchestratorSettings
+from troupe.rpc import ClientSettings, RetryPolicy, Unavailable, connect
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2_grpc, trainer_pb2_grpc
+
+_log = structlog.get_logger(__name__)
+# Who calls a worker decides itself where to go when it is away: do not insist for long.
+_RETRY: Final = RetryPolicy(max_attempts=2)
+# Workers that are gone stay visible for a while.
+_REMEMBER_SECONDS: Final = 120.0
+NAMES: Final = {orch.WORKER_KIND_ROLLOUT: "rollout", orch.WORKER_KIND_TRAINER: "trainer"}
+
+
+class Worker:
+    """One worker process: its newest heartbeat and a channel to it."""
+
+    def __init__(self, beat: orch.HeartbeatRequest, client: ClientSettings, now: float) -> None:
+        self.worker_id = beat.worker_id
+        self.kind = beat.kind
+        self.address = beat.address
+        self.beat = beat
+        self.seen = now
+        self.alive = True
+        # What runs only as long as it lives.
+        self._scopes: set[asyncio.Timeout] = set()
+        self._channel = connect(beat.address, client)
+        self.rollout = rollout_pb2_grpc.RolloutStub(self._channel)
+        self.trainer = trainer_pb2_grpc.TrainerStub(self._channel)
+
+    @asynccontextmanager
+    async def while_alive(self) -> AsyncIterator[None]:
+        """Runs its body until the worker is lost: then it is cancelled and `Unavailable` raised."""
+        if not self.alive:
+            raise self._gone()
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._scopes.add(scope)
+                try:
+                    yield
+                finally:
+                    self._scopes.discard(scope)
+        except TimeoutError:
+            if scope.expired():
+                raise self._gone() from None
+            raise
+
+    def lose(self) -> None:
+        """It is gone, for good: a worker that comes back is another `Worker`."""
+        self.alive = False
+        now = asyncio.get_running_loop().time()
+        for scope in list(self._scopes):
+            scope.reschedule(now)
+
+    def _gone(self) -> Unavailable:
+        return Unavailable(f"{self} at {self.address} was lost", kind="worker_lost")
+
+    @property
+    def usable(self) -> bool:
+        """Whether new work may go there."""
+        return self.alive and not self.beat.draining
+
+    def __str__(self) -> str:
+        return f"{NAMES.get(self.kind, 'unknown')} worker {self.worker_id}"
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close(None)
+
+
+class WorkerRegistry:
+    """Knows the workers that report. LOST after missed beats, or when the process at its address
+    has become another."""
+
+    def __init__(
+        self, settings: OrchestratorSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._client = settings.client(retry=_RETRY)
+        self._clock = clock
+        self._workers: dict[str, Worker] = {}
+        self._changed = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def beat(self, beat: orch.HeartbeatRequest) -> float:
+        """Take a heartbeat in; returns seconds until the next is due."""
+        now = self._clock()
+        known = self._workers.get(beat.worker_id)
+        if known is not None and known.alive and known.address == beat.address:
+            usable = known.usable
+            known.beat, known.seen = beat, now
+            if usable != known.usable:
+                self._notify()
+        else:
+            for other in list(self._workers.values()):
+                if other.address == beat.address or other.worker_id == beat.worker_id:
+                    self._lose(other, "another process has taken its place")
+                    self._forget(other)
+            worker = Worker(beat, self._client, now)
+            self._workers[beat.worker_id] = worker
+            _log.info("worker joined", worker=str(worker), address=worker.address)
+            self._notify()
+        return self._settings.heartbeat_seconds
+
+    def all(self) -> list[Worker]:
+        """Every worker known, lost ones included for a while, by id."""
+        return sorted(self._workers.values(), key=lambda worker: worker.worker_id)
+
+    def usable(self, kind: orch.WorkerKind.ValueType) -> list[Worker]:
+        """The workers of a kind that take work, by id."""
+        return [worker for worker in self.all() if worker.kind == kind and worker.usable]
+
+    def age(self, worker: Worker) -> float:
+        """Seconds since the worker reported."""
+        return self._clock() - worker.seen
+
+    async def change(self) -> None:
+        """Wait until a worker joins, leaves, or starts draining."""
+        await self._changed.wait()
+
+    async def wait_for(
+        self, kinds: Iterable[orch.WorkerKind.ValueType], patience: Patience
+    ) -> None:
+        """Wait until there is a usable worker of every kind. Raises `DeadlineExceeded`."""
+        while True:
+            missing = [NAMES[kind] for kind in kinds if not self.usable(kind)]
+            if not missing:
+                return
+            patience.say(f"waiting for a {' and a '.join(missing)} worker")
+            await patience.wait(self.change())
+
+    def start(self) -> None:
+        """Begin to notice missing heartbeats."""
+        self._watch = asyncio.create_task(self._look())
+
+    async def close(self) -> None:
+        """Stop noticing and close every channel."""
+        if self._watch is not None:
+            self._watch.cancel()
+        for worker in list(self._workers.values()):
+            self._forget(worker)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def _look(self) -> None:
+        interval = self._settings.heartbeat_seconds / 2
+        woke = self._clock()
+        while True:
+            await asyncio.sleep(interval)
+            now = self._clock()
+            # If this process itself was stopped, beats wait unread: count from now.
+            stalled = now - woke > 2 * interval + self._settings.heartbeat_seconds
+            woke = now
+            for worker in list(self._workers.values()):
+                if stalled and worker.alive:
+                    worker.seen = now
+                self._judge(worker, now - worker.seen)
+
+    def _judge(self, worker: Worker, age: float) -> None:
+        # Half a beat of grace: the last one may be on its way.
+        limit = (self._settings.lost_after_beats + 0.5) * self._settings.heartbeat_seconds
+        if worker.alive and age > limit:
+            self._lose(worker, f"no heartbeat for {age:.1f} s")
+        elif not worker.alive and age > limit + _REMEMBER_SECONDS:
+            self._forget(worker)
+
+    def _lose(self, worker: Worker, why: str) -> None:
+        if not worker.alive:
+            return
+        worker.lose()
+        _log.warning("worker lost", worker=str(worker), address=worker.address, reason=why)
+        self._notify()
+
+    def _forget(self, worker: Worker) -> None:
+        del self._workers[worker.worker_id]
+        task = asyncio.create_task(worker.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _notify(self) -> None:
+        # Whoever waits now is woken; who comes later waits for the next change.
+        self._changed.set()
+        self._changed = asyncio.Event()
