@@ -1,0 +1,147 @@
+"""docker-compose.yml for real: images built, the cluster up, the example trained over REST.
+
+Needs a container engine: one that runs already (`docker info`), or a tool named by
+TROUPE_DOCKER_ENGINE_TOOL with the verbs `up DIR`, `base DIR` and `down DIR`, which starts one.
+Official images that cannot be pulled are stood in for under the same tag.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = os.environ.get("TROUPE_DOCKER_ENGINE_TOOL")
+REDIS = "redis:7-alpine"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def _run(
+    *command: str, env: dict[str, str], timeout: float = 900, check: bool = True, stdin: str = ""
+) -> str:
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=env,
+        input=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert not check or done.returncode == 0, f"{' '.join(command)}:\n{done.stdout[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which docker and docker-compose work."""
+    env = dict(os.environ)
+    if (
+        shutil.which("docker")
+        and not subprocess.run(["docker", "info"], capture_output=True).returncode
+    ):
+        yield env
+        return
+    if TOOL is None:
+        pytest.skip("no container engine runs and TROUPE_DOCKER_ENGINE_TOOL names none")
+    # Kept between runs where the caller names a place: a base image takes minutes to make.
+    place = os.environ.get("TROUPE_DOCKER_ENGINE_DIR") or str(tmp_path_factory.mktemp("engine"))
+    for line in _run(TOOL, "up", place, env=env).splitlines():
+        if line.startswith("export "):
+            env.update(part.split("=", 1) for part in line.removeprefix("export ").split())
+    try:
+        _run(TOOL, "base", place, env=env)
+        yield env
+    finally:
+        _run(TOOL, "down", place, env=env, check=False)
+
+
+@pytest.fixture(scope="module")
+def compose(engine: dict[str, str]) -> Iterator[Callable[..., str]]:
+    """docker-compose of this project, up and healthy; down with its volumes in the end."""
+    if subprocess.run(
+        ["docker", "image", "inspect", REDIS], env=engine, capture_output=True
+    ).returncode:
+        pulled = subprocess.run(["docker", "pull", "-q", REDIS], env=engine, capture_output=True)
+        if pulled.returncode:
+            stand_in = (
+                "FROM python:3.11-slim\n"
+                'ENTRYPOINT ["sh", "-c", "exec \\"$@\\" --bind 0.0.0.0 --protected-mode no", "--"]\n'
+                'CMD ["redis-server"]\n'
+            )
+            _run("docker", "build", "-q", "-t", REDIS, "-", env=engine, stdin=stand_in)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = engine | {"TROUPE_PANEL_PORT": str(port), "COMPOSE_PROJECT_NAME": "troupe-test"}
+    program = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
+
+    def compose(*arguments: str, check: bool = True, timeout: float = 900) -> str:
+        return _run(*program, *arguments, env=env, check=check, timeout=timeout)
+
+    compose.url = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]
+    try:
+        compose("build")
+        compose("up", "-d")
+        yield compose
+    finally:
+        compose("down", "-v", "-t", "20", check=False)
+
+
+def test_the_example_is_trained_through_the_panel(compose: Callable[..., str]) -> None:
+    compose("run", "--rm", "models")
+    spec = yaml.safe_load((ROOT / "examples/reasoning_team/job.yaml").read_text())
+    for name, policy in spec["policies"].items():
+        policy["model"]["path"] = f"/data/models/reasoning_team/{name}"
+    spec["pipeline"]["steps"] = 4
+    spec["evaluation"]["queries"] = 16
+    with httpx.Client(base_url=compose.url, timeout=30) as panel:  # type: ignore[attr-defined]
+        _wait(lambda: panel.get("/healthz").status_code == 200, 180, "the panel to answer")
+        _wait(lambda: _alive(panel) >= 4, 180, "two rollout and two trainer workers")
+        reply = panel.post("/api/jobs", content=yaml.safe_dump(spec))
+        assert reply.status_code == 201, reply.text
+        url = f"/api/jobs/{reply.json()['job_id']}"
+        _wait(lambda: panel.get(url).json()["step"] >= 1, 300, "the first step")
+        # All rollout containers die at once; the job goes on when they are back.
+        compose("kill", "-s", "KILL", "rollout")
+        compose("up", "-d", "--no-build")
+        _wait(lambda: panel.get(url).json()["state"] in ("succeeded", "failed"), 600, "the end")
+        job = panel.get(url).json()
+        logs = compose("logs", "--tail", "40", check=False)
+        assert job["state"] == "succeeded", f"{job['problem']}\n{logs[-6000:]}"
+        assert set(job["versions"].values()) == {4}
+        assert job["before"].keys() == job["after"].keys() != set()
+        checkpoints = panel.get(f"{url}/checkpoints").json()
+        assert {c["policy"] for c in checkpoints} == set(spec["policies"])
+        turns = panel.get(f"{url}/trajectories").json()["trajectories"]
+        assert turns and turns[0]["turns"] >= 1
+
+
+def _alive(panel: httpx.Client) -> int:
+    cluster = panel.get("/api/cluster")
+    if cluster.status_code != 200:
+        return 0
+    return sum(worker["alive"] for worker in cluster.json()["workers"])
+
+
+def _wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if condition():
+                return
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        time.sleep(1)

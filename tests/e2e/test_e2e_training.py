@@ -1,0 +1,71 @@
+"""The main job, end to end, on the embedded cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.conftest import House
+from tests.support.tiny_team import job
+from troupe.client import AsyncJobHandle
+
+pytestmark = pytest.mark.timeout(300)
+
+
+async def test_two_policies_learn_and_leave_checkpoints(house: House, models: Path) -> None:
+    handle = await house.client.submit(job(models, **{"pipeline.steps": 12}))
+    record = await handle.wait(timeout=240)
+    assert record.state == "succeeded", record
+    assert record.versions == {"solver": 12, "checker": 12}
+    assert record.after["team"] > record.before["team"] + 0.2
+
+    rows = [json.loads(s) for s in (house.data_dir / handle.id / "metrics.jsonl").open()]
+    logged = {name for row in rows for name in row}
+    assert {"solver/loss/policy", "checker/grad_norm", "reward/mean"} <= logged
+    for policy in ("solver", "checker"):
+        checkpoints = [c for c in await handle.checkpoints() if c.policy == policy]
+        assert [c.version for c in checkpoints] == [12]
+        AutoModelForCausalLM.from_pretrained(checkpoints[0].path)
+        AutoTokenizer.from_pretrained(checkpoints[0].path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["serial", "sync"])
+async def test_the_other_modes_train_too(house: House, models: Path, mode: str) -> None:
+    handle = await house.client.submit(job(models, **{"pipeline.mode": mode}))
+    record = await handle.wait(timeout=240)
+    assert record.state == "succeeded", record
+    assert record.versions == {"solver": 6, "checker": 6}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_every_service_may_be_killed_once(house: House, models: Path) -> None:
+    steps = 60
+    handle = await house.client.submit(job(models, **{"pipeline.steps": steps}))
+    names = [service.name for service in house.cluster.state.services]
+    assert len(names) >= 6  # Redis and the five
+    for number, name in enumerate(names):
+        await _reach_step(handle, 3 + 7 * number)
+        os.kill(house.pid(name), signal.SIGKILL)
+    record = await handle.wait(timeout=600)
+    assert record.state == "succeeded", record
+    assert record.step == steps
+    # One version per step: none skipped, none repeated.
+    assert record.versions == {"solver": steps, "checker": steps}
+
+
+async def _reach_step(handle: AsyncJobHandle, step: int) -> None:
+    async with asyncio.timeout(240):
+        while True:
+            record = await handle.info()
+            assert not record.state.ended, record
+            if record.step >= step:
+                return
+            await asyncio.sleep(0.1)

@@ -1,0 +1,144 @@
+"""A team small enough to train within seconds: two random policies that learn to say "a".
+
+The workflow functions and tasks are imported by the services by name (`tests.support.tiny_team`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+LETTERS = "abcdefgh ?"
+END = "<|end|>"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' or not loop.last or add_generation_prompt %}<|end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def make_model(directory: Path, *, hidden: int = 32, layers: int = 1, seed: int = 0) -> Path:
+    """Save a random Qwen3 with a character tokenizer under `directory`."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    specials = ["<|pad|>", END, "<|user|>", "<|assistant|>", "<|system|>", "<|unk|>"]
+    vocab = {token: i for i, token in enumerate([*specials, *LETTERS])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<|unk|>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<|pad|>",
+        eos_token=END,
+        unk_token="<|unk|>",
+        additional_special_tokens=specials[2:5],
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(vocab),
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            eos_token_id=vocab[END],
+            pad_token_id=vocab["<|pad|>"],
+        )
+    )
+    model.save_pretrained(directory)
+    return directory
+
+
+class Tasks:
+    """Questions of one letter; the splits share none."""
+
+    def __init__(self, split: str, size: int = 64) -> None:
+        self._letters = "abcdef" if split == "train" else "gh"
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"question": self._letters[index % len(self._letters)] + "?"}
+
+
+def share_of_a(text: str) -> float:
+    """How much of an answer is the letter a: the reward, in [0, 1]."""
+    return text.count("a") / max(1, len(text))
+
+
+async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
+    """The solver proposes, the checker criticises, the solver answers again."""
+    question = {"role": "user", "content": query["question"]}
+    draft = await agents["solver"].chat([question])
+    critique = await agents["checker"].chat(query["question"] + draft.text)
+    final = await agents["solver"].chat(
+        [question, draft, {"role": "user", "content": critique.text}]
+    )
+    score = await tools.call("score", text=final.text)
+    return {"solver": score, "checker": share_of_a(critique.text), "team": score}
+
+
+async def raises(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
+    """A bug in the user's workflow."""
+    raise RuntimeError("the user's bug")
+
+
+async def never_returns(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
+    """A workflow that hangs."""
+    await asyncio.sleep(3600)
+    return {}
+
+
+def job(models: Path, **changes: Any) -> str:
+    """YAML of a job over models made in `models`/solver and `models`/checker.
+
+    `changes` replace fields by dotted name: `job(m, **{"pipeline.mode": "sync"})`.
+    """
+    spec: dict[str, Any] = {
+        "name": "tiny",
+        "workflow": "tests.support.tiny_team:play",
+        "tasks": {"source": "tests.support.tiny_team:Tasks"},
+        "agents": {
+            name: {"policy": name, "sampling": {"max_new_tokens": 6}}
+            for name in ("solver", "checker")
+        },
+        "policies": {
+            name: {
+                "model": {"path": str(models / name)},
+                "optimizer": {"lr": 0.01},
+                "engine": {"max_context": 128},
+            }
+            for name in ("solver", "checker")
+        },
+        "tools": {"score": {"entrypoint": "tests.support.tiny_team:share_of_a"}},
+        "pipeline": {
+            "steps": 6,
+            "queries_per_step": 4,
+            "group_size": 8,
+            "micro_batch_samples": 16,
+        },
+        "evaluation": {"queries": 8},
+        "limits": {"trajectory_seconds": 30, "turn_seconds": 20, "step_seconds": 120},
+        "logging": {"tensorboard": False},
+    }
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        section = spec
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return yaml.safe_dump(spec)
