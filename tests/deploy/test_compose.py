@@ -78,7 +78,8 @@ def compose(engine: dict[str, str]) -> Iterator[Callable[..., str]]:
         if pulled.returncode:
             stand_in = (
                 "FROM python:3.11-slim\n"
-                'ENTRYPOINT ["sh", "-c", "exec \\"$@\\" --bind 0.0.0.0 --protected-mode no", "--"]\n'
+                'ENTRYPOINT ["sh", "-c", '
+                '"exec \\"$@\\" --bind 0.0.0.0 --protected-mode no", "--"]\n'
                 'CMD ["redis-server"]\n'
             )
             _run("docker", "build", "-q", "-t", REDIS, "-", env=engine, stdin=stand_in)
@@ -125,7 +126,8 @@ def test_the_example_is_trained_through_the_panel(compose: Callable[..., str]) -
         checkpoints = panel.get(f"{url}/checkpoints").json()
         assert {c["policy"] for c in checkpoints} == set(spec["policies"])
         turns = panel.get(f"{url}/trajectories").json()["trajectories"]
-        assert turns and turns[0]["turns"] >= 1
+        assert turns
+        assert turns[0]["turns"] >= 1
 
 
 def _alive(panel: httpx.Client) -> int:
