@@ -60,8 +60,11 @@ _STUB = textwrap.dedent(
 NAMES = ("experience_store", "reward", "orchestrator", "rollout", "trainer", "control_panel")
 
 
-def write_stub_services(directory: Path) -> None:
-    """Write the package `services` with one stub per real service into `directory`."""
+def write_stub_services(directory: Path, *, playing: bool = False) -> None:
+    """Write the package `services` with one stub per real service into `directory`.
+
+    `playing`: the orchestrator is one that plays its jobs (tests/support/playing_orchestrator.py).
+    """
     package = directory / "services"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -71,3 +74,9 @@ def write_stub_services(directory: Path) -> None:
         home.mkdir()
         (home / "__init__.py").touch()
         (home / "__main__.py").write_text(f"from services._stub import main\nmain({name!r})\n")
+    if playing:
+        (package / "orchestrator" / "__main__.py").write_text(
+            "import asyncio\n"
+            "from tests.support.playing_orchestrator import main\n"
+            "asyncio.run(main())\n"
+        )

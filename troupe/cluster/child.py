@@ -135,7 +135,7 @@ class Child:
                 str(TETHER),
                 str(os.getpid()),
                 *self.spec.command,
-                env={**os.environ, **self._environment()},
+                env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -145,7 +145,9 @@ class Child:
             )
 
     def _environment(self) -> dict[str, str]:
-        environment = dict(self.spec.environment)
+        # TLS is for what leaves the machine: settings for that must not reach loopback's servers.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TROUPE_TLS_")}
+        environment = inherited | dict(self.spec.environment)
         if worker := environment.get("TROUPE_WORKER_ID"):
             # A restarted worker is a new worker to the orchestrator.
             environment["TROUPE_WORKER_ID"] = f"{worker}-{self._launches}"

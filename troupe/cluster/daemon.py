@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,10 +27,13 @@ from troupe.cluster.state import (
 )
 
 
-async def run_until_signal(cluster: EmbeddedCluster) -> None:
+async def run_until_signal(
+    cluster: EmbeddedCluster, ready: Callable[[ClusterState], None] = lambda state: None
+) -> None:
     """Start `cluster` and run it until SIGINT or SIGTERM; stop it then, in order.
 
-    Raises what kept it from starting or made it fail.
+    `ready` is called once all services are healthy. Raises what kept it from starting or made it
+    fail.
     """
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
@@ -44,7 +48,7 @@ async def run_until_signal(cluster: EmbeddedCluster) -> None:
             with suppress(asyncio.CancelledError):
                 await starting
             return
-        starting.result()
+        ready(starting.result())
         failing = asyncio.create_task(cluster.failure())
         await asyncio.wait({failing, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if failing.done():

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import grpc
-import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from troupe.cluster.redis import ping
@@ -63,9 +62,19 @@ async def _ask_grpc(address: str, timeout: float) -> str | None:
 
 
 async def _ask_http(address: str, timeout: float) -> str | None:
+    # One line of HTTP: an HTTP library costs every command of the CLI a fifth of a second.
+    host, _, port = address.rpartition(":")
+    request = f"GET /healthz HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n"
     try:
-        async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
-            answer = await client.get(f"http://{address}/healthz")
-    except httpx.HTTPError as error:
-        return str(error) or type(error).__name__
-    return None if answer.status_code == 200 else f"HTTP status {answer.status_code}"
+        async with asyncio.timeout(timeout):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                writer.write(request.encode())
+                status = (await reader.readline()).decode(errors="replace").split()
+            finally:
+                writer.close()
+    except (OSError, TimeoutError) as error:
+        return str(error) or "no answer"
+    if len(status) < 2 or not status[0].startswith("HTTP/"):
+        return "not an HTTP server"
+    return None if status[1] == "200" else f"HTTP status {status[1]}"

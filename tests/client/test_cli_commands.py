@@ -1,0 +1,190 @@
+"""Commands against the orchestrator double, in this process: output, errors, exit statuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.client.conftest import Stage
+from tests.support.fake_orchestrator import S
+from troupe.client.cli import main
+from troupe.client.cli.failures import explain
+from troupe.job import JobSpec
+
+Run = Callable[..., tuple[int, str, str]]
+RUN = (S.JOB_STATE_STARTING, S.JOB_STATE_RUNNING)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main(arguments)
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def cluster(stage: Stage, job_yaml: str, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A double with a job `mine` that runs."""
+    from troupe.client import Client
+
+    monkeypatch.setenv("TROUPE_ORCHESTRATOR_ADDRESS", stage.address)
+    with Client() as client:
+        client.submit(job_yaml, job_id="mine")
+    stage.do(stage.fake.move("mine", *RUN))
+    stage.do(stage.fake.step("mine", 1, reward__mean=0.5, reward__solver__mean=0.5))
+    return stage
+
+
+def test_listing_and_showing(run: Run, cluster: Stage) -> None:
+    status, out, err = run("jobs", "list")
+    assert (status, err) == (0, "")
+    assert re.search(r"mine +running +micro_batch +1/3 +0\.500 ", out)
+    assert run("jobs", "list", "--state", "paused")[1] == "no jobs\n"
+    assert json.loads(run("jobs", "list", "--json")[1])[0]["id"] == "mine"
+
+    cluster.fake.jobs["mine"].activity = "step 2: rolling out"
+    status, out, _ = run("jobs", "show", "mine")
+    assert status == 0
+    assert "mine running after 1 of 3 steps" in out
+    assert "step 2: rolling out" in out
+    assert "/data/mine/checkpoints/solver/v3" in out
+    shown = json.loads(run("jobs", "show", "mine", "--json")[1])
+    assert shown["spec"]["pipeline"]["steps"] == 3
+
+
+def test_steering(run: Run, cluster: Stage) -> None:
+    assert run("jobs", "pause", "mine") == (0, "mine is paused\n", "")
+    assert run("jobs", "resume", "mine") == (0, "mine is submitted\n", "")
+    assert run("jobs", "cancel", "mine", "--reason", "enough") == (0, "mine is cancelled\n", "")
+    status, _, err = run("jobs", "pause", "mine")
+    assert (status, err) == (1, "error: job_id = mine: the job is cancelled.\n")
+
+
+def test_watching_to_the_end(run: Run, cluster: Stage) -> None:
+    async def end(fake) -> None:  # type: ignore[no-untyped-def]
+        await fake.step("mine", 2, reward__solver__mean=0.75)
+        await fake.move("mine", S.JOB_STATE_SUCCEEDED)
+
+    cluster.play(end)
+    status, out, _ = run("jobs", "watch", "mine")
+    assert status == 0
+    assert "step 1/3 | reward solver 0.500" in out
+    assert "step 2/3 | reward solver 0.750" in out
+    assert re.search(r"solver +0\.500 +0\.750 +\+0\.250", out)
+
+
+def test_generating(run: Run, cluster: Stage) -> None:
+    arguments = ("generate", "mine", "solver", "2+2=", "--system", "Be brief.")
+    assert run(*arguments, "--temperature", "0") == (0, "four\n", "")
+    request = cluster.fake.requests("GeneratePolicy")[0]
+    assert [(m.role, m.content) for m in request.messages] == [
+        ("system", "Be brief."),
+        ("user", "2+2="),
+    ]
+    assert json.loads(run(*arguments, "--json")[1])["output_ids"] == [7, 8]
+
+
+def test_exporting(run: Run, cluster: Stage, tmp_path: Path) -> None:
+    cluster.fake.files = {"config.json": b"{}"}
+    target = tmp_path / "out"
+    assert run("export", "mine", "solver", str(target))[0] == 0
+    assert (target / "config.json").read_bytes() == b"{}"
+    status, _, err = run("export", "mine", "solver", str(target))
+    assert status == 1
+    assert "is not empty" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("jobs", "show", "nope"), 2, r"job_id = nope: no such job\. `troupe jobs list`"),
+        (("jobs", "list", "--cluster", "x"), 2, r"address = x: this is not an address"),
+        (("jobs", "list", "--bogus"), 2, r"No such option: --bogus.*See `troupe jobs list --help`"),
+        (("frobnicate",), 2, r"No such command 'frobnicate'"),
+        (("jobs", "list", "--state", "happy"), 2, r"Invalid value for '--state'"),
+        (("train",), 2, r"JOB\.yaml: give either a job file or --resume"),
+        (("train", "nowhere.yaml"), 2, r"nowhere\.yaml: cannot be read.*Check the path"),
+        (("up", "--panel-port", "70000"), 2, r"--panel-port = 70000: .*65535"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_remedy(
+    run: Run, cluster: Stage, arguments: tuple[str, ...], status: int, message: str
+) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (status, "")
+    assert re.fullmatch(rf"error: .*{message}.*\n", err)
+    assert "Traceback" not in err
+
+
+def test_every_fault_of_a_job_file_is_a_line(run: Run, job_yaml: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(job_yaml.replace("steps: 3", "step: 3, group_size: 0"))
+    for command in (("job", "validate"), ("train",)):
+        status, _, err = run(*command, str(path))
+        lines = err.splitlines()
+        assert status == 2
+        assert "error: pipeline.step = 3: Extra inputs are not permitted. Did you mean" in err
+        assert any("pipeline.group_size = 0" in line for line in lines)
+        assert any("pipeline.steps" in line for line in lines)
+
+
+def test_set_changes_fields_before_validation(run: Run, job_yaml: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(job_yaml)
+    good = ("--set", "pipeline.steps=7", "--set", "agents.solver.sampling.temperature=0.5")
+    status, out, _ = run("job", "validate", str(path), *good)
+    assert (status, out) == (
+        0,
+        f"{path} is a valid job: 2 agents, trains checker, solver, 7 steps\n",
+    )
+    for assignment, message in (
+        ("pipeline.stps=7", "pipeline.stps = 7: Extra inputs"),
+        ("pipeline", "--set = 'pipeline': is not of the form key.path=value"),
+        ("name.first=x", "`name` is a value, not a section"),
+        ("pipeline.steps=[", "its value is not YAML"),
+    ):
+        status, _, err = run("job", "validate", str(path), "--set", assignment)
+        assert status == 2
+        assert message in err
+
+
+def test_schema_and_reference_cover_every_field(run: Run, tmp_path: Path) -> None:
+    schema = json.loads(run("job", "schema")[1])
+    assert set(schema["properties"]) == set(JobSpec.model_fields)
+    out = tmp_path / "reference.md"
+    assert run("job", "reference", "--out", str(out)) == (0, "", "")
+    page = out.read_text()
+    assert "## `policies.<name>.model`" in page
+    assert "| `lr` | number, > 0 | `1e-05` | Peak learning rate. |" in page
+    assert "| `kind` | `embedded` or `sglang` | `embedded` |" in page
+    for definition in schema["$defs"].values():
+        for field in definition["properties"]:
+            assert f"| `{field}` |" in page
+
+
+def test_version_and_help(run: Run) -> None:
+    assert run("--version")[1].startswith("troupe ")
+    status, out, _ = run("--help")
+    assert status == 0
+    for command in ("train", "up", "down", "status", "jobs", "generate", "export", "job"):
+        assert command in out
+
+
+def test_a_fault_of_ours_is_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, status = explain(KeyError("x"))
+    assert status == 1
+    assert lines == [
+        "error: unexpected KeyError: 'x'. This is a bug of Troupe; TROUPE_TRACEBACK=1 shows where."
+    ]
+    assert explain(KeyboardInterrupt()) == (["error: interrupted."], 130)
+    monkeypatch.setenv("TROUPE_TRACEBACK", "1")
+    assert "KeyError" in "".join(explain(KeyError("x"))[0])

@@ -1,0 +1,153 @@
+"""What the displays make of events: pure models, drawn into strings."""
+
+from __future__ import annotations
+
+import io
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from troupe.client import Activity, Job, JobState, MetricsLogged, Notice, StateChanged
+from troupe.client.cli.formats import change, duration, number, size, sparkline
+from troupe.client.cli.live import LiveDisplay
+from troupe.client.cli.plain import PlainDisplay
+from troupe.client.cli.progress import Progress
+from troupe.client.cli.summary import print_summary, scores
+from troupe.job import parse_job
+from troupe.rpc import Internal
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def job(job_yaml: str) -> Job:
+    return Job(
+        id="mine", name="team", state=JobState.RUNNING, mode="micro_batch", step=0, total_steps=10,
+        activity="", directory="/runs/mine", versions={"solver": 0}, metrics={},
+        before={"team_success": 0.2, "reward/solver": 0.1}, after={"team_success": 0.9},
+        created_at=START, started_at=START, ended_at=START + timedelta(seconds=75),
+        problem=None, spec_json=parse_job(job_yaml).model_dump_json(),
+    )  # fmt: skip
+
+
+def step(n: int, seconds: float, **values: float) -> MetricsLogged:
+    named = {name.replace("__", "/"): value for name, value in values.items()}
+    return MetricsLogged(START + timedelta(seconds=seconds), n, named)
+
+
+def test_progress_follows_rewards_policies_and_time(job: Job) -> None:
+    progress = Progress(job)
+    assert progress.seconds_left is None
+    progress.apply(step(0, 1, evaluation__team__mean=0.2, evaluation__reward__solver__mean=0.1))
+    assert progress.step == 0
+    progress.apply(step(1, 5, reward__solver__mean=0.3, step__seconds=4.0, solver__loss__policy=1))
+    progress.apply(step(2, 11, reward__solver__mean=0.4, step__seconds=6.0, solver__kl=0.01))
+
+    assert progress.step == 2
+    assert progress.rewards["solver"] == [0.3, 0.4]
+    assert progress.evaluation == {"team": 0.2, "solver": 0.1}
+    assert progress.seconds_left == pytest.approx(8 * 5.0)
+    policy = progress.policy("solver")
+    assert (policy.loss, policy.kl, policy.grad_norm, policy.version) == (1, 0.01, None, 0)
+
+
+def test_the_pace_is_measured_when_nobody_tells_it_and_a_pause_is_no_pace(job: Job) -> None:
+    progress = Progress(job)
+    progress.apply(step(1, 10, reward__mean=0.1))
+    assert progress.seconds_left is None
+    progress.apply(step(2, 14, reward__mean=0.1))
+    assert progress.seconds_left == pytest.approx(8 * 4.0)
+    progress.apply(StateChanged(START, JobState.PAUSED))
+    progress.apply(StateChanged(START, JobState.RUNNING))
+    progress.apply(step(3, 5000, reward__mean=0.1))
+    assert progress.seconds_left == pytest.approx(7 * 4.0)
+
+
+def test_the_plain_display_tells_every_event_but_activities(job: Job) -> None:
+    stream = io.StringIO()
+    display, progress = PlainDisplay(stream), Progress(job)
+    for event in (
+        StateChanged(START, JobState.RUNNING),
+        Activity(START, "step 1: 3 of 8", 1, 10, 3, 8),
+        step(1, 5, reward__solver__mean=0.25, rollout__tokens_per_second=1234.5),
+        Notice(START, "warning", "a worker was lost"),
+        StateChanged(START, JobState.FAILED, Internal("it broke.", field="f", value=1)),
+    ):
+        progress.apply(event)
+        display.show(progress, event)
+
+    assert stream.getvalue().splitlines() == [
+        "job mine is running",
+        "step 1/10 | reward solver 0.250 | solver v0 loss - grad - | checker loss - grad - | "
+        "1,234 tok/s | eta -",
+        "warning: a worker was lost",
+        "job mine is failed: f = 1: it broke.",
+    ]
+
+
+def test_the_live_picture_shows_all_of_it(job: Job) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
+    display, progress = LiveDisplay(console), Progress(job)
+    for n in range(1, 5):
+        progress.apply(step(n, 5 * n, reward__solver__mean=n / 4, solver__grad_norm=1.5))
+    progress.apply(step(4, 21, evaluation__reward__solver__mean=0.625))
+    progress.apply(Activity(START, "step 5: [3] of 8 trajectories", 5, 10, 3, 8))
+
+    with console.capture() as captured:
+        console.print(display.picture(progress))
+    text = captured.get()
+
+    for expected in (
+        "mine", "running", "micro_batch", "step 4/10", "eta 30s", "solver", "checker",
+        "1.000", "0.625", "▁▃▆█", "1.50", "step 5: [3] of 8 trajectories",
+    ):  # fmt: skip
+        assert expected in text
+
+
+def test_the_summary_compares_and_says_where_everything_is(job: Job) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, width=60)
+    print_summary(console, job, [], panel="http://127.0.0.1:8080")
+    text = stream.getvalue()
+
+    assert "mine running in 1m15s after 0 of 10 steps" in text
+    assert "+0.700" in text
+    assert "/runs/mine/metrics.jsonl" in text
+    assert "http://127.0.0.1:8080" in text
+
+
+def test_without_evaluation_the_training_rewards_are_compared(job: Job) -> None:
+    from dataclasses import replace
+
+    progress = Progress(job)
+    progress.apply(step(1, 5, reward__solver__mean=0.25))
+    progress.apply(step(2, 9, reward__solver__mean=0.5))
+    title, rows = scores(replace(job, before={}, after={}), progress)
+    assert (title, rows) == ("training reward", [("solver", 0.25, 0.5)])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (0.4, "0s"), (59.6, "1m00s"), (187, "3m07s"), (7500, "2h05m"), (270000, "3d03h")],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_numbers() -> None:
+    values = [None, 0, 0.00001, 0.1234, 1.5, 12.345, 123.4, 12345.6, float("nan")]
+    assert [number(v) for v in values] == [
+        "-", "0", "1.0e-05", "0.123", "1.50", "12.3", "123", "12,346", "nan",
+    ]  # fmt: skip
+    assert (size(512), size(4096), size(3 * 2**30)) == ("512 B", "4.0 KiB", "3.0 GiB")
+    assert (change(0.25, 0.5), change(None, 1)) == ("+0.250", "")
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60), st.integers(1, 30))
+def test_a_sparkline_never_fails_nor_overflows(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) <= width
+    assert sparkline([0, 1], ascii_only=True).isascii()

@@ -1,0 +1,286 @@
+"""`troupe train` as a user runs it: real processes, real signals, services that play."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.stub_services import write_stub_services
+from troupe.client.cli import main
+from troupe.cluster.daemon import stop_running
+from troupe.cluster.state import ClusterState, is_alive, read_state, running_state
+
+Capture = pytest.CaptureFixture[str]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Project:
+    """A user's directory with a job file; runs commands in it."""
+
+    def __init__(self, directory: Path, job_yaml: str, capsys: Capture) -> None:
+        self.directory = directory
+        self._capsys = capsys
+        self.runs = directory / "runs"
+        write_stub_services(directory, playing=True)
+        (directory / "job.yaml").write_text(job_yaml)
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("TROUPE_")},
+            "PYTHONPATH": str(ROOT),
+            "COLUMNS": "100",
+        }
+
+    def start(self, *arguments: str, **settings: object) -> subprocess.Popen[str]:
+        settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **settings}
+        return subprocess.Popen(
+            [sys.executable, "-m", "troupe.client.cli", *arguments],
+            cwd=self.directory,
+            env=self.environment,
+            text=True,
+            **settings,  # type: ignore[call-overload]
+        )
+
+    def run(self, *arguments: str) -> tuple[int, str, str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def main(self, *arguments: str) -> tuple[int, str, str]:
+        """As `run`, but in this process: quicker, for what needs no signals."""
+        self._capsys.readouterr()
+        status = main(arguments)
+        return status, *self._capsys.readouterr()
+
+    def gone(self) -> bool:
+        """Whether nothing of the last cluster is left."""
+        state = read_state(self.runs)
+        assert state is not None
+        left = any(is_alive(s.pid, s.created) for s in state.services)
+        return running_state(self.runs) is None and not left
+
+
+@pytest.fixture
+def project(
+    tmp_path: Path, job_yaml: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Project]:
+    directory = tmp_path / "project"
+    directory.mkdir()
+    project = Project(directory, job_yaml, capsys)
+    monkeypatch.chdir(directory)
+    monkeypatch.delenv("TROUPE_DATA_DIR")
+    yield project
+    if running_state(project.runs):
+        stop_running(project.runs)
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    """Lines of stdout up to the first that matches."""
+    assert process.stdout is not None
+    seen = ""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        line = process.stdout.readline()
+        seen += line
+        if re.search(pattern, line):
+            return seen
+        assert line, f"ended before {pattern!r}:\n{seen}"
+    raise AssertionError(f"no line {pattern!r} within 30 s:\n{seen}")
+
+
+def test_a_job_from_file_to_summary(project: Project) -> None:
+    status, out, err = project.run("train", "job.yaml", "--set", "pipeline.steps=2")
+
+    assert (status, err) == (0, "")
+    assert re.search(r"^evaluation after 0 steps \| team 0\.250$", out, re.M)
+    assert re.search(
+        r"^step 1/2 \| reward solver 0\.500 checker 0\.250 team 0\.500 \| "
+        r"solver( v\d+)? loss 0\.100 grad 1\.50 \| checker loss - grad - \| "
+        r"900 tok/s \| eta 0s$",
+        out,
+        re.M,
+    )
+    assert re.search(r"^step 2/2 ", out, re.M)
+    assert re.search(r"team_success +0\.250 +0\.875 +\+0\.625", out)
+    assert re.search(r"^metrics +\S+/metrics\.jsonl$", out, re.M)
+    assert re.search(r"^tensorboard +tensorboard --logdir \S+/tensorboard$", out, re.M)
+    assert re.search(r"^checkpoints +\S+/checkpoints/solver/v3$", out, re.M)
+    assert re.search(r"^panel +troupe up --data-dir \S+\Z", out.strip(), re.M)
+    assert project.gone()
+
+
+def test_ctrl_c_pauses_stops_everything_and_the_job_goes_on_later(project: Project) -> None:
+    process = project.start("train", "job.yaml", "--job-id", "mine", "--set", "pipeline.steps=60")
+    read_until(process, r"^step 2/60")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+
+    assert (process.returncode, err) == (130, "")
+    assert "pausing the job after its step" in out
+    assert f"resume with: troupe train --resume mine --data-dir {project.runs}" in out
+    assert project.gone()
+    jobs = (project.runs / "fake-jobs" / "mine.job").read_bytes()
+    assert jobs
+
+    process = project.start("train", "--resume", "mine")
+    out = read_until(process, r"^step [3-9]\d?/60")
+    assert "job mine is running" in out
+    assert "step 1/60" not in out  # told in the first run
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert project.gone()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_step(project: Project, job_yaml: str) -> None:
+    deaf = job_yaml.replace("name: team", "name: deaf")
+    (project.directory / "job.yaml").write_text(deaf)
+    process = project.start("train", "job.yaml", "--set", "pipeline.steps=60", "--grace", "60")
+    read_until(process, r"^step 1/60")
+    process.send_signal(signal.SIGINT)
+    read_until(process, "pausing the job")
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+
+    assert process.returncode == 130
+    assert "what is committed stays" in out
+    assert "resume with:" in out
+    assert project.gone()
+
+
+def test_ctrl_c_while_the_cluster_starts(project: Project) -> None:
+    process = project.start("train", "job.yaml")
+    read_until(process, "starting a cluster")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+
+    assert (process.returncode, err) == (130, "")
+    assert running_state(project.runs) is None
+
+
+def test_the_death_of_the_orchestrator_does_not_end_the_training(project: Project) -> None:
+    process = project.start("train", "job.yaml", "--set", "pipeline.steps=25")
+    read_until(process, r"^step 3/25")
+    state = running_state(project.runs)
+    assert state is not None
+    os.kill(_pid(state, "orchestrator"), signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+
+    assert (process.returncode, err) == (0, "")
+    assert "orchestrator was killed by SIGKILL; starting it again" in out
+    assert "orchestrator is back" in out
+    assert re.search(r"^step 25/25 ", out, re.M)
+    assert project.gone()
+
+
+def test_a_failed_job_is_one_line_and_status_1(project: Project, job_yaml: str) -> None:
+    doomed = job_yaml.replace("name: team", "name: doomed")
+    (project.directory / "job.yaml").write_text(doomed)
+    status, out, err = project.run("train", "job.yaml")
+
+    assert status == 1
+    assert re.fullmatch(
+        r"error: policies\.solver\.model\.path = /models/solver: job \S+ failed: no such directory"
+        r"\.\n",
+        err,
+    )
+    assert "doomed" in out
+    assert project.gone()
+
+
+def test_a_cluster_that_stays_is_used_and_left_running(project: Project) -> None:
+    status, out, err = project.run("train", "job.yaml", "--keep-up")
+    assert (status, err) == (0, "")
+    state = running_state(project.runs)
+    assert state is not None
+    assert re.search(rf"^panel +{state.panel_url}$", out, re.M)
+
+    process = project.start("train", "job.yaml", "--job-id", "mine", "--set", "pipeline.steps=60")
+    out = read_until(process, r"^step 1/60")
+    assert "using the cluster that runs in" in out
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+
+    assert process.returncode == 130
+    assert "the job goes on; `troupe jobs watch mine` shows it" in out
+    status, out, _ = project.main("status", "--json")
+    report = json.loads(out)
+    assert status == 0
+    assert all(s["healthy"] and s["rss_bytes"] > 2**20 for s in report["services"])
+    assert len(report["services"]) == 7
+    status, out, _ = project.main("status")
+    assert status == 0
+    assert re.search(r"orchestrator +healthy +127\.0\.0\.1:\d+", out)
+    status, out, _ = project.main("jobs", "list", "--json")
+    assert {job["id"]: job["state"] for job in json.loads(out)}["mine"] == "running"
+    assert project.main("jobs", "pause", "mine") == (0, "mine is pausing\n", "")
+
+    status, out, err = project.main("down")
+    assert (status, err) == (0, "")
+    assert project.gone()
+    for command in (("status",), ("down",), ("jobs", "list")):
+        status, _, err = project.main(*command)
+        assert status == 1
+        assert "no cluster runs in this directory. Start one with `troupe up`" in err
+
+
+def test_up_in_the_foreground_ends_with_ctrl_c(project: Project) -> None:
+    process = project.start("up", "--no-panel")
+    read_until(process, "Ctrl-C stops it")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+
+    assert (process.returncode, err) == (0, "")
+    assert project.gone()
+
+
+def test_a_service_that_cannot_start_is_one_line_and_status_1(project: Project) -> None:
+    project.runs.mkdir()
+    (project.runs / "broken-rollout").touch()
+    status, _, err = project.run("train", "job.yaml")
+
+    assert status == 1
+    assert err.count("\n") == 1
+    assert "service = rollout-0: ended with status 3" in err
+    assert "rollout-0.log" in err
+
+
+def test_on_a_terminal_the_picture_stays_in_place(project: Project) -> None:
+    master, slave = pty.openpty()
+    process = project.start(
+        "train", "job.yaml", "--set", "pipeline.steps=4", stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(master)
+
+    assert process.wait(10) == 0
+    text = shown.decode()
+    assert "training reward per step" in text
+    assert "\x1b[" in text
+    assert "█" in text
+    assert "step 4/4" in text
+    assert "+0.625" in text
+
+
+def _pid(state: ClusterState, name: str) -> int:
+    pid = next(s.pid for s in state.services if s.name == name)
+    assert pid is not None
+    return pid

@@ -1,0 +1,55 @@
+"""From an exception to what a person reads and a script tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import typer
+
+from troupe.job import JobSpecError
+from troupe.rpc.errors import AlreadyExists, InvalidArgument, NotFound, TroupeError
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+TRACEBACK_VARIABLE = "TROUPE_TRACEBACK"
+# What the user named is wrong or is not there: another input is needed, not another try.
+_INPUT_ERRORS = (InvalidArgument, NotFound, AlreadyExists)
+
+
+def explain(error: BaseException) -> tuple[list[str], int]:
+    """Lines for stderr, one per fault, and the exit status."""
+    match error:
+        case JobSpecError():
+            return [_line(str(problem)) for problem in error.problems], BAD_INPUT
+        case TroupeError():
+            return [_line(str(error))], BAD_INPUT if isinstance(error, _INPUT_ERRORS) else FAILED
+        case typer.Exit():
+            return [], error.exit_code
+        case KeyboardInterrupt() | typer.Abort():
+            return [_line("interrupted.")], INTERRUPTED
+        case SystemExit():
+            return [], error.code if isinstance(error.code, int) else FAILED
+        case BrokenPipeError():
+            # Whoever read our output has seen enough; keep the interpreter from saying so.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return [], FAILED
+    if hasattr(error, "format_message"):  # typer's own: a wrong option, a missing argument
+        return _usage(error), BAD_INPUT
+    if os.environ.get(TRACEBACK_VARIABLE):
+        return traceback.format_exception(error), FAILED
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    remedy = f"This is a bug of Troupe; {TRACEBACK_VARIABLE}=1 shows where."
+    return [_line(f"unexpected {what}. {remedy}")], FAILED
+
+
+def _usage(error: BaseException) -> list[str]:
+    message = " ".join(str(error.format_message()).split())  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    if context is None or not message:
+        return [_line(message)] if message else []
+    return [_line(f"{message} See `{context.command_path} --help`.")]
+
+
+def _line(text: str) -> str:
+    return "error: " + " ".join(text.split())

@@ -1,0 +1,77 @@
+"""Where `troupe train` works: a cluster of its own, one that runs here, or one far away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from troupe.client.address import check_address
+from troupe.client.aio import AsyncClient
+from troupe.client.cli.interrupts import Interrupts
+from troupe.cluster.daemon import start_detached
+from troupe.cluster.embedded import EmbeddedCluster
+from troupe.cluster.settings import ClusterSettings
+from troupe.cluster.state import ClusterState, running_state
+from troupe.rpc.settings import ClientSettings
+
+
+@dataclass(frozen=True)
+class Session:
+    """A cluster in use."""
+
+    client: AsyncClient
+    panel: str
+    # Ours: it ends with the command. None: it goes on without us.
+    own: EmbeddedCluster | None
+
+
+@asynccontextmanager
+async def open_session(
+    settings: ClusterSettings,
+    *,
+    address: str | None,
+    keep_up: bool,
+    interrupts: Interrupts,
+    say: Callable[[str], None],
+) -> AsyncIterator[Session]:
+    """Find or start a cluster; one of our own is stopped at the end, whatever happens.
+
+    Raises `Interrupted` when a signal comes while it starts, and what keeps it from starting.
+    """
+    own: EmbeddedCluster | None = None
+    try:
+        if address is not None:
+            target, panel = check_address(address), ""
+            client_settings = ClientSettings()
+        else:
+            state = running_state(settings.data_dir)
+            if state is not None:
+                say(f"using the cluster that runs in {settings.data_dir}")
+            elif keep_up:
+                say(f"starting a cluster in {settings.data_dir} (`troupe down` stops it)")
+                state = await interrupts.guard(asyncio.to_thread(start_detached, settings))
+            else:
+                say(f"starting a cluster in {settings.data_dir}")
+                own = EmbeddedCluster(settings, tell=say)
+                state = await interrupts.guard(own.start())
+            target, panel = state.orchestrator_address, state.panel_url
+            client_settings = embedded_client_settings()
+            say(_places(state))
+        async with AsyncClient(target, settings=client_settings) as client:
+            yield Session(client, panel, own)
+    finally:
+        if own is not None:
+            say("stopping the cluster")
+            await own.stop()
+
+
+def embedded_client_settings() -> ClientSettings:
+    """An embedded cluster speaks without TLS, whatever the environment says of others."""
+    return ClientSettings().model_copy(update={"tls_ca": None, "tls_cert": None, "tls_key": None})
+
+
+def _places(state: ClusterState) -> str:
+    panel = f"panel {state.panel_url}, " if state.panel_url else ""
+    return f"cluster is up: {panel}logs {state.data_dir / 'logs'}"
