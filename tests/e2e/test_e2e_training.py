@@ -23,7 +23,7 @@ async def test_two_policies_learn_and_leave_checkpoints(house: House, models: Pa
     record = await handle.wait(timeout=240)
     assert record.state == "succeeded", record
     assert record.versions == {"solver": 12, "checker": 12}
-    assert record.after["team"] > record.before["team"] + 0.2
+    assert record.after["team_success"] > record.before["team_success"] + 0.2
 
     rows = [json.loads(s) for s in (house.data_dir / handle.id / "metrics.jsonl").open()]
     logged = {name for row in rows for name in row}

@@ -56,21 +56,23 @@ function drawCharts() {
   });
 }
 
+// The newest held-out value of what `before` and `after` call `name`.
+function heldOut(name) {
+  const metric = name === "team_success" ? "evaluation/team/mean" : `evaluation/${name}/mean`;
+  return job.after[name] ?? job.metrics[metric] ?? job.before[name];
+}
+
 function drawTiles() {
   const m = job.metrics;
-  const change = (name) => {
-    const from = job.before[name];
-    const to = job.after[name] ?? m[`eval/${name}`];
-    return from === undefined || to === undefined ? null : to - from;
-  };
   const tiles = [
     ["step", `${job.step} / ${job.total_steps}`, eta()],
     ["tokens/s", number(m["rollout/tokens_per_second"])],
     ["seconds/step", number(m["step/seconds"])],
   ];
   for (const [name, value] of Object.entries(job.before)) {
-    const now = job.after[name] ?? m[`eval/${name}`];
-    tiles.push([`held-out ${name}`, now === undefined ? number(value) : `${number(value)} → ${number(now)}`, change(name)]);
+    const now = heldOut(name);
+    const label = `held-out ${name.replace("_", " ")}`;
+    tiles.push(now === value ? [label, number(value)] : [label, `${number(value)} → ${number(now)}`, now - value]);
   }
   byId("tiles").replaceChildren(
     ...tiles.map(([label, value, extra]) =>
