@@ -1,0 +1,1 @@
+"""Trainer service: workers that bind a policy, accumulate gradients, step, publish, commit."""

@@ -1,0 +1,18 @@
+"""`python -m services.trainer`."""
+
+from __future__ import annotations
+
+from services.chassis.app import Service, run
+from services.chassis.telemetry import Telemetry
+from services.trainer.settings import TrainerSettings
+
+
+def make_service(settings: TrainerSettings, telemetry: Telemetry) -> Service:
+    """Only now import torch: the chassis has set the thread budget."""
+    from services.trainer.server import TrainerService
+
+    return TrainerService(settings, telemetry)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(make_service, TrainerSettings))

@@ -1,0 +1,216 @@
+"""A policy that holds this worker's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+import torch
+
+from services.trainer.checkpoint import checkpoint_path, save_checkpoint
+from services.trainer.learner import Learner
+from services.trainer.policy_model import check_tokenizer, load_model, load_tokenizer
+from services.trainer.publication import Publication
+from services.trainer.settings import TrainerSettings
+from services.trainer.state import StateStore, TrainingState
+from troupe.job import JobSpec
+from troupe.rpc import FailedPrecondition, new_id
+from troupe.states import BINDING, check
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import trainer_pb2
+
+log = structlog.get_logger("troupe.trainer")
+
+
+class Binding:
+    """The training state of one policy, in memory and on disk, at one committed version.
+
+    Methods that say *blocking* belong into the compute thread (or, where they say so, any
+    thread); the rest into the event loop.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        policy: str,
+        spec: JobSpec,
+        spec_json: str,
+        settings: TrainerSettings,
+        transfer: Transfer,
+        device: torch.device,
+    ) -> None:
+        self.job_id, self.policy, self.spec, self.spec_json = job_id, policy, spec, spec_json
+        # Distinguishes this binding's claims from those of any earlier one.
+        self.claimant = f"{settings.worker_id}/{new_id('binding')}"
+        self.state: pb.BindingState.ValueType = pb.BINDING_STATE_BINDING
+        self.weights = pb.WeightsRef()
+        self.step = 0
+        self.samples = 0
+        self.on_change: Callable[[], None] = lambda: None
+        # The model in memory may be ahead of the committed version.
+        self.dirty = False
+        self._settings = settings
+        self._device = device
+        self._states = StateStore(
+            settings.data_dir, job_id, policy, sync=settings.trainer_sync_files
+        )
+        self._publication = Publication(transfer, job_id, policy)
+        self._learner: Learner | None = None
+        self._tokenizer: Any = None
+
+    @property
+    def trainable(self) -> bool:
+        """False for a frozen policy, which is only published."""
+        return self.spec.policies[self.policy].trainable
+
+    @property
+    def version(self) -> int:
+        """The committed version."""
+        return self.weights.version
+
+    @property
+    def learner(self) -> Learner:
+        """The policy's learner; only after `load`."""
+        assert self._learner is not None, "load() comes first"
+        return self._learner
+
+    def move(self, target: pb.BindingState.ValueType) -> None:
+        """Go to `target`; raises IllegalTransition where the table has no such move."""
+        if target != self.state:
+            check(BINDING, self.state, target)
+            self.state = target
+            self.on_change()
+
+    def status(self) -> trainer_pb2.BindingStatus:
+        """What ListBindings and heartbeats tell."""
+        return trainer_pb2.BindingStatus(
+            job_id=self.job_id,
+            policy=self.policy,
+            state=self.state,
+            version=self.version,
+            step=self.step,
+            samples=self.samples,
+        )
+
+    def load(self, version: int, checksum: str) -> None:
+        """Load model and state of `version`, and publish its weights. Blocking.
+
+        `checksum` is the ledger's, or empty on a new job. Repeating it on a loaded binding
+        changes nothing but what is missing. Raises InvalidArgument for a model or tokenizer
+        that cannot be used, FailedPrecondition or DataLoss for state that is not there.
+        """
+        if self._learner is None:
+            self._learner = self._make_learner()
+        kept = self.trainable and self._states.exists(version, checksum)
+        if version > 0 or kept:
+            self._restore(version, checksum)
+        tensors = self._learner.published()
+        self.weights = self._publication.ensure(version, tensors, checksum)
+        if self.trainable and not kept:
+            self._states.save(self._snapshot(self.weights))
+        if self._learner.needs_reference and self.trainable:
+            self._learner.set_reference(self._states.load(0).weights)
+
+    def ensure_published(self) -> None:
+        """Publish the committed version again if it has gone. Blocking."""
+        checksum = self.weights.checksum
+        self._publication.ensure(self.version, self.learner.published(), checksum)
+
+    def persist(self) -> pb.WeightsRef:
+        """Publish the stepped weights as the next version and make its state durable. Blocking.
+
+        Neither is the truth before the commit. Raises StorageFull, ResourceExhausted.
+        """
+        weights = self._publication.publish(self.version + 1, self.learner.published())
+        self._states.save(self._snapshot(weights))
+        return weights
+
+    def adopt(self, weights: pb.WeightsRef) -> None:
+        """Make `weights`, which a commit names, the version of this binding. Blocking.
+
+        Loads them from disk where they are not what memory holds.
+        """
+        ours = (self.weights.version, self.weights.checksum)
+        if self.dirty or ours != (weights.version, weights.checksum):
+            self._restore(weights.version, weights.checksum)
+            self.weights = weights
+            self.ensure_published()
+        self._prune()
+
+    def confirm(self, weights: pb.WeightsRef) -> None:
+        """The step in memory was committed as `weights`. Blocking, in any thread."""
+        self.dirty = False
+        self.weights = weights
+        self._prune()
+
+    def reset(self) -> None:
+        """Go back to the committed version, without gradients. Blocking."""
+        if self.dirty:
+            self._restore(self.version, self.weights.checksum)
+        else:
+            self.learner.discard()
+
+    def save_checkpoint(self, version: int) -> tuple[str, int]:
+        """Write the checkpoint of a kept version: its path and bytes. Blocking, in any thread.
+
+        Raises FailedPrecondition of kind "version_not_kept", ResourceExhausted of kind
+        "storage_full".
+        """
+        path = checkpoint_path(self._settings.data_dir, self.job_id, self.policy, version)
+        weights: dict[str, torch.Tensor] = {}
+        if not path.is_dir():
+            if self._states.exists(version):
+                checksum = self.weights.checksum if version == self.version else ""
+                weights = self._states.load(version, checksum).weights
+            elif not self.trainable and version == self.version:
+                weights = self.learner.weights()
+            else:
+                kept = ", ".join(map(str, self._states.versions())) or "none"
+                raise FailedPrecondition(
+                    f"version {version} of policy {self.policy} is not kept",
+                    kind="version_not_kept",
+                    field="version",
+                    value=version,
+                    remedy=f"Ask for one of: {kept}.",
+                )
+        dtype = getattr(torch, self.spec.policies[self.policy].model.dtype)
+        weights = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
+        keep = self.spec.checkpoint.keep
+        size = save_checkpoint(path, self.learner.model, weights, self._tokenizer, keep=keep)
+        return str(path), size
+
+    def _make_learner(self) -> Learner:
+        policy = self.spec.policies[self.policy]
+        settings = self._settings
+        model = load_model(self.policy, policy, self.spec.seed)
+        self._tokenizer = load_tokenizer(self.policy, policy)
+        check_tokenizer(self.policy, policy, self._tokenizer, model)
+        return Learner(
+            model,
+            self.spec,
+            self.policy,
+            device=self._device,
+            forward_tokens=settings.trainer_forward_tokens,
+            share_prefixes=settings.trainer_share_prefixes,
+            skip_zero_advantages=settings.trainer_skip_zero_advantages,
+        )
+
+    def _restore(self, version: int, checksum: str) -> None:
+        self.dirty = True  # until all of it is back
+        state = self._states.load(version, checksum)
+        self.learner.restore(state.weights, state.moments)
+        self.dirty = False
+        log.info("state loaded", job_id=self.job_id, policy=self.policy, version=version)
+
+    def _snapshot(self, weights: pb.WeightsRef) -> TrainingState:
+        learner = self.learner
+        return TrainingState(
+            weights.version, weights.checksum, learner.weights(), learner.moments()
+        )
+
+    def _prune(self) -> None:
+        keep = self._settings.trainer_keep_states
+        self._states.prune(self.version, keep, first=self.learner.needs_reference)
+        self._publication.prune(self.version, keep)

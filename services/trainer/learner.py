@@ -1,0 +1,291 @@
+"""One policy's model, gradients and optimizer: accumulate micro-batches, then step once.
+
+No I/O and no event loop: the worker calls it from its compute thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.trainer.batching import plan
+from services.trainer.forward import costs_of, response_logits, supports_sharing
+from services.trainer.optimizer import (
+    Moments,
+    export_moments,
+    import_moments,
+    learning_rate,
+    make_optimizer,
+)
+from services.trainer.rows import Row, response_lengths
+from services.trainer.summary import BatchSummary
+from troupe.algorithms import (
+    TokenStatistics,
+    group_advantages,
+    grpo_loss_sum,
+    normalizer,
+    selective_log_softmax,
+    token_weights,
+)
+from troupe.job import JobSpec
+
+# Tokens of a forward pass: on a CPU what stays in its caches, on a GPU what fills it.
+_FORWARD_TOKENS = {"cpu": 1024, "cuda": 16384}
+# Logits of one forward pass, in bytes of float32.
+_LOGITS_BYTES = 256 << 20
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What became of a step's gradients."""
+
+    applied: bool
+    # Why not, when not.
+    reason: str
+    metrics: dict[str, float]
+
+
+@dataclass
+class _Sums:
+    """What accumulates between two steps, besides the gradients themselves."""
+
+    normalizer: int = 0
+    tokens: TokenStatistics = field(default_factory=TokenStatistics)
+    summary: BatchSummary = field(default_factory=BatchSummary)
+    micro_batches: int = 0
+    seconds: float = 0.0
+    # Set once a loss is not finite: the rest of the step is only counted.
+    broken: str = ""
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """The step was given up while it computed."""
+
+
+class Learner:
+    """Trains the model of one policy on one device."""
+
+    def __init__(
+        self,
+        model: Any,
+        spec: JobSpec,
+        policy: str,
+        *,
+        device: torch.device | None = None,
+        forward_tokens: int = 0,
+        share_prefixes: bool = True,
+        skip_zero_advantages: bool = True,
+    ) -> None:
+        self._device = device or torch.device("cpu")
+        self.model = model.to(self._device)
+        self._job = spec
+        self._policy = spec.policies[policy]
+        self._optimizer = make_optimizer(self.model, self._policy.optimizer)
+        self._reference: Any = None
+        self._sums = _Sums()
+        self._budget = forward_tokens or _FORWARD_TOKENS.get(self._device.type, 4096)
+        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._limit = max(1, _LOGITS_BYTES // (4 * self.vocabulary))
+        self._sharing = None
+        if share_prefixes and self._policy.trainable and supports_sharing(self.model):
+            self._sharing = costs_of(self.model)
+        self._skip_zero = skip_zero_advantages
+
+    @property
+    def num_parameters(self) -> int:
+        """Distinct parameters."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss contains a divergence from the first version."""
+        return self._job.algorithm.kl_coefficient > 0
+
+    def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Keep a frozen copy of the model with these weights for the divergence."""
+        self._reference = copy.deepcopy(self.model).requires_grad_(False)
+        _copy_into(self._reference, weights)
+
+    # Accumulation.
+
+    def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
+        """Add the gradient of these rows' summed loss. Raises `Stopped` between passes."""
+        started = time.perf_counter()
+        sums, algorithm = self._sums, self._job.algorithm
+        lengths = response_lengths(rows)
+        advantages = group_advantages(
+            [row.reward for row in rows],
+            [row.group_rewards for row in rows],
+            scale_by_std=algorithm.scale_by_std,
+        )
+        sums.micro_batches += 1
+        sums.normalizer += normalizer(lengths, algorithm.normalize)
+        sums.summary.add(rows, advantages.numpy())
+        chosen = self._with_gradient(advantages)
+        if not sums.broken and chosen:
+            kept = [rows[i] for i in chosen]
+            self._backward(kept, advantages[chosen], stop)
+        sums.seconds += time.perf_counter() - started
+
+    def _with_gradient(self, advantages: torch.Tensor) -> list[int]:
+        """Rows whose loss has a gradient: all, unless only the advantage makes one."""
+        algorithm = self._job.algorithm
+        pure = algorithm.kl_coefficient == 0 and algorithm.entropy_coefficient == 0
+        if self._skip_zero and pure:
+            return [i for i, a in enumerate(advantages.tolist()) if a != 0.0]
+        return list(range(len(advantages)))
+
+    def _backward(
+        self, rows: list[Row], advantages: torch.Tensor, stop: threading.Event | None
+    ) -> None:
+        algorithm, device = self._job.algorithm, self._device
+        lengths = response_lengths(rows)
+        behaviour = torch.from_numpy(np.concatenate([row.behaviour for row in rows])).to(device)
+        spread = torch.repeat_interleave(advantages, torch.tensor(lengths))
+        spread = spread.to(device, torch.float32)
+        weights = token_weights(lengths, algorithm.normalize).to(device, torch.float32)
+        for piece in plan(rows, self._budget, sharing=self._sharing, limit=self._limit):
+            if stop is not None and stop.is_set():
+                raise Stopped
+            here = piece.to(device)
+            with self._autocast():
+                logits = response_logits(self.model, here)
+            logprobs, entropy = selective_log_softmax(logits, here.targets)
+            reference = self._reference_logprobs(here)
+            loss = grpo_loss_sum(
+                logprobs,
+                behaviour[here.order],
+                spread[here.order],
+                weights[here.order],
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                reference_logprobs=reference,
+                kl_coefficient=algorithm.kl_coefficient,
+                entropy=entropy,
+                entropy_coefficient=algorithm.entropy_coefficient,
+            )
+            if not torch.isfinite(loss):
+                self._sums.broken = f"the loss of a micro-batch is {loss.item()}"
+                return
+            torch.autograd.backward(loss)
+            self._sums.tokens.add(
+                loss,
+                logprobs,
+                behaviour[here.order],
+                spread[here.order],
+                entropy,
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                reference_logprobs=reference,
+            )
+
+    def _reference_logprobs(self, piece: Any) -> torch.Tensor | None:
+        if self._reference is None:
+            return None
+        with torch.no_grad(), self._autocast():
+            return selective_log_softmax(response_logits(self._reference, piece), piece.targets)[0]
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._policy.model.dtype == "bfloat16":
+            return torch.autocast(self._device.type, dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    # The step.
+
+    def apply(self, version: int) -> Applied:
+        """Step once with what was accumulated since the last step, if it is finite.
+
+        A step that is not applied leaves the weights and the optimizer bitwise as they were.
+        """
+        started = time.perf_counter()
+        sums, optimizer = self._sums, self._policy.optimizer
+        metrics = sums.summary.metrics(version) | sums.tokens.metrics()
+        total = max(sums.normalizer, 1)
+        if sums.tokens.tokens:
+            metrics["loss/policy"] = float(sums.tokens.loss) / total
+        reason = sums.broken
+        if not reason and not sums.normalizer:
+            reason = "no sample has a response token"
+        if not reason:
+            norm = self._scale_gradients(total, optimizer.max_grad_norm)
+            if norm == norm and norm != float("inf"):
+                metrics["grad_norm"] = norm
+            else:
+                reason = f"the norm of the gradient is {norm}"
+        if not reason:
+            rate = learning_rate(optimizer, version, self._job.pipeline.steps)
+            metrics["lr"] = rate
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        seconds = sums.seconds + time.perf_counter() - started
+        metrics["train/seconds"] = seconds
+        metrics["train/micro_batches"] = float(sums.micro_batches)
+        self.discard()
+        return Applied(not reason, reason, metrics)
+
+    def _scale_gradients(self, total: int, max_norm: float) -> float:
+        """Divide the summed gradients by N, clip; returns their norm before the clip."""
+        grads = []
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                # Every sample of the step had advantage zero: a step of size zero.
+                parameter.grad = torch.zeros_like(parameter)
+            grads.append(parameter.grad)
+        torch._foreach_div_(grads, float(total))
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, foreach=True)
+        return float(norm)
+
+    def discard(self) -> None:
+        """Forget what was accumulated."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._sums = _Sums()
+
+    # State.
+
+    def published(self) -> Tensors:
+        """What engines load: distinct parameters and persistent buffers, in the spec's type.
+
+        Float32 tensors are the model's own: copy or store them before the next step.
+        """
+        dtype = getattr(torch, self._policy.model.dtype)
+        return {
+            name: t.to(dtype) if t.is_floating_point() else t for name, t in self.weights().items()
+        }
+
+    def weights(self) -> Tensors:
+        """Distinct parameters and persistent buffers in full precision; not a copy."""
+        named: Tensors = {name: p.detach() for name, p in self.model.named_parameters()}
+        known = {t.data_ptr() for t in named.values()}
+        for name, tensor in self.model.state_dict().items():
+            if name not in named and tensor.data_ptr() not in known:
+                named[name] = tensor.detach()
+        return named
+
+    def moments(self) -> Moments:
+        """The optimizer's state; not a copy."""
+        return export_moments(self.model, self._optimizer)
+
+    def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
+        """Take over weights and moments; forgets accumulated gradients."""
+        self.discard()
+        _copy_into(self.model, weights)
+        import_moments(self.model, self._optimizer, moments)
+
+
+def _copy_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    result = model.load_state_dict(dict(weights), strict=False)
+    named = {name for name, _ in model.named_parameters()}
+    missing = sorted(named & set(result.missing_keys))
+    if missing or result.unexpected_keys:
+        raise ValueError(f"weights do not fit: missing {missing}, extra {result.unexpected_keys}")

@@ -1,0 +1,131 @@
+"""A policy's model and tokenizer, from a directory, a hub id or a configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from troupe.job import PolicySpec
+from troupe.rpc import InvalidArgument
+
+_HUB_REMEDY = (
+    "Give an existing directory with config.json and weights, or a hub id ('owner/name') "
+    "that this machine can reach or has in its cache."
+)
+
+
+def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
+    """The model of `policy` with its first weights: float32, evaluation mode, on the CPU.
+
+    Random weights depend only on `seed` and the policy's name. Raises InvalidArgument of
+    kind "model_not_found", "model_unreadable" or "model_config_invalid", naming the field.
+    """
+    from transformers import AutoModelForCausalLM
+
+    source = spec.model
+    if source.config is not None:
+        model = _from_config(policy, source.config, seed)
+    else:
+        assert source.path is not None  # spec: exactly one of path and config
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                source.path, revision=source.revision, dtype=torch.float32
+            )
+        except Exception as error:
+            raise _explain(policy, source.path, error) from error
+    model.eval()  # dropout would make every token off-policy
+    return model
+
+
+def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
+    """The tokenizer of `policy`. Raises InvalidArgument of kind "tokenizer_not_found"."""
+    from transformers import AutoTokenizer
+
+    source = spec.model.tokenizer_source
+    try:
+        return AutoTokenizer.from_pretrained(source, revision=spec.model.revision)
+    except Exception as error:
+        raise InvalidArgument(
+            f"no tokenizer could be loaded: {_first_line(error)}",
+            kind="tokenizer_not_found",
+            field=_tokenizer_field(policy, spec),
+            value=source,
+            remedy="Give a directory with tokenizer.json, or a hub id that can be reached.",
+        ) from error
+
+
+def check_tokenizer(policy: str, spec: PolicySpec, tokenizer: Any, model: Any) -> None:
+    """Raise InvalidArgument of kind "tokenizer_mismatch" unless the model knows every token.
+
+    A model may have more tokens than its tokenizer (padded vocabularies do).
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= rows:
+        raise InvalidArgument(
+            f"the tokenizer has token ids up to {highest}, the model has {rows} embeddings",
+            kind="tokenizer_mismatch",
+            field=_tokenizer_field(policy, spec),
+            value=spec.model.tokenizer_source,
+            remedy=f"Use the model's own tokenizer, or a model with vocab_size > {highest}.",
+        )
+
+
+def policy_seed(seed: int, policy: str) -> int:
+    """A seed of its own for each policy of a job."""
+    digest = hashlib.sha256(f"{seed}/{policy}".encode()).digest()
+    return int.from_bytes(digest[:7], "little")
+
+
+def _from_config(policy: str, values: dict[str, Any], seed: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    field = f"policies.{policy}.model.config"
+    settings = dict(values)
+    model_type = settings.pop("model_type", None)
+    if not model_type:
+        raise InvalidArgument(
+            "the configuration has no `model_type`",
+            kind="model_config_invalid",
+            field=field,
+            remedy="Add for example `model_type: qwen3`.",
+        )
+    try:
+        config = AutoConfig.for_model(model_type, **settings)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(policy_seed(seed, policy))
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise InvalidArgument(
+            f"no model can be made from it: {_first_line(error)}",
+            kind="model_config_invalid",
+            field=field,
+            value=model_type,
+            remedy="See the transformers documentation of this model type's configuration.",
+        ) from error
+
+
+def _explain(policy: str, path: str, error: Exception) -> InvalidArgument:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
+    kind, message = "model_not_found", f"no model could be loaded: {_first_line(error)}"
+    if looks_local and not os.path.isdir(path):
+        message = "there is no such directory"
+    elif not isinstance(error, OSError):
+        kind, message = "model_unreadable", f"the model cannot be read: {_first_line(error)}"
+    return InvalidArgument(
+        message, kind=kind, field=f"policies.{policy}.model.path", value=path, remedy=_HUB_REMEDY
+    )
+
+
+def _tokenizer_field(policy: str, spec: PolicySpec) -> str:
+    leaf = "tokenizer" if spec.model.tokenizer is not None else "path"
+    return f"policies.{policy}.model.{leaf}"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text or type(error).__name__

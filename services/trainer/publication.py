@@ -1,0 +1,74 @@
+"""Published weights of one policy: where engines find them, and for how long."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from troupe.rpc import FailedPrecondition
+from troupe.transfer import Corrupt, KeyNotFound, Transfer, checksum_of
+from troupe.v1 import common_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+class Publication:
+    """Puts versions into the transfer layer and takes old ones out."""
+
+    def __init__(self, transfer: Transfer, job_id: str, policy: str) -> None:
+        self._transfer = transfer
+        self._job, self._policy = job_id, policy
+
+    def key(self, version: int) -> str:
+        """Where `version` is."""
+        return f"{self._job}/{self._policy}/weights@{version}"
+
+    def publish(self, version: int, tensors: dict[str, torch.Tensor]) -> pb.WeightsRef:
+        """Store a copy of `tensors` as `version`. Raises StorageFull."""
+        metadata = {"job_id": self._job, "policy": self._policy}
+        manifest = self._transfer.set(self.key(version), tensors, metadata=metadata)
+        return self._reference(version, manifest.checksum, manifest.num_bytes)
+
+    def ensure(
+        self, version: int, tensors: dict[str, torch.Tensor], expected: str
+    ) -> pb.WeightsRef:
+        """Publish unless whole bytes of this content are there; a no-op when repeated.
+
+        Raises FailedPrecondition of kind "weights_changed" when `expected` (the ledger's
+        checksum, or empty) is not that of `tensors`.
+        """
+        checksum = checksum_of(tensors)
+        if expected and checksum != expected:
+            raise FailedPrecondition(
+                f"version {version} of policy {self._policy} has checksum {checksum} here, the "
+                f"ledger holds {expected}",
+                kind="weights_changed",
+                field=f"policies.{self._policy}.model",
+                value=version,
+                remedy="Restore the model that the job was started with, or start a new job.",
+            )
+        try:
+            manifest = self._transfer.get(self.key(version), expected_checksum=checksum)[1]
+        except (KeyNotFound, Corrupt) as error:
+            log.info("publishing %s: %s", self.key(version), error.message)
+            return self.publish(version, tensors)
+        return self._reference(version, checksum, manifest.num_bytes)
+
+    def prune(self, newest: int, keep: int) -> None:
+        """Delete all versions but the `keep` newest up to `newest`."""
+        prefix = f"{self._job}/{self._policy}/weights@"
+        for key in self._transfer.keys(prefix):
+            version = key.removeprefix(prefix)
+            if version.isdigit() and int(version) <= newest - keep:
+                self._transfer.delete(key)
+
+    def _reference(self, version: int, checksum: str, num_bytes: int) -> pb.WeightsRef:
+        return pb.WeightsRef(
+            job_id=self._job,
+            policy=self._policy,
+            version=version,
+            key=self.key(version),
+            checksum=checksum,
+            num_bytes=num_bytes,
+        )

@@ -1,0 +1,98 @@
+"""Samples as the trainer computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from troupe import tensors
+from troupe.rpc import FailedPrecondition
+from troupe.v1 import experience_store_pb2 as store_pb
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample of the policy being trained."""
+
+    sample_id: str
+    # int64 [prompt_len + response_len]
+    ids: Ints
+    prompt_length: int
+    # float32 [response_len]: log-probs under the engine that generated the response.
+    behaviour: Floats
+    reward: float
+    # Rewards of its whole group, its own included.
+    group_rewards: tuple[float, ...]
+    # Version that generated its first token.
+    version: int
+
+    @property
+    def response_length(self) -> int:
+        """Tokens that carry the loss."""
+        return len(self.ids) - self.prompt_length
+
+
+def parse_rows(claimed: Iterable[store_pb.ClaimedSample], vocabulary: int) -> list[Row]:
+    """The rows of a claim in the order of their ids, whatever order they were claimed in.
+
+    Raises ChecksumError, or FailedPrecondition of kind "malformed_sample".
+    """
+    rows = [_parse(item) for item in claimed]
+    for row in rows:
+        if row.ids.size and (row.ids.min() < 0 or row.ids.max() >= vocabulary):
+            raise _malformed(
+                row.sample_id,
+                f"token id {int(row.ids.max())} is outside the policy's vocabulary of {vocabulary}",
+                "Check that engine and trainer use the same model and tokenizer.",
+            )
+    return sorted(rows, key=lambda row: row.sample_id)
+
+
+def _parse(item: store_pb.ClaimedSample) -> Row:
+    sample = item.sample
+    prompt = tensors.from_proto(sample.prompt_ids)
+    response = tensors.from_proto(sample.response_ids)
+    behaviour = tensors.from_proto(sample.logprobs).astype(np.float32, copy=False)
+    for name, array in (
+        ("prompt_ids", prompt),
+        ("response_ids", response),
+        ("logprobs", behaviour),
+    ):
+        if array.ndim != 1:
+            raise _malformed(sample.sample_id, f"{name} has shape {list(array.shape)}", _BUG)
+    if len(behaviour) != len(response):
+        text = f"{len(response)} response tokens but {len(behaviour)} log-probs"
+        raise _malformed(sample.sample_id, text, _BUG)
+    if len(prompt) == 0:
+        raise _malformed(sample.sample_id, "the prompt is empty", "Begin prompts with a token.")
+    if not sample.HasField("reward"):
+        raise _malformed(sample.sample_id, "it has no reward", _BUG)
+    return Row(
+        sample_id=sample.sample_id,
+        ids=np.concatenate([prompt, response]).astype(np.int64, copy=False),
+        prompt_length=len(prompt),
+        behaviour=behaviour,
+        reward=sample.reward,
+        group_rewards=tuple(item.group_rewards) or (sample.reward,),
+        version=sample.versions[0].version if sample.versions else 0,
+    )
+
+
+def response_lengths(rows: Sequence[Row]) -> list[int]:
+    """Response length of each row."""
+    return [row.response_length for row in rows]
+
+
+_BUG = "This is a fault of the service that appended the sample; report it with the sample id."
+
+
+def _malformed(sample_id: str, message: str, remedy: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        message, kind="malformed_sample", field="sample_id", value=sample_id, remedy=remedy
+    )

@@ -1,0 +1,92 @@
+"""The Trainer servicer: validate, translate, call the worker."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from services.chassis.heartbeat import Heartbeat
+from services.chassis.telemetry import Telemetry
+from services.trainer.settings import TrainerSettings
+from services.trainer.worker import TrainerWorker
+from troupe.rpc import InvalidArgument
+from troupe.v1 import trainer_pb2, trainer_pb2_grpc
+
+
+class TrainerService(trainer_pb2_grpc.TrainerServicer):
+    """`troupe.v1.Trainer` over one worker."""
+
+    name = "troupe.v1.Trainer"
+
+    def __init__(self, settings: TrainerSettings, telemetry: Telemetry) -> None:
+        self.worker = TrainerWorker(settings, telemetry)
+        self._heartbeat = Heartbeat(settings, self.worker.heartbeat)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the servicer."""
+        trainer_pb2_grpc.add_TrainerServicer_to_server(self, server)
+
+    async def start(self) -> None:
+        """Open channels and begin to beat."""
+        await self.worker.start()
+        await self._heartbeat.start()
+
+    async def stop(self, grace: float) -> None:
+        """Give claimed samples back and leave."""
+        await self._heartbeat.stop()
+        await self.worker.stop()
+
+    async def Bind(
+        self, request: trainer_pb2.BindRequest, context: Any
+    ) -> trainer_pb2.BindResponse:
+        """Load a policy and publish its weights."""
+        _require(request, "job_id", "policy", "spec_json")
+        if request.version < 0:
+            raise InvalidArgument("is negative", field="version", value=request.version)
+        binding = await self.worker.bind(
+            request.job_id, request.policy, request.spec_json, request.version, request.checksum
+        )
+        return trainer_pb2.BindResponse(
+            weights=binding.weights, num_parameters=binding.learner.num_parameters
+        )
+
+    async def RunStep(
+        self, request: trainer_pb2.RunStepRequest, context: Any
+    ) -> AsyncIterator[trainer_pb2.StepEvent]:
+        """Run or join a step."""
+        _require(request, "job_id", "policy")
+        events = self.worker.run_step(request.job_id, request.policy, request.step, request.version)
+        async for event in events:
+            yield event
+
+    async def SaveCheckpoint(
+        self, request: trainer_pb2.SaveCheckpointRequest, context: Any
+    ) -> trainer_pb2.SaveCheckpointResponse:
+        """Write a checkpoint."""
+        _require(request, "job_id", "policy")
+        path, size = await self.worker.save_checkpoint(
+            request.job_id, request.policy, request.version
+        )
+        return trainer_pb2.SaveCheckpointResponse(path=path, num_bytes=size)
+
+    async def Release(
+        self, request: trainer_pb2.ReleaseRequest, context: Any
+    ) -> trainer_pb2.ReleaseResponse:
+        """Give a policy up."""
+        _require(request, "job_id", "policy")
+        await self.worker.release(request.job_id, request.policy)
+        return trainer_pb2.ReleaseResponse()
+
+    async def ListBindings(
+        self, request: trainer_pb2.ListBindingsRequest, context: Any
+    ) -> trainer_pb2.ListBindingsResponse:
+        """What is bound here."""
+        return trainer_pb2.ListBindingsResponse(bindings=self.worker.statuses())
+
+
+def _require(request: Any, *fields: str) -> None:
+    for field in fields:
+        if not getattr(request, field):
+            raise InvalidArgument("is empty", field=field, remedy=f"Set {field}.")

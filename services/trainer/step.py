@@ -1,0 +1,294 @@
+"""One step of one policy: claim -> accumulate -> step -> persist -> commit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator
+
+import structlog
+
+from services.trainer.binding import Binding
+from services.trainer.claims import Claim, StepClaims, is_lost
+from services.trainer.compute import Compute
+from services.trainer.learner import Stopped
+from services.trainer.rows import parse_rows
+from services.trainer.settings import TrainerSettings
+from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import trainer_pb2
+
+log = structlog.get_logger("troupe.trainer")
+
+# Losing leases again and again is not bad luck: somebody else trains the policy.
+_ATTEMPTS = 3
+# Whoever supersedes us claims within this time; then our next claim is refused.
+_YIELD_SECONDS = 1.0
+_RELEASE_SECONDS = 3.0
+
+
+class StepRun:
+    """A running or finished step; watchers come and go without disturbing it."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        step: int,
+        version: int,
+        claims: StepClaims,
+        compute: Compute,
+        settings: TrainerSettings,
+    ) -> None:
+        self.step = step
+        self.binding = binding
+        self._version = version
+        self._claims = claims
+        self._compute = compute
+        self._settings = settings
+        self._micro_batches = self._samples = self._tokens = 0
+        self._stop = threading.Event()
+        self._watchers: set[asyncio.Event] = set()
+        self._unwatched_since = time.monotonic()
+        binding.step, binding.samples = step, 0
+        binding.on_change = self._notify
+        self._task = asyncio.create_task(self._guarded(), name=f"step-{binding.policy}-{step}")
+        self._task.add_done_callback(lambda _: self._notify())
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._task.done()
+
+    async def watch(self) -> AsyncIterator[trainer_pb2.StepEvent]:
+        """Progress from now on; the last event carries the commit. Raises what the step raised.
+
+        Leaving early does not stop the step.
+        """
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while not self._task.done():
+                yield self._event()
+                await changed.wait()
+                changed.clear()
+        finally:
+            self._watchers.discard(changed)
+            self._unwatched_since = time.monotonic()
+        if self._task.cancelled():
+            raise Aborted(
+                f"step {self.step} of policy {self.binding.policy} was given up",
+                kind="step_released",
+                remedy="Bind the policy and run the step again; nothing was counted.",
+            )
+        event = self._event()
+        event.commit.CopyFrom(self._task.result())
+        yield event
+
+    async def outcome(self) -> store_pb.StepCommit | None:
+        """The commit once the step has ended; None when it ended without one."""
+        await asyncio.wait({self._task})
+        failed = self._task.cancelled() or self._task.exception() is not None
+        return None if failed else self._task.result()
+
+    async def cancel(self) -> None:
+        """Give the step up: gradients are thrown away, samples go back. Idempotent."""
+        self._stop.set()
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    def _event(self) -> trainer_pb2.StepEvent:
+        return trainer_pb2.StepEvent(
+            state=self.binding.state,
+            micro_batches=self._micro_batches,
+            samples=self._samples,
+            tokens=self._tokens,
+        )
+
+    def _notify(self) -> None:
+        for watcher in self._watchers:
+            watcher.set()
+
+    async def _guarded(self) -> store_pb.StepCommit:
+        limit = self.binding.spec.limits.step_seconds
+        try:
+            async with asyncio.timeout(limit):
+                return await self._run()
+        except TimeoutError:
+            await self._abandon()
+            raise DeadlineExceeded(
+                f"step {self.step} of policy {self.binding.policy} did not end within {limit:g} s: "
+                f"{self._samples} samples were trained, others never became ready",
+                kind="step_timeout",
+                field="limits.step_seconds",
+                value=limit,
+                remedy="Look for trajectories that do not end, or raise the limit.",
+            ) from None
+        except BaseException:
+            await self._abandon()
+            raise
+
+    async def _abandon(self) -> None:
+        """Back to the committed version with empty hands."""
+        self._stop.set()
+        binding = self.binding
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._claims.release(timeout=_RELEASE_SECONDS)
+        try:
+            await self._compute.run(binding.reset)
+        except TroupeError as error:
+            # Stays dirty: the next step tries again, or Bind loads it elsewhere.
+            log.error("state not restored", policy=binding.policy, error=str(error))
+        if binding.state != pb.BINDING_STATE_RELEASED:
+            binding.move(pb.BINDING_STATE_IDLE)
+
+    async def _run(self) -> store_pb.StepCommit:
+        commit = await self._claims.committed()
+        if commit is not None:
+            await self._adopt(commit)
+            return commit
+        if self.binding.version != self._version:
+            raise FailedPrecondition(
+                f"policy {self.binding.policy} is bound at version {self.binding.version}",
+                kind="not_bound",
+                field="version",
+                value=self._version,
+                remedy="Bind the policy at the ledger's version first.",
+            )
+        await self._compute.run(self.binding.reset)
+        # Whoever trained this step before us is superseded: it can no longer commit.
+        await self._claims.release(everybody=True)
+        attempt = 1
+        while True:
+            try:
+                return await self._attempt()
+            except TroupeError as error:
+                if not is_lost(error):
+                    raise
+                if attempt >= _ATTEMPTS or not self._micro_batches:
+                    raise Aborted(
+                        f"step {self.step} of policy {self.binding.policy}: {error.message}",
+                        kind="claims_lost",
+                        remedy="Run the step again on the worker that the policy is bound to.",
+                    ) from error
+                log.warning("samples lost, the step begins again", error=str(error))
+            attempt += 1
+            await self._compute.run(self.binding.reset)
+            self.binding.move(pb.BINDING_STATE_IDLE)
+            await asyncio.sleep(_YIELD_SECONDS)
+            await self._claims.release()
+
+    async def _attempt(self) -> store_pb.StepCommit:
+        """One try under one set of leases, which are renewed meanwhile."""
+        work = asyncio.create_task(self._work())
+        keep = asyncio.create_task(self._keep())
+        try:
+            await asyncio.wait({work, keep}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                keep.result()  # raises: leases lost, or nobody watches
+            return await work
+        finally:
+            for task in (work, keep):
+                task.cancel()
+            await asyncio.gather(work, keep, return_exceptions=True)
+
+    async def _keep(self) -> None:
+        """Renew leases while there is somebody for whom to work."""
+        settings = self._settings
+        pause = min(settings.trainer_lease_seconds / 3, settings.trainer_orphan_seconds / 2)
+        while True:
+            await asyncio.sleep(pause)
+            alone = 0.0 if self._watchers else time.monotonic() - self._unwatched_since
+            if alone > settings.trainer_orphan_seconds:
+                raise Aborted(
+                    f"step {self.step}: nobody watched it for {alone:.0f} s",
+                    kind="step_orphaned",
+                    remedy="Run the step again; nothing was counted.",
+                )
+            await self._claims.renew()
+
+    async def _work(self) -> store_pb.StepCommit:
+        started = time.perf_counter()
+        binding = self.binding
+        self._micro_batches = self._samples = self._tokens = 0
+        binding.move(pb.BINDING_STATE_ACCUMULATING)
+        await self._accumulate()
+        binding.move(pb.BINDING_STATE_STEPPING)
+        if not self._claims.claim_ids:
+            return await self._commit(store_pb.STEP_OUTCOME_EMPTY, "", binding.weights, {})
+        binding.dirty = True
+        outcome = await self._compute.run(binding.learner.apply, binding.version)
+        binding.dirty = outcome.applied
+        metrics = dict(outcome.metrics)
+        wall = time.perf_counter() - started
+        metrics["train/wait_seconds"] = max(0.0, wall - metrics["train/seconds"])
+        if not outcome.applied:
+            log.warning("step skipped", policy=binding.policy, reason=outcome.reason)
+            return await self._commit(
+                store_pb.STEP_OUTCOME_SKIPPED, outcome.reason, binding.weights, metrics
+            )
+        binding.move(pb.BINDING_STATE_PUBLISHING)
+        began = time.perf_counter()
+        weights = await self._compute.run(binding.persist)
+        metrics["train/publish_seconds"] = time.perf_counter() - began
+        return await self._commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, metrics)
+
+    async def _accumulate(self) -> None:
+        """Gradients of all micro-batches; the next one is claimed while one is computed."""
+        following = asyncio.create_task(self._claim())
+        try:
+            while True:
+                claim = await following
+                if claim.outcome == Claim.OUTCOME_EXHAUSTED:
+                    return
+                following = asyncio.create_task(self._claim())
+                tokens = await self._compute.run(self._train_on, claim)
+                self._micro_batches += 1
+                self._samples += len(claim.samples)
+                self._tokens += tokens
+                self.binding.samples = self._samples
+                self._notify()
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _claim(self) -> Claim:
+        pipeline, wait = self.binding.spec.pipeline, self._settings.trainer_claim_wait_seconds
+        return await self._claims.claim(
+            pipeline.micro_batch_samples, pipeline.micro_batch_tokens, wait
+        )
+
+    def _train_on(self, claim: Claim) -> int:
+        """Accumulate one claim; returns its tokens. In the compute thread."""
+        if self._stop.is_set():
+            raise Stopped
+        learner = self.binding.learner
+        rows = parse_rows(claim.samples, learner.vocabulary)
+        learner.accumulate(rows, self._stop)
+        return sum(len(row.ids) for row in rows)
+
+    async def _commit(
+        self,
+        outcome: store_pb.StepOutcome.ValueType,
+        reason: str,
+        weights: pb.WeightsRef,
+        metrics: dict[str, float],
+    ) -> store_pb.StepCommit:
+        binding = self.binding
+        commit = await self._claims.commit(outcome, reason, weights, metrics)
+        theirs = (commit.weights.version, commit.weights.checksum)
+        if theirs == (weights.version, weights.checksum):
+            await self._compute.run(binding.confirm, commit.weights)
+        else:  # another binding was first
+            await self._adopt(commit)
+        binding.move(pb.BINDING_STATE_IDLE)
+        return commit
+
+    async def _adopt(self, commit: store_pb.StepCommit) -> None:
+        """Go on from a commit that is not ours. What is committed is true even if we cannot."""
+        try:
+            await self._compute.run(self.binding.adopt, commit.weights)
+        except TroupeError as error:
+            log.error("committed version not loaded", policy=commit.policy, error=str(error))

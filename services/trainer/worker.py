@@ -1,0 +1,264 @@
+"""A trainer worker: owns a device and no policy, until policies are bound to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import structlog
+from pydantic import ValidationError
+
+from services.chassis.telemetry import Telemetry
+from services.trainer.binding import Binding
+from services.trainer.claims import StepClaims
+from services.trainer.compute import Compute, choose_device
+from services.trainer.settings import TrainerSettings
+from services.trainer.step import StepRun
+from troupe.job import JobSpec
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, connect, new_id
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import (
+    experience_store_pb2_grpc,
+    orchestrator_pb2,
+    orchestrator_pb2_grpc,
+    trainer_pb2,
+)
+
+log = structlog.get_logger("troupe.trainer")
+
+T = TypeVar("T")
+Key = tuple[str, str]
+# The orchestrator learns of a commit in three ways; this one is only the quickest.
+_REPORT_SECONDS = 5.0
+
+
+class TrainerWorker:
+    """Bindings by (job, policy), and the steps that they run."""
+
+    def __init__(self, settings: TrainerSettings, telemetry: Telemetry) -> None:
+        self._settings = settings
+        self._device = choose_device(settings.trainer_device)
+        self._compute = Compute(settings.threads, self._device)
+        self._transfer = Transfer(settings.transfer_dir)
+        self._bindings: dict[Key, Binding] = {}
+        self._runs: dict[Key, StepRun] = {}
+        # Binding, releasing and starting a step of one policy exclude each other.
+        self._locks: dict[Key, asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._exit = contextlib.AsyncExitStack()
+        self._store: Any = None
+        self._orchestrator: Any = None
+        labels = ["job_id", "policy"]
+        self._tokens = telemetry.counter("troupe_trainer_tokens", "Tokens trained.", labels)
+        self._busy = telemetry.counter("troupe_trainer_busy_seconds", "Computing.", labels)
+        self._steps = telemetry.counter("troupe_trainer_steps", "Steps.", [*labels, "outcome"])
+
+    async def start(self) -> None:
+        """Open channels; nothing is called yet."""
+        settings = self._settings
+        store = connect(settings.experience_store_address, settings.client())
+        orchestrator = connect(settings.orchestrator_address, settings.client())
+        await self._exit.enter_async_context(store)
+        await self._exit.enter_async_context(orchestrator)
+        self._store = experience_store_pb2_grpc.ExperienceStoreStub(store)
+        self._orchestrator = orchestrator_pb2_grpc.OrchestratorStub(orchestrator)
+
+    async def stop(self) -> None:
+        """Give all steps up, so that their samples are free at once for another worker."""
+        await asyncio.gather(*(run.cancel() for run in self._runs.values()))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._exit.aclose()
+        self._compute.close()
+
+    # What the servicer calls.
+
+    async def bind(
+        self, job_id: str, policy: str, spec_json: str, version: int, checksum: str
+    ) -> Binding:
+        """Bind a policy at a version; ends its running step, if any. Repeatable."""
+        spec = _parse_spec(spec_json)
+        if policy not in spec.policies:
+            raise InvalidArgument(
+                f"the job has no policy '{policy}'",
+                field="policy",
+                value=policy,
+                remedy=f"Known: {', '.join(sorted(spec.policies))}.",
+            )
+        # Loading goes on when the caller's deadline passes, and the next call finds it done.
+        return await self._detached(self._bind(job_id, policy, spec, spec_json, version, checksum))
+
+    async def run_step(
+        self, job_id: str, policy: str, step: int, version: int
+    ) -> AsyncIterator[trainer_pb2.StepEvent]:
+        """Start the step, or attach to it when it runs already; see `StepRun.watch`."""
+        key = (job_id, policy)
+        async with self._lock(key):
+            binding = self._bound(key)
+            if not binding.trainable:
+                raise FailedPrecondition(
+                    f"policy {policy} is frozen", kind="policy_frozen", field="policy", value=policy
+                )
+            run = self._runs.get(key)
+            if run is not None and not run.done and run.step != step:
+                raise FailedPrecondition(
+                    f"policy {policy} is in step {run.step}",
+                    kind="step_in_progress",
+                    field="step",
+                    value=step,
+                    remedy="Steps of one policy follow each other; wait, or bind it afresh.",
+                )
+            if run is None or run.done:
+                run = self._runs[key] = self._start_run(binding, step, version)
+        async for event in run.watch():
+            yield event
+
+    async def save_checkpoint(self, job_id: str, policy: str, version: int) -> tuple[str, int]:
+        """Path and size of the checkpoint of `version`; training goes on meanwhile."""
+        binding = self._bound((job_id, policy))
+        return await asyncio.to_thread(binding.save_checkpoint, version)
+
+    async def release(self, job_id: str, policy: str) -> None:
+        """Give a policy up, if it is bound here; its committed state is on disk."""
+        await self._detached(self._release((job_id, policy)))
+
+    def statuses(self) -> list[trainer_pb2.BindingStatus]:
+        """All bindings, by job and policy."""
+        return [self._bindings[key].status() for key in sorted(self._bindings)]
+
+    def heartbeat(self) -> orchestrator_pb2.HeartbeatRequest:
+        """What this worker tells the orchestrator every second."""
+        busy = [
+            f"{status.policy}: {pb.BindingState.Name(status.state)[14:].lower()} "
+            f"step {status.step}, {status.samples} samples"
+            for status in self.statuses()
+            if status.state != pb.BINDING_STATE_IDLE
+        ]
+        return orchestrator_pb2.HeartbeatRequest(
+            kind=orchestrator_pb2.WORKER_KIND_TRAINER,
+            bindings=self.statuses(),
+            doing="; ".join(busy) or ("idle" if self._bindings else "unbound"),
+        )
+
+    # How.
+
+    async def _bind(
+        self, job_id: str, policy: str, spec: JobSpec, spec_json: str, version: int, checksum: str
+    ) -> Binding:
+        key = (job_id, policy)
+        async with self._lock(key):
+            old = self._bindings.get(key)
+            await self._cancel_run(key)
+            if old is not None and _matches(old, spec_json, version, checksum):
+                await self._compute.run(old.ensure_published)
+                return old
+            settings = self._settings
+            binding = Binding(
+                job_id, policy, spec, spec_json, settings, self._transfer, self._device
+            )
+            self._bindings[key] = binding
+            try:
+                await self._compute.run(binding.load, version, checksum)
+            except BaseException:
+                binding.move(pb.BINDING_STATE_RELEASED)
+                del self._bindings[key]
+                raise
+            binding.move(pb.BINDING_STATE_IDLE)
+            log.info("bound", job_id=job_id, policy=policy, version=version)
+            return binding
+
+    async def _release(self, key: Key) -> None:
+        async with self._lock(key):
+            await self._cancel_run(key)
+            self._runs.pop(key, None)
+            binding = self._bindings.pop(key, None)
+            if binding is not None:
+                binding.move(pb.BINDING_STATE_RELEASED)
+
+    async def _cancel_run(self, key: Key) -> None:
+        run = self._runs.pop(key, None)
+        if run is not None and not run.done:
+            await run.cancel()
+
+    def _start_run(self, binding: Binding, step: int, version: int) -> StepRun:
+        claims = StepClaims(
+            self._store,
+            binding.job_id,
+            binding.policy,
+            step,
+            binding.claimant,
+            self._settings.trainer_lease_seconds,
+        )
+        run = StepRun(binding, step, version, claims, self._compute, self._settings)
+        self._spawn(self._after(binding, run))
+        return run
+
+    async def _after(self, binding: Binding, run: StepRun) -> None:
+        """Count the step and tell the orchestrator."""
+        commit = await run.outcome()
+        if commit is None:
+            return
+        labels = (binding.job_id, binding.policy)
+        outcome = store_pb.StepOutcome.Name(commit.outcome).removeprefix("STEP_OUTCOME_").lower()
+        self._steps.labels(*labels, outcome).inc()
+        self._tokens.labels(*labels).inc(commit.metrics.get("tokens", 0.0))
+        self._busy.labels(*labels).inc(commit.metrics.get("train/seconds", 0.0))
+        request = orchestrator_pb2.ReportCommitRequest(
+            request_id=new_id("report"), job_id=binding.job_id, commit=commit
+        )
+        try:
+            await self._orchestrator.ReportCommit(request, timeout=_REPORT_SECONDS)
+        except TroupeError as error:
+            log.warning("commit not reported", policy=binding.policy, error=str(error))
+
+    def _bound(self, key: Key) -> Binding:
+        binding = self._bindings.get(key)
+        if binding is None or binding.state == pb.BINDING_STATE_BINDING:
+            raise NotFound(
+                f"policy {key[1]} of job {key[0]} is not bound to this worker",
+                kind="not_bound",
+                field="policy",
+                value=key[1],
+                remedy="Bind it here, or ask the worker that it is bound to.",
+            )
+        return binding
+
+    def _lock(self, key: Key) -> asyncio.Lock:
+        return self._locks.setdefault(key, asyncio.Lock())
+
+    async def _detached(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(self._spawn(work))
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _parse_spec(text: str) -> JobSpec:
+    try:
+        return JobSpec.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidArgument(
+            first["msg"],
+            kind="invalid_spec",
+            field=".".join(map(str, first["loc"])) or "spec_json",
+            remedy="Send the validated specification (JobSpec.model_dump_json).",
+        ) from error
+
+
+def _matches(binding: Binding, spec_json: str, version: int, checksum: str) -> bool:
+    return (
+        binding.spec_json == spec_json
+        and not binding.dirty
+        and binding.version == version
+        and (not checksum or binding.weights.checksum == checksum)
+        and binding.state == pb.BINDING_STATE_IDLE
+    )
