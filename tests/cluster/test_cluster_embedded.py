@@ -19,6 +19,7 @@ import pytest
 from tests.support.stub_services import write_stub_services
 from troupe.cluster import (
     ChildFailed,
+    ClusterNotStarted,
     ClusterRunning,
     ClusterSettings,
     EmbeddedCluster,
@@ -178,8 +179,10 @@ def test_a_detached_cluster_starts_answers_and_stops(settings: ClusterSettings) 
 
 def test_a_detached_cluster_that_cannot_start_says_why(settings: ClusterSettings) -> None:
     (settings.data_dir / "broken-reward").touch()
-    with pytest.raises(ChildFailed, match="the stub is broken: on purpose"):
+    with pytest.raises(ClusterNotStarted) as caught:
         start_detached(settings)
+    assert str(caught.value).startswith("service = reward: ended with status 3")
+    assert "the stub is broken: on purpose" in str(caught.value)
 
 
 def test_the_children_of_a_killed_supervisor_are_ended_by_the_next(

@@ -5,6 +5,7 @@ from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.errors import (
     ChildFailed,
     ChildNotReady,
+    ClusterNotStarted,
     ClusterRunning,
     NoCluster,
     NotWritable,
@@ -20,6 +21,7 @@ __all__ = [
     "DEFAULT_DATA_DIR",
     "ChildFailed",
     "ChildNotReady",
+    "ClusterNotStarted",
     "ClusterRunning",
     "ClusterSettings",
     "ClusterState",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from troupe.cluster import logs
 from troupe.cluster.embedded import EmbeddedCluster
-from troupe.cluster.errors import ChildFailed, ChildNotReady, ClusterRunning
+from troupe.cluster.errors import ChildNotReady, ClusterNotStarted, ClusterRunning
 from troupe.cluster.orphans import end_orphans
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import (
@@ -64,7 +64,7 @@ async def run_until_signal(
 def start_detached(settings: ClusterSettings) -> ClusterState:
     """Start a cluster in a process of its own and wait until it is healthy.
 
-    Raises `ClusterRunning`, or a `ChildFailed` that says what the supervisor said.
+    Raises `ClusterRunning`, or `ClusterNotStarted` with what the supervisor said.
     """
     settings = settings.resolved()
     if (state := running_state(settings.data_dir)) is not None:
@@ -90,7 +90,7 @@ def start_detached(settings: ClusterSettings) -> ClusterState:
         raise ChildNotReady(
             "supervisor", str(settings.data_dir), settings.start_seconds, "too slow", log
         )
-    raise ChildFailed("supervisor", "the cluster did not start", log, logs.last_line(log, 1000))
+    raise ClusterNotStarted(logs.last_line(log, 1500), log)
 
 
 def stop_running(data_dir: Path, timeout: float = 60.0) -> ClusterState:

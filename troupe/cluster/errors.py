@@ -86,6 +86,15 @@ class StateUnreadable(Internal):
     default_kind = "cluster_state_unreadable"
 
 
+class ClusterNotStarted(Internal):
+    """A detached supervisor gave up; the message is what it said."""
+
+    default_kind = "cluster_not_started"
+
+    def __init__(self, said: str, log: Path) -> None:
+        super().__init__(said or f"the cluster did not start. Its log is {log}.")
+
+
 class ChildFailed(Internal):
     """A service ended and is not started again, or would not start."""
 

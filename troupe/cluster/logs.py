@@ -51,4 +51,6 @@ def _readable(line: str) -> str:
     if not isinstance(record, dict):
         return line.strip()
     parts = [str(record[key]) for key in ("event", "error", "message") if record.get(key)]
+    if trace := str(record.get("exception") or "").strip():
+        parts.append(trace.splitlines()[-1])
     return ": ".join(parts) or line.strip()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Protocol, Self
 
 from rich.console import Console
@@ -14,6 +13,9 @@ from troupe.client.cli.plain import PlainDisplay
 from troupe.client.cli.progress import Progress
 from troupe.client.events import Event, MetricsLogged
 from troupe.client.handle import AsyncJobHandle
+
+# An event this young is news; clocks of two machines may differ by some seconds.
+_FRESH_SECONDS = 30.0
 
 
 class Display(Protocol):
@@ -42,12 +44,14 @@ async def follow(
     since: datetime | None = None,
 ) -> None:
     """Show the job until it has ended; events before `since` are taken in but not shown."""
-    asked = 0.0
     async for event in handle.watch():
         progress.apply(event)
-        # Versions are in the ledger, not in the log: ask, but not for every step of a replay.
-        if isinstance(event, MetricsLogged) and time.monotonic() - asked > 1.0:
-            asked = time.monotonic()
+        # Versions are in the ledger, not in the log; in a replay they would all be today's.
+        if isinstance(event, MetricsLogged) and _fresh(event.at):
             progress.update_versions((await handle.info()).versions)
         if since is None or event.at >= since:
             display.show(progress, event)
+
+
+def _fresh(at: datetime) -> bool:
+    return (datetime.now(UTC) - at).total_seconds() < _FRESH_SECONDS

@@ -1,0 +1,86 @@
+"""The embedded cluster with the real services: up, status, every process killed, down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from troupe.client import Client
+from troupe.client.cli import main
+from troupe.cluster.state import ClusterState, is_alive, running_state
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_up_status_kill_each_and_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    options = ("--data-dir", str(tmp_path))
+
+    def status() -> tuple[int, dict[str, dict[str, object]]]:
+        capsys.readouterr()
+        code = main(["status", "--json", *options])
+        return code, {s["name"]: s for s in json.loads(capsys.readouterr().out)["services"]}
+
+    assert main(["up", "--detach", "--rollouts", "2", "--trainers", "2", *options]) == 0
+    try:
+        code, services = status()
+        assert code == 0
+        assert list(services) == [
+            "redis", "experience_store", "reward", "orchestrator", "rollout-0", "rollout-1",
+            "trainer-0", "trainer-1", "control_panel",
+        ]  # fmt: skip
+        first = running_state(tmp_path)
+        assert first is not None
+        assert _within(20, lambda: _workers(first) == 4)
+
+        for name, service in services.items():
+            os.kill(int(str(service["pid"])), signal.SIGKILL)
+            assert _within(60, lambda name=name: _restarts(tmp_path, name) == 1), name
+        assert _within(60, lambda: status()[0] == 0)
+        _, again = status()
+        assert [s["address"] for s in again.values()] == [s["address"] for s in services.values()]
+        assert all(again[name]["pid"] != services[name]["pid"] for name in services)
+        # The restarted workers are new workers to the restarted orchestrator.
+        assert _within(20, lambda: _workers(first) == 4)
+        last = running_state(tmp_path)
+        assert last is not None
+    finally:
+        started = time.monotonic()
+        assert main(["down", *options]) == 0
+        took = time.monotonic() - started
+    assert not any(is_alive(s.pid, s.created) for s in last.services)
+    assert running_state(tmp_path) is None
+    assert not last.transfer_dir.exists()
+    assert took < 30
+
+
+def _workers(state: ClusterState) -> int:
+    with Client(state.orchestrator_address) as client:
+        return sum(worker.alive for worker in client.cluster().workers)
+
+
+def _restarts(data_dir: Path, name: str) -> int:
+    state = running_state(data_dir)
+    assert state is not None
+    return next(s.restarts for s in state.services if s.name == name and s.state == "serving")
+
+
+def _within(seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if condition():
+                return True
+        except StopIteration:  # not serving at the moment
+            pass
+        time.sleep(0.1)
+    return False
