@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -59,8 +60,9 @@ def test_sigterm_drains_and_exits_with_zero(launch: Launch, tmp_path: Path) -> N
     process = launch(TROUPE_PORT_FILE=port_file)
     port, metrics_port = wait_for(port_file, process)
     assert port > 0 < metrics_port
-    with connect_sync(f"127.0.0.1:{port}") as channel:
-        slow = OrchestratorStub(channel).GetJob.future(pb.GetJobRequest(job_id="sleep 0.5"))
+    with connect_sync(f"127.0.0.1:{port}") as channel, ThreadPoolExecutor(1) as threads:
+        order = pb.GetJobRequest(job_id="sleep 0.5")
+        slow = threads.submit(OrchestratorStub(channel).GetJob, order)
         time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
         assert slow.result().job.name == "sleep 0.5"

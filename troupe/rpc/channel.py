@@ -40,7 +40,7 @@ def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Ch
 
 
 def connect_sync(address: str, settings: ClientSettings | None = None) -> grpc.Channel:
-    """`connect` for callers without an event loop."""
+    """`connect` for callers without an event loop. (`stub.Method.future` blocks: it retries.)"""
     settings = settings or ClientSettings()
     options = channel_options(settings.max_message_mib)
     if (credentials := _credentials(settings)) is not None:

@@ -1,0 +1,91 @@
+"""The Reward servicer: validate, run once per invocation id, answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from pydantic import Field
+
+from services.chassis.idempotency import IdempotencyCache
+from services.chassis.settings import ServiceSettings
+from services.chassis.telemetry import Telemetry
+from services.reward.registry import Registry
+from services.reward.runtime import Runtime
+from services.reward.slot import Slot
+from troupe.rpc import InvalidArgument
+from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2_grpc
+
+
+class RewardSettings(ServiceSettings):
+    """What the reward service needs to know besides."""
+
+    reward_workers: int = Field(default=2, gt=0)
+    """Worker processes, that is, calls that run at once."""
+    reward_import_seconds: float = Field(default=120, gt=0)
+    """How long a worker may take to import a function's module."""
+    reward_max_queued: int = Field(default=10_000, gt=0)
+    """Invocations that may wait; more are asked to come again."""
+
+
+class RewardService(reward_pb2_grpc.RewardServicer):
+    """Functions by name and version, run in worker processes."""
+
+    name = "troupe.v1.Reward"
+
+    def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
+        slots = [Slot(settings.reward_import_seconds) for _ in range(settings.reward_workers)]
+        self._registry = Registry()
+        self._runtime = Runtime(slots, telemetry, max_queued=settings.reward_max_queued)
+        self._once = IdempotencyCache(settings.idempotency_seconds)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the servicer."""
+        reward_pb2_grpc.add_RewardServicer_to_server(self, server)
+
+    async def start(self) -> None:
+        """Start the workers."""
+        await self._runtime.start()
+
+    async def stop(self, grace: float) -> None:
+        """Kill the workers."""
+        await self._runtime.stop()
+        await self._once.close()
+
+    async def RegisterFunction(
+        self, request: pb.RegisterFunctionRequest, context: Any
+    ) -> pb.RegisterFunctionResponse:
+        """Make a function known."""
+        self._registry.register(request.function)
+        return pb.RegisterFunctionResponse()
+
+    async def ListFunctions(
+        self, request: pb.ListFunctionsRequest, context: Any
+    ) -> pb.ListFunctionsResponse:
+        """All functions with their counts."""
+        return pb.ListFunctionsResponse(functions=[f.status() for f in self._registry])
+
+    async def Invoke(self, request: pb.InvokeRequest, context: Any) -> pb.InvokeResponse:
+        """Run a function once per invocation id, however often it is asked."""
+        if not request.invocation_id:
+            raise InvalidArgument(
+                "is empty",
+                field="invocation_id",
+                remedy="Make an id for each invocation, so that a repeated call runs once.",
+            )
+        function = self._registry.find(request.name, request.version)
+        return await self._once.run(
+            request.invocation_id,
+            request.SerializeToString(deterministic=True),
+            lambda: self._runtime.invoke(
+                request.invocation_id, function, request.arguments_json, request.priority
+            ),
+            abandoned=lambda: self._runtime.abandon(request.invocation_id),
+        )
+
+    async def CancelInvocation(
+        self, request: pb.CancelInvocationRequest, context: Any
+    ) -> pb.CancelInvocationResponse:
+        """End an invocation that waits or runs."""
+        return pb.CancelInvocationResponse(cancelled=self._runtime.cancel(request.invocation_id))

@@ -1,0 +1,196 @@
+"""What runs inside a worker process: a user's function, and the account of how it ended.
+
+Standard library only: a worker starts in milliseconds and owes nothing to the service's imports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+try:
+    import resource
+except ImportError:  # not a Unix: no memory limits
+    resource = None  # type: ignore[assignment]
+
+OK: Final = "ok"
+RAISED: Final = "raised"
+OUT_OF_MEMORY: Final = "out_of_memory"
+BAD_RESULT: Final = "bad_result"
+BAD_ARGUMENTS: Final = "bad_arguments"
+NOT_IMPORTABLE: Final = "not_importable"
+# The modules' files changed since this process imported them: it must be replaced.
+STALE: Final = "stale"
+
+_TRACEBACK_LINES: Final = 30
+_MAX_RESULT_BYTES: Final = 16 * 2**20
+_PR_SET_PDEATHSIG: Final = 1
+
+_functions: dict[str, Callable[..., Any]] = {}
+_mtimes: dict[str, int] = {}
+
+
+class Answer(NamedTuple):
+    """How a call ended: one of the kinds above, the result (JSON) or the message, and the
+    traceback that concerns the function's author."""
+
+    kind: str
+    text: str = ""
+    traceback: str = ""
+
+
+def initialize(service_pid: int) -> None:
+    """Called once in a new worker: it dies with the service, and Ctrl-C is the service's affair."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != service_pid:  # it died before we asked
+            os._exit(1)
+
+
+def ready() -> Answer:
+    """Proof that the worker answers."""
+    return Answer(OK)
+
+
+def prepare(entrypoint: str) -> Answer:
+    """Import "package.module:attribute", so that no call pays for it.
+
+    STALE when a module that this process holds was edited since: old code must not score.
+    """
+    if _edited():
+        return Answer(STALE)
+    try:
+        _functions[entrypoint] = _load(entrypoint)
+    except BaseException as error:  # an import may raise anything, SystemExit included
+        return Answer(
+            NOT_IMPORTABLE, f"{entrypoint}: {type(error).__name__}: {error}", _author_view(error)
+        )
+    _remember_mtimes()
+    return Answer(OK)
+
+
+def invoke(entrypoint: str, arguments_json: str, memory_mib: int) -> Answer:
+    """Call a prepared function with JSON keyword arguments; async functions are awaited.
+
+    `memory_mib` bounds the address space that the call may add to the process; 0: no bound.
+    """
+    try:
+        arguments = json.loads(arguments_json) if arguments_json else {}
+    except ValueError as error:
+        return Answer(BAD_ARGUMENTS, str(error))
+    if not isinstance(arguments, dict):
+        return Answer(BAD_ARGUMENTS, f"a JSON object is needed, not {type(arguments).__name__}")
+    try:
+        with _memory_limit(memory_mib):
+            result = _functions[entrypoint](**arguments)
+            if inspect.isawaitable(result):
+                result = asyncio.run(_await(result))
+            return _encode(result)
+    except MemoryError as error:
+        view = _author_view(error)
+        del error
+        gc.collect()
+        return Answer(OUT_OF_MEMORY, f"needed more than {memory_mib} MiB", view)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's too
+        return Answer(RAISED, f"{type(error).__name__}: {error}"[:2000], _author_view(error))
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _load(entrypoint: str) -> Callable[..., Any]:
+    module, _, path = entrypoint.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    if not callable(found):
+        raise TypeError(f"is a {type(found).__name__}, not a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _encode(result: Any) -> Answer:
+    try:
+        text = json.dumps(result, allow_nan=False, default=_plain)
+    except (ValueError, TypeError, RecursionError) as error:
+        shown = repr(result)
+        shown = shown if len(shown) < 200 else shown[:197] + "..."
+        return Answer(BAD_RESULT, f"{error}: the function returned {shown}")
+    if len(text) > _MAX_RESULT_BYTES:
+        return Answer(BAD_RESULT, f"{len(text):,} bytes of JSON; {_MAX_RESULT_BYTES:,} at most")
+    return Answer(OK, text)
+
+
+def _plain(value: Any) -> Any:
+    """numpy and torch scalars and arrays as the numbers that they are."""
+    for name in ("tolist", "item"):
+        method = getattr(value, name, None)
+        if callable(method):
+            return method()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+@contextlib.contextmanager
+def _memory_limit(mib: int) -> Iterator[None]:
+    if resource is None or mib <= 0:
+        yield
+        return
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+    except OSError:  # no /proc: nothing to be relative to
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = used + mib * 2**20
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _author_view(error: BaseException) -> str:
+    """The last lines of the traceback, without the frames of this file."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    try:
+        lines = "".join(traceback.format_exception(type(error), error, frames)).splitlines()
+    except Exception:  # an exception whose own text raises
+        return type(error).__name__
+    return "\n".join(lines[-_TRACEBACK_LINES:])
+
+
+def _user_files() -> Iterator[tuple[str, int]]:
+    """Files of imported modules that people edit: not the interpreter's, not installed ones."""
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if not path or "site-packages" in path or path.startswith((sys.prefix, sys.base_prefix)):
+            continue
+        with contextlib.suppress(OSError):
+            yield path, os.stat(path).st_mtime_ns
+
+
+def _remember_mtimes() -> None:
+    for path, mtime in _user_files():
+        _mtimes.setdefault(path, mtime)
+
+
+def _edited() -> bool:
+    return any(_mtimes.get(path, mtime) != mtime for path, mtime in _user_files())

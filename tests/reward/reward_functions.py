@@ -1,0 +1,96 @@
+"""Functions that end in every way a user's function can end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+calls = 0
+
+
+def score(answer: str, expected: str) -> float:
+    return float(answer == expected)
+
+
+async def score_later(answer: str, seconds: float = 0.01) -> dict[str, Any]:
+    await asyncio.sleep(seconds)
+    return {"solver": len(answer), "details": [1, None, "x"]}
+
+
+def raises() -> float:
+    raise ValueError("this answer cannot be scored")
+
+
+def hangs() -> float:
+    while True:
+        pass
+
+
+def sleeps(seconds: float, tag: str = "") -> str:
+    time.sleep(seconds)
+    return tag
+
+
+def stamps(path: str, seconds: float = 0.0) -> None:
+    """Leave a line in a file: proof that it ran."""
+    with Path(path).open("a") as log:
+        log.write("ran\n")
+    time.sleep(seconds)
+
+
+def eats_memory(mib: int) -> int:
+    return len(bytearray(mib * 2**20))
+
+
+def nothing_finite() -> dict[str, float]:
+    return {"solver": float("nan")}
+
+
+def not_json() -> Any:
+    return object()
+
+
+def numpy_numbers() -> Any:
+    return {"a": np.float32(0.5), "b": np.arange(3), "c": np.bool_(True)}
+
+
+def numpy_nan() -> Any:
+    return np.float64("nan")
+
+
+def huge() -> str:
+    return "x" * (17 * 2**20)
+
+
+def exits() -> None:
+    sys.exit(3)
+
+
+def dies() -> None:
+    os._exit(7)
+
+
+def is_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def recurses() -> None:
+    recurses()
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def loaded_modules() -> list[str]:
+    return sorted({name.partition(".")[0] for name in sys.modules})
+
+
+not_a_function = 3

@@ -1,0 +1,72 @@
+"""`python -m services.reward`: it leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from troupe.rpc import Unavailable, connect_sync, new_id
+from troupe.v1 import reward_pb2 as pb
+from troupe.v1.reward_pb2_grpc import RewardStub
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    env = {
+        **os.environ,
+        "TROUPE_PORT_FILE": str(tmp_path / "ports"),
+        "TROUPE_DRAIN_SECONDS": "1",
+        "TROUPE_REWARD_WORKERS": "1",
+        "PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{HERE}",
+    }
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "services.reward"], env=env, stderr=log)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_worker_outlives_the_service(
+    process: subprocess.Popen[bytes], tmp_path: Path, number: signal.Signals
+) -> None:
+    ports = tmp_path / "ports"
+    end = time.monotonic() + 20
+    while not ports.exists():
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    address = f"127.0.0.1:{ports.read_text().split()[0]}"
+    with connect_sync(address) as channel, ThreadPoolExecutor(1) as threads:
+        stub = RewardStub(channel)
+        for name in ("pid", "hangs"):
+            spec = pb.FunctionSpec(
+                name=name, entrypoint=f"reward_functions:{name}", timeout_seconds=60
+            )
+            stub.RegisterFunction(pb.RegisterFunctionRequest(request_id=new_id(), function=spec))
+        answer = stub.Invoke(pb.InvokeRequest(invocation_id=new_id(), name="pid"))
+        worker = psutil.Process(json.loads(answer.result_json))
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert worker in family
+        # Light enough to have several.
+        assert worker.memory_info().rss < 80 * 2**20
+        order = pb.InvokeRequest(invocation_id=new_id(), name="hangs")
+        busy = threads.submit(stub.Invoke, order, timeout=3)
+        time.sleep(0.2)
+        process.send_signal(number)
+        assert process.wait(15) == (0 if number == signal.SIGTERM else -number)
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert not alive
+        assert isinstance(busy.exception(), Unavailable)
