@@ -28,7 +28,7 @@ from rich.table import Table
 from troupe.client import AsyncClient, MetricsLogged
 from troupe.client.overrides import apply
 from troupe.cluster import ClusterSettings, EmbeddedCluster
-from troupe.job import parse_job
+from troupe.job import JobSpec, parse_job
 
 JOB = Path("examples/reasoning_team/job.yaml")
 SAMPLE_SECONDS = 1.0
@@ -48,15 +48,13 @@ class Run:
     steps: int
 
 
-async def run(seed: int, data_dir: Path, changes: list[str], console: Console) -> Run:
-    """Warm-start and train one seed; `rl_seconds` is first step to last, evaluations excluded."""
+def prepare(seed: int, data_dir: Path, changes: list[str]) -> tuple[JobSpec, float]:
+    """Warm-start the models of `seed`; returns the job that trains them and the seconds taken."""
     models = data_dir / "models" / f"seed-{seed}"
     started = time.monotonic()
+    warm_start = [sys.executable, "-m", "examples.reasoning_team.warm_start"]
     subprocess.run(
-        [sys.executable, "-m", "examples.reasoning_team.warm_start"]
-        + ["--out", str(models), "--seed", str(seed)],
-        check=True,
-        stdout=sys.stderr,
+        [*warm_start, "--out", str(models), "--seed", str(seed)], check=True, stdout=sys.stderr
     )
     warm = time.monotonic() - started
     changed = apply(
@@ -68,7 +66,11 @@ async def run(seed: int, data_dir: Path, changes: list[str], console: Console) -
             *changes,
         ],
     )
-    spec = parse_job(json.dumps(changed))
+    return parse_job(json.dumps(changed)), warm
+
+
+async def run(seed: int, data_dir: Path, spec: JobSpec, warm: float, console: Console) -> Run:
+    """Train one seed; `rl_seconds` is first step to last, evaluations excluded."""
     async with (
         EmbeddedCluster(ClusterSettings(data_dir=data_dir / f"seed-{seed}")) as cluster,
         AsyncClient(cluster.state.orchestrator_address) as client,
@@ -135,9 +137,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
     args = parser.parse_args()
     console = Console(stderr=args.json)
-    runs = [
-        asyncio.run(run(seed, args.data_dir.absolute(), args.set, console)) for seed in args.seeds
-    ]
+    data_dir = args.data_dir.absolute()
+    runs = []
+    for seed in args.seeds:
+        spec, warm = prepare(seed, data_dir, args.set)
+        runs.append(asyncio.run(run(seed, data_dir, spec, warm, console)))
     table = Table(title="Held-out team success")
     for column in ("seed", "before", "after", "RL s", "tokens/s", "peak MiB", "warm-start s"):
         table.add_column(column, justify="right")

@@ -7,7 +7,7 @@ where it happens and not a puzzle later.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from troupe.v1 import common_pb2 as pb
 
@@ -186,7 +186,7 @@ def allowed(table: Table, source: int, target: int) -> bool:
 def check(table: Table, source: int, target: int) -> None:
     """Raise `IllegalTransition`, naming both states, unless the move is allowed."""
     if not allowed(table, source, target):
-        enum = _ENUMS[id(table)]
+        enum: Any = _ENUMS[id(table)]
         raise IllegalTransition(f"{enum.Name(source)} -> {enum.Name(target)} is not allowed")
 
 
