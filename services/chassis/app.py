@@ -28,6 +28,7 @@ __all__ = ["RunningServer", "Service", "run", "serve"]
 S = TypeVar("S", bound=ServiceSettings)
 # Threads of libraries that do not end by themselves must not keep a stopped process alive.
 _EXIT_SECONDS = 5.0
+_INSIST_SECONDS = 1.0
 
 
 def run(make_service: Factory[S], settings: S | type[S]) -> int:
@@ -72,8 +73,11 @@ async def _live(make_service: Factory[S], settings: S) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
+    asked: dict[signal.Signals, float] = {}
+
     def on_signal(number: signal.Signals) -> None:
-        if stop.is_set():  # asked twice: at once
+        # The same one again, by a person and not by a launcher that repeats it: at once.
+        if loop.time() - asked.setdefault(number, loop.time()) > _INSIST_SECONDS:
             os._exit(128 + number)
         log.info("signal", name=number.name)
         stop.set()

@@ -38,7 +38,8 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._settings = settings
         self._telemetry = telemetry
         token = settings.token
-        self._authorization = None if token is None else f"Bearer {token.get_secret_value()}"
+        bearer = None if token is None else f"Bearer {token.get_secret_value()}"
+        self._authorization = None if bearer is None else bearer.encode()
         self._wrapped: dict[str, Any] = {}
         # Calls in flight, by their task; those cut short at the end of a drain.
         self._streams: set[asyncio.Task[Any]] = set()
@@ -151,7 +152,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         """Raise unless this caller may call this method now."""
         if self._authorization is not None and not method.startswith(_HEALTH):
             sent = dict(context.invocation_metadata() or ()).get("authorization", "")
-            if not hmac.compare_digest(str(sent), self._authorization):
+            if not hmac.compare_digest(str(sent).encode(), self._authorization):
                 raise Unauthenticated(
                     "the bearer token is wrong" if sent else "a bearer token is required",
                     field="token",

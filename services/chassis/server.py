@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, TypeVar
@@ -119,6 +120,11 @@ class RunningServer(Generic[S]):
             half.write_text(f"{settings.port} {settings.metrics_port}\n")
             half.replace(settings.port_file)
         log.info("serving", name=self.service.name, address=self.address)
+        if settings.token is None and not _is_loopback(settings.host):
+            log.warning(
+                "anyone who reaches this address can use it; set TROUPE_TOKEN",
+                host=settings.host,
+            )
 
     async def close(self) -> None:
         """NOT_SERVING, drain, stop. Idempotent."""
@@ -139,7 +145,8 @@ class RunningServer(Generic[S]):
             {stopping}, timeout=max(0.0, settings.drain_seconds - _stream_drain(settings))
         )
         self._interceptor.cut_unary()
-        await stopping
+        # gRPC itself waits for handlers; one that will not be cancelled is left behind.
+        await asyncio.wait({stopping}, timeout=5)
         await self._interceptor.idempotency.close()
         if self._started:
             try:
@@ -164,6 +171,13 @@ async def serve(make: Service | Factory[S], settings: S) -> AsyncIterator[Runnin
         yield server
     finally:
         await server.close()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _stream_drain(settings: ServiceSettings) -> float:

@@ -19,6 +19,8 @@ class Function:
     """A registered function with its counts."""
 
     spec: pb.FunctionSpec
+    # Times it was registered: with each, workers look anew whether its code was edited.
+    registrations: int = 0
     invocations: int = 0
     errors: int = 0
     running: int = 0
@@ -83,6 +85,7 @@ class Registry:
                 value=spec.name,
                 remedy="Register changed functions under a new version.",
             )
+        known.registrations += 1
         return known
 
     def find(self, name: str, version: str) -> Function:

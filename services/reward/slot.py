@@ -62,7 +62,8 @@ class Slot:
         self.restarts = 0
         self._import_seconds = import_seconds
         self._pool: Any = None
-        self._prepared: set[str] = set()
+        # Function -> its registrations when this worker last looked at its code.
+        self._prepared: dict[str, int] = {}
         self._current: Any = None
         self._cancelled = False
 
@@ -78,8 +79,8 @@ class Slot:
             await asyncio.to_thread(_end, pool)
 
     def holds(self, function: Function) -> bool:
-        """Whether the worker has imported `function` already."""
-        return function.key in self._prepared
+        """Whether the worker has imported `function` since its last registration."""
+        return self._prepared.get(function.key) == function.registrations
 
     def cancel(self) -> None:
         """End the call that runs now; its outcome is KIND_CANCELLED."""
@@ -110,7 +111,7 @@ class Slot:
         return _outcome(answer)
 
     async def _prepare(self, function: Function) -> Outcome | None:
-        entrypoint = function.spec.entrypoint
+        entrypoint, registrations = function.spec.entrypoint, function.registrations
         try:
             answer = await self._call(worker.prepare, (entrypoint,), self._import_seconds)
             if answer.kind == worker.STALE:
@@ -124,7 +125,7 @@ class Slot:
             error = pb.InvocationError(kind=pb.InvocationError.KIND_NOT_IMPORTABLE, message=message)
             return Outcome(error=error)
         if answer.kind == worker.OK:
-            self._prepared.add(function.key)
+            self._prepared[function.key] = registrations
             return None
         return _outcome(answer)
 

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
@@ -36,6 +37,8 @@ STALE: Final = "stale"
 _TRACEBACK_LINES: Final = 30
 _MAX_RESULT_BYTES: Final = 16 * 2**20
 _PR_SET_PDEATHSIG: Final = 1
+
+_STDLIB: Final = sysconfig.get_paths()["stdlib"]
 
 _functions: dict[str, Callable[..., Any]] = {}
 _mtimes: dict[str, int] = {}
@@ -102,7 +105,8 @@ def invoke(entrypoint: str, arguments_json: str, memory_mib: int) -> Answer:
         view = _author_view(error)
         del error
         gc.collect()
-        return Answer(OUT_OF_MEMORY, f"needed more than {memory_mib} MiB", view)
+        limit = f"needed more than {memory_mib} MiB" if memory_mib else "the machine has no more"
+        return Answer(OUT_OF_MEMORY, limit, view)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's too
         return Answer(RAISED, f"{type(error).__name__}: {error}"[:2000], _author_view(error))
 
@@ -181,7 +185,7 @@ def _user_files() -> Iterator[tuple[str, int]]:
     """Files of imported modules that people edit: not the interpreter's, not installed ones."""
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
-        if not path or "site-packages" in path or path.startswith((sys.prefix, sys.base_prefix)):
+        if not path or "site-packages" in path or path.startswith(_STDLIB):
             continue
         with contextlib.suppress(OSError):
             yield path, os.stat(path).st_mtime_ns

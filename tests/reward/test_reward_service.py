@@ -297,6 +297,8 @@ async def test_edited_code_is_not_run_stale(
         assert await client.run("old", entrypoint="edited_by_user:reward") == 1
         source.write_text("def reward():\n    return 22\n")
         assert await client.run("new", entrypoint="edited_by_user:reward") == 22
+        source.write_text("def reward():\n    return 333\n")  # and the job is prepared again
+        assert await client.run("new", entrypoint="edited_by_user:reward") == 333
 
 
 async def test_workers_are_light_and_die_with_the_service() -> None:
