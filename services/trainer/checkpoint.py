@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from services.trainer.disk import reported, sync_directory, sync_file
+from troupe.transfer.checksum import dtype_name
 
 _NAME = re.compile(r"^v(\d+)$")
 
@@ -36,6 +38,7 @@ def save_checkpoint(
             try:
                 temp.mkdir(parents=True)
                 model.save_pretrained(temp, state_dict=_with_tied(model, weights))
+                _name_dtype(temp / "config.json", weights)
                 tokenizer.save_pretrained(temp)
                 for file in temp.rglob("*"):
                     if file.is_file():
@@ -57,6 +60,14 @@ def _with_tied(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, tor
         if name not in complete and tensor.data_ptr() in by_place:
             complete[name] = weights[by_place[tensor.data_ptr()]]
     return complete
+
+
+def _name_dtype(config: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Say in the configuration what the weights are; it speaks of the model in training."""
+    dtypes = {dtype_name(t.dtype) for t in weights.values() if t.is_floating_point()}
+    values = json.loads(config.read_text())
+    values["dtype"] = dtypes.pop()
+    config.write_text(json.dumps(values, indent=2) + "\n")
 
 
 def _prune(directory: Path, keep: int) -> None:

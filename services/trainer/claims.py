@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -35,21 +36,24 @@ class StepClaims:
         self._where: dict[str, Any] = {"job_id": job_id, "policy": policy, "step": step}
         self._claimant = claimant
         self._lease = lease
+        # When the oldest lease was last known to be extended.
+        self._extended = time.monotonic()
         self.claim_ids: list[str] = []
+
+    @property
+    def lapsed(self) -> bool:
+        """Whether leases may have run out; if not, a lost claim was taken from us."""
+        return time.monotonic() > self._extended + self._lease
 
     async def committed(self) -> store_pb.StepCommit | None:
         """The step's commit, if there is one."""
-        request = store_pb.GetStepRequest(job_id=self._where["job_id"], step=self._where["step"])
-        status = await self._patiently(lambda: self._stub.GetStep(request))
-        for commit in status.commits:
-            if commit.policy == self._where["policy"]:
-                found: store_pb.StepCommit = commit
-                return found
-        return None
+        commits = (await self._status()).commits
+        return next((c for c in commits if c.policy == self._where["policy"]), None)
 
     async def claim(self, samples: int, tokens: int, wait: float) -> Claim:
         """Lease a micro-batch; waits in the store until one is ready or there is nothing more."""
         while True:
+            asked = time.monotonic()
             # One id per question: the store answers a repeated one as it did the first time.
             request = store_pb.ClaimMicroBatchRequest(
                 **self._where,
@@ -66,6 +70,8 @@ class StepClaims:
                 )
             )
             if response.outcome == Claim.OUTCOME_CLAIMED:
+                if not self.claim_ids:
+                    self._extended = asked
                 self.claim_ids.append(response.claim_id)
                 return response
             if response.outcome == Claim.OUTCOME_EXHAUSTED:
@@ -79,10 +85,28 @@ class StepClaims:
             claimant=self._claimant,
             lease_seconds=self._lease,
         )
+        asked, held = time.monotonic(), len(self.claim_ids)
         try:
-            await self._stub.RenewClaims(request, timeout=self._lease / 2)
+            response = await self._stub.RenewClaims(request, timeout=self._lease / 2)
         except (Unavailable, DeadlineExceeded) as error:
             log.warning("leases not renewed", error=str(error), **self._where)
+            return
+        if response.renewed < held:
+            raise FailedPrecondition(
+                f"{held - response.renewed} of {held} claims were taken by another binding",
+                kind="claim_lost",
+                field="claimant",
+                value=self._claimant,
+            )
+        self._extended = asked
+
+    async def contested(self) -> bool:
+        """Whether somebody holds samples of this step; asked when we hold none."""
+        return any(
+            counts.claimed > 0
+            for counts in (await self._status()).counts
+            if counts.policy == self._where["policy"]
+        )
 
     async def release(self, *, everybody: bool = False, timeout: float | None = None) -> None:
         """Give back what this claimant (or everybody: they are superseded) holds."""
@@ -122,6 +146,10 @@ class StepClaims:
         response = await self._patiently(lambda: self._stub.CommitStep(request))
         commit: store_pb.StepCommit = response.commit
         return commit
+
+    async def _status(self) -> store_pb.GetStepResponse:
+        request = store_pb.GetStepRequest(job_id=self._where["job_id"], step=self._where["step"])
+        return await self._patiently(lambda: self._stub.GetStep(request))
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         while True:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,7 @@ class _Sums:
     broken: str = ""
 
 
-class Stopped(Exception):  # noqa: N818 - not an error
+class Stopped(Exception):
     """The step was given up while it computed."""
 
 
@@ -131,6 +132,7 @@ class Learner:
         sums.micro_batches += 1
         sums.normalizer += normalizer(lengths, algorithm.normalize)
         sums.summary.add(rows, advantages.numpy())
+        sums.broken = sums.broken or _not_finite(rows)
         chosen = self._with_gradient(advantages)
         if not sums.broken and chosen:
             kept = [rows[i] for i in chosen]
@@ -218,7 +220,7 @@ class Learner:
             reason = "no sample has a response token"
         if not reason:
             norm = self._scale_gradients(total, optimizer.max_grad_norm)
-            if norm == norm and norm != float("inf"):
+            if math.isfinite(norm):
                 metrics["grad_norm"] = norm
             else:
                 reason = f"the norm of the gradient is {norm}"
@@ -281,6 +283,16 @@ class Learner:
         self.discard()
         _copy_into(self.model, weights)
         import_moments(self.model, self._optimizer, moments)
+
+
+def _not_finite(rows: Sequence[Row]) -> str:
+    """Which sample has a reward or a log-prob that no gradient can be made of."""
+    for row in rows:
+        if not math.isfinite(row.reward):
+            return f"the reward of sample {row.sample_id} is {row.reward}"
+        if not np.isfinite(row.behaviour).all():
+            return f"a log-prob of sample {row.sample_id} is not finite, so the loss is not"
+    return ""
 
 
 def _copy_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

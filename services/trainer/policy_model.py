@@ -25,7 +25,9 @@ def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
     kind "model_not_found", "model_unreadable" or "model_config_invalid", naming the field.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # standard error carries structured logs
     source = spec.model
     if source.config is not None:
         model = _from_config(policy, source.config, seed)

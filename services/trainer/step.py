@@ -23,10 +23,10 @@ from troupe.v1 import trainer_pb2
 
 log = structlog.get_logger("troupe.trainer")
 
-# Losing leases again and again is not bad luck: somebody else trains the policy.
+# Losing leases again and again is not bad luck.
 _ATTEMPTS = 3
-# Whoever supersedes us claims within this time; then our next claim is refused.
-_YIELD_SECONDS = 1.0
+# A binding that was superseded notices within this time.
+_RENEW_SECONDS = 5.0
 _RELEASE_SECONDS = 3.0
 
 
@@ -160,25 +160,28 @@ class StepRun:
         await self._compute.run(self.binding.reset)
         # Whoever trained this step before us is superseded: it can no longer commit.
         await self._claims.release(everybody=True)
-        attempt = 1
-        while True:
+        for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return await self._attempt()
             except TroupeError as error:
                 if not is_lost(error):
                     raise
-                if attempt >= _ATTEMPTS or not self._micro_batches:
-                    raise Aborted(
-                        f"step {self.step} of policy {self.binding.policy}: {error.message}",
-                        kind="claims_lost",
-                        remedy="Run the step again on the worker that the policy is bound to.",
-                    ) from error
-                log.warning("samples lost, the step begins again", error=str(error))
-            attempt += 1
-            await self._compute.run(self.binding.reset)
-            self.binding.move(pb.BINDING_STATE_IDLE)
-            await asyncio.sleep(_YIELD_SECONDS)
-            await self._claims.release()
+                # Only leases that ran out while we were held up are worth another attempt.
+                taken = not self._claims.lapsed or attempt == _ATTEMPTS
+                await self._compute.run(self.binding.reset)
+                self.binding.move(pb.BINDING_STATE_IDLE)
+                await self._claims.release()
+                if taken or await self._claims.contested():
+                    raise self._lost(error) from error
+                log.warning("leases ran out, the step begins again", error=str(error))
+        raise AssertionError("the last attempt returns or raises")
+
+    def _lost(self, error: TroupeError) -> Aborted:
+        return Aborted(
+            f"step {self.step} of policy {self.binding.policy}: {error.message}",
+            kind="claims_lost",
+            remedy="Run the step again on the worker that the policy is bound to.",
+        )
 
     async def _attempt(self) -> store_pb.StepCommit:
         """One try under one set of leases, which are renewed meanwhile."""
@@ -197,11 +200,12 @@ class StepRun:
     async def _keep(self) -> None:
         """Renew leases while there is somebody for whom to work."""
         settings = self._settings
-        pause = min(settings.trainer_lease_seconds / 3, settings.trainer_orphan_seconds / 2)
+        orphan = settings.trainer_orphan_seconds
+        pause = min(_RENEW_SECONDS, settings.trainer_lease_seconds / 3, orphan / 2)
         while True:
             await asyncio.sleep(pause)
             alone = 0.0 if self._watchers else time.monotonic() - self._unwatched_since
-            if alone > settings.trainer_orphan_seconds:
+            if alone > orphan:
                 raise Aborted(
                     f"step {self.step}: nobody watched it for {alone:.0f} s",
                     kind="step_orphaned",

@@ -1,0 +1,60 @@
+"""A real experience store and a real trainer, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.chassis.server import serve
+from services.chassis.settings import ServiceSettings
+from services.experience_store.server import make_service as make_store
+from services.trainer.server import TrainerService
+from services.trainer.settings import TrainerSettings
+from tests.support.training import save_tokenizer
+from tests.trainer.stage import Trainer, TrainingStage
+from troupe.rpc import connect, new_id
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a tokenizer for 64 tokens."""
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+async def store_address(redis_url: str, tmp_path: Path) -> AsyncIterator[str]:
+    """A store service on the shared Redis."""
+    settings = ServiceSettings(redis_url=redis_url, drain_seconds=1)
+    async with serve(make_store, settings) as server:
+        yield server.address
+
+
+@pytest.fixture
+async def stage(
+    store_address: str, tmp_path: Path, tokenizer: Path
+) -> AsyncIterator[TrainingStage]:
+    """A job with its tables, and a way to start trainers for it."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(**changes: object) -> Trainer:
+            settings = TrainerSettings(
+                experience_store_address=store_address,
+                orchestrator_address="127.0.0.1:1",
+                data_dir=tmp_path / "runs",
+                transfer_dir=tmp_path / "transfer",
+                drain_seconds=1,
+                trainer_claim_wait_seconds=0.2,
+            ).model_copy(update=changes)
+            server = await stack.enter_async_context(serve(TrainerService, settings))
+            channel = await stack.enter_async_context(connect(server.address))
+            return Trainer(server, channel, job_id)
+
+        job_id = new_id("job")
+        channel = await stack.enter_async_context(connect(store_address))
+        yield TrainingStage(job_id, tokenizer, tmp_path, channel, start)

@@ -1,0 +1,197 @@
+"""What trainer tests do, shortened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from services.trainer.policy_model import load_model
+from tests.support.training import make_rollout, make_spec, score
+from troupe.job import JobSpec
+from troupe.rpc import new_id
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import experience_store_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+PROMPTS = {"q0": (5, 6, 7, 8), "q1": (9, 10, 11)}
+
+
+class Trainer:
+    """One trainer service and a client of it."""
+
+    def __init__(self, server: Any, channel: Any, job_id: str) -> None:
+        self.server = server
+        self.worker = server.service.worker
+        self.stub = trainer_pb2_grpc.TrainerStub(channel)
+        self._job = job_id
+
+    async def bind(
+        self, spec: JobSpec, policy: str = "solver", version: int = 0, checksum: str = ""
+    ) -> pb.WeightsRef:
+        request = trainer_pb2.BindRequest(
+            request_id=new_id(),
+            job_id=self._job,
+            policy=policy,
+            spec_json=spec.model_dump_json(),
+            version=version,
+            checksum=checksum,
+        )
+        weights: pb.WeightsRef = (await self.stub.Bind(request)).weights
+        return weights
+
+    async def events(
+        self, step: int, version: int, policy: str = "solver"
+    ) -> list[trainer_pb2.StepEvent]:
+        request = trainer_pb2.RunStepRequest(
+            request_id=new_id(), job_id=self._job, policy=policy, step=step, version=version
+        )
+        return [event async for event in self.stub.RunStep(request, timeout=60)]
+
+    async def run(self, step: int, version: int, policy: str = "solver") -> store_pb.StepCommit:
+        return (await self.events(step, version, policy))[-1].commit
+
+    async def trained(self, samples: int) -> None:
+        """Wait until a running step has taken this many samples."""
+        async with asyncio.timeout(30):
+            # It is another service that changes: there is no event to wait for.
+            while not any(s.samples >= samples for s in await self.statuses()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def checkpoint(self, version: int, policy: str = "solver") -> Path:
+        request = trainer_pb2.SaveCheckpointRequest(
+            request_id=new_id(), job_id=self._job, policy=policy, version=version
+        )
+        return Path((await self.stub.SaveCheckpoint(request)).path)
+
+    async def release(self, policy: str = "solver") -> None:
+        await self.stub.Release(
+            trainer_pb2.ReleaseRequest(request_id=new_id(), job_id=self._job, policy=policy)
+        )
+
+    async def statuses(self) -> list[trainer_pb2.BindingStatus]:
+        response = await self.stub.ListBindings(trainer_pb2.ListBindingsRequest())
+        return list(response.bindings)
+
+
+class TrainingStage:
+    """One job in a real store, and the trainers that a test starts for it."""
+
+    def __init__(
+        self,
+        job_id: str,
+        tokenizer: Path,
+        root: Path,
+        store_channel: Any,
+        start: Callable[..., Awaitable[Trainer]],
+    ) -> None:
+        self.job_id = job_id
+        self.tokenizer = tokenizer
+        self.root = root
+        self.store = experience_store_pb2_grpc.ExperienceStoreStub(store_channel)
+        self.transfer = Transfer(root / "transfer")
+        self._start = start
+
+    async def trainer(self, **settings: object) -> Trainer:
+        """A further trainer worker."""
+        return await self._start(**settings)
+
+    def spec(self, **changes: Any) -> JobSpec:
+        return make_spec(self.tokenizer, **changes)
+
+    async def open(
+        self,
+        step: int = 0,
+        *,
+        policies: Sequence[str] = ("solver",),
+        queries: Sequence[str] = ("q0", "q1"),
+        group_size: int = 4,
+        version: int = 0,
+    ) -> None:
+        """Declare the tables and admit a step."""
+        await self.store.CreateTables(
+            store_pb.CreateTablesRequest(request_id=new_id(), job_id=self.job_id, policies=policies)
+        )
+        await self.store.OpenStep(
+            store_pb.OpenStepRequest(
+                request_id=new_id(),
+                job_id=self.job_id,
+                step=step,
+                versions=dict.fromkeys(policies, version),
+                query_ids=queries,
+                group_size=group_size,
+            )
+        )
+
+    async def append(
+        self, query: str, trajectory: str, samples: Sequence[store_pb.Sample], step: int = 0
+    ) -> None:
+        """End a trajectory: COMPLETED with samples, FAILED without."""
+        state = pb.TRAJECTORY_STATE_COMPLETED if samples else pb.TRAJECTORY_STATE_FAILED
+        await self.store.AppendTrajectory(
+            store_pb.AppendTrajectoryRequest(
+                request_id=new_id(),
+                job_id=self.job_id,
+                step=step,
+                query_id=query,
+                trajectory_id=trajectory,
+                state=state,
+                reason="" if samples else "deadline: test",
+                samples=samples,
+            )
+        )
+
+    def rollouts(
+        self,
+        model: Any,
+        *,
+        step: int = 0,
+        policies: Sequence[str] = ("solver",),
+        queries: Sequence[str] = ("q0", "q1"),
+        group_size: int = 4,
+        version: int = 0,
+        seed: int = 0,
+    ) -> list[tuple[str, str, list[store_pb.Sample]]]:
+        """(query, trajectory, samples) of a whole step, with rewards that differ."""
+        generator = torch.Generator().manual_seed(seed * 1000 + step)
+        found = []
+        for query in queries:
+            for number in range(group_size):
+                trajectory = f"{query}-s{step}-t{number}"
+                prompt = PROMPTS[query]
+                length = int(torch.randint(1, 6, (1,), generator=generator))
+                response = torch.randint(64, (length,), generator=generator).tolist()
+                logprobs = score(model, [*prompt, *response], len(prompt)).tolist()
+                samples = [
+                    make_rollout(
+                        query,
+                        trajectory,
+                        policy=policy,
+                        turn=turn,
+                        prompt=prompt,
+                        response=response,
+                        logprobs=logprobs,
+                        reward=float(number % 2),
+                        version=version,
+                    )
+                    for turn, policy in enumerate(policies)
+                ]
+                found.append((query, trajectory, samples))
+        return found
+
+    async def play(self, model: Any, **options: Any) -> None:
+        """Append all trajectories of a step."""
+        for query, trajectory, samples in self.rollouts(model, **options):
+            await self.append(query, trajectory, samples, options.get("step", 0))
+
+    def first_model(self, spec: JobSpec, policy: str = "solver") -> Any:
+        """The model at version 0."""
+        return load_model(policy, spec.policies[policy], spec.seed)
+
+    def weights(self, ref: pb.WeightsRef) -> dict[str, torch.Tensor]:
+        """Published weights, verified."""
+        return self.transfer.get(ref.key, expected_checksum=ref.checksum)[0]

@@ -1,0 +1,124 @@
+"""Forward passes: every response token once, whatever the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.trainer.batching import Costs, Piece, plan
+from services.trainer.forward import costs_of, response_logits, supports_sharing
+from services.trainer.rows import Row
+from tests.support.training import VOCABULARY, score, tiny_config
+
+FREE = Costs(token=1.0, pair=0.0)
+DEAR = Costs(token=1.0, pair=100.0)
+
+
+def row(name: str, prompt: list[int], response: list[int]) -> Row:
+    ids = np.array([*prompt, *response], np.int64)
+    return Row(name, ids, len(prompt), np.zeros(len(response), np.float32), 0.0, (0.0,), 0)
+
+
+tokens = st.integers(0, 3)
+rows_of_few_tokens = st.lists(
+    st.tuples(st.lists(tokens, min_size=1, max_size=8), st.lists(tokens, max_size=6)), max_size=10
+).map(lambda pairs: [row(str(i), p, r) for i, (p, r) in enumerate(pairs)])
+
+
+def make_model(**changes: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = tiny_config(**changes)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model()
+
+
+def path_of(piece: Piece, batch: int, position: int) -> list[int]:
+    """The tokens that a position attends to, in order."""
+    if piece.mask is None or piece.position_ids is None:
+        return piece.input_ids[batch, : position + 1].tolist()
+    seen = piece.mask[batch, 0, position].nonzero()[:, 0]
+    depths = piece.position_ids[batch, seen]
+    assert depths.tolist() == list(range(len(seen)))
+    return piece.input_ids[batch, seen].tolist()
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    rows_of_few_tokens,
+    st.integers(1, 60),
+    st.sampled_from([None, FREE, DEAR]),
+    st.one_of(st.none(), st.integers(1, 20)),
+)
+def test_every_response_token_is_scored_once_behind_its_own_prefix(
+    rows: list[Row], budget: int, sharing: Costs | None, limit: int | None
+) -> None:
+    expected = [
+        (row.ids[:k].tolist(), int(row.ids[k]))
+        for row in rows
+        for k in range(row.prompt_length, len(row.ids))
+    ]
+    found: dict[int, tuple[list[int], int]] = {}
+    for piece in plan(rows, budget, sharing=sharing, limit=limit):
+        batch, length = piece.input_ids.shape
+        assert batch == 1 or batch * length <= budget
+        assert batch == 1 or limit is None or len(piece.targets) <= limit
+        places = zip(piece.order.tolist(), piece.positions.tolist(), strict=True)
+        for (number, position), target in zip(places, piece.targets.tolist(), strict=True):
+            assert number not in found
+            found[number] = (path_of(piece, position // length, position % length), target)
+    assert [found[number] for number in sorted(found)] == expected
+
+
+def test_a_shared_prompt_is_fed_once() -> None:
+    prompt = [1, 2, 3, 1, 2, 3, 1, 2]
+    rows = [row(str(k), prompt, [k, 0]) for k in range(4)]
+    (piece,) = plan(rows, 1000, sharing=FREE)
+    # The last token of a row is never fed.
+    assert piece.input_ids.numel() == len(prompt) + 4
+    assert sum(p.input_ids.numel() for p in plan(rows, 1000)) == 4 * (len(prompt) + 1)
+    # A later turn repeats the first one.
+    turns = [row("a", prompt, [5, 6]), row("b", [*prompt, 5, 6, 7], [8])]
+    (piece,) = plan(turns, 1000, sharing=FREE)
+    assert piece.input_ids.numel() == len(prompt) + 3
+    # Long answers to a short prompt are cheaper apart.
+    assert all(p.mask is None for p in plan(rows, 1000, sharing=DEAR))
+
+
+@settings(deadline=None, max_examples=25)
+@given(rows_of_few_tokens.filter(lambda rows: any(r.response_length for r in rows)))
+def test_both_layouts_give_the_models_logprobs(model: Any, rows: list[Row]) -> None:
+    expected = np.concatenate(
+        [score(model, r.ids.tolist(), r.prompt_length) for r in rows if r.response_length]
+    )
+    for sharing in (None, FREE):
+        found = torch.empty(len(expected))
+        for piece in plan(rows, 40, sharing=sharing):
+            with torch.no_grad():
+                logits = response_logits(model, piece)
+            assert logits.shape == (len(piece.targets), VOCABULARY)
+            logp = torch.log_softmax(logits, -1).gather(1, piece.targets[:, None])[:, 0]
+            found[piece.order] = logp
+        np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+
+
+def test_sharing_is_tried_out(model: Any) -> None:
+    assert supports_sharing(model)
+    costs = costs_of(model)
+    assert costs.token > costs.pair > 0
+    # A recurrent model ignores masks: its log-probs would be wrong.
+    recurrent = make_model(
+        model_type="mamba", state_size=4, conv_kernel=2, expand=2, intermediate_size=64
+    )
+    assert not supports_sharing(recurrent)

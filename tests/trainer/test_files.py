@@ -1,0 +1,149 @@
+"""Training state and checkpoints on disk: whole or not there, also when the disk is full."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.trainer.checkpoint import checkpoint_path, save_checkpoint
+from services.trainer.policy_model import load_model, load_tokenizer
+from services.trainer.state import StateStore, TrainingState
+from tests.support.training import make_spec, tiny_config
+from troupe.rpc import DataLoss, FailedPrecondition, ResourceExhausted
+from troupe.transfer import checksum_of
+
+
+def make_state(version: int, size: int = 8) -> TrainingState:
+    generator = torch.Generator().manual_seed(version)
+    weights = {"w": torch.randn(size, size, generator=generator), "b": torch.ones(3)}
+    moments = {"exp_avg/w": torch.randn(size, size), "step/w": torch.tensor(float(version))}
+    return TrainingState(version, checksum_of(weights), weights, moments)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)]
+    if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_state_round_trip(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, "job", "solver")
+    for version in range(4):
+        store.save(make_state(version))
+    state = make_state(2)
+    loaded = store.load(2, state.checksum)
+    assert loaded.checksum == state.checksum
+    assert all(torch.equal(t, state.weights[n]) for n, t in loaded.weights.items())
+    assert set(loaded.moments) == {"exp_avg/w", "step/w"}
+    assert store.versions() == [0, 1, 2, 3]
+    store.prune(3, 2)
+    assert store.versions() == [2, 3]
+    with pytest.raises(FailedPrecondition, match="kept here: 2, 3"):
+        store.load(1)
+
+
+def test_the_reference_is_never_pruned(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, "job", "solver")
+    for version in range(4):
+        store.save(make_state(version))
+    store.prune(3, 1, first=True)
+    assert store.versions() == [0, 3]
+
+
+def test_two_attempts_at_one_version_do_not_mix(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, "job", "solver")
+    one, two = make_state(1), make_state(2)
+    two = TrainingState(1, two.checksum, two.weights, two.moments)
+    store.save(one)
+    store.save(two)
+    store.save(one)  # repeating is harmless
+    assert torch.equal(store.load(1, one.checksum).weights["w"], one.weights["w"])
+    assert torch.equal(store.load(1, two.checksum).weights["w"], two.weights["w"])
+    assert not store.exists(1, "0" * 32)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_damaged_state_is_refused(tmp_path: Path, name: str, damage: str) -> None:
+    store = StateStore(tmp_path, "job", "solver")
+    path = store.save(make_state(1)) / name
+    data = bytearray(path.read_bytes())
+    if damage == "remove":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        data[-6] ^= 0x20
+        path.write_bytes(data)
+    with pytest.raises(DataLoss) as caught:
+        store.load(1)
+    assert caught.value.kind == "state_corrupt"
+
+
+def test_a_full_disk_leaves_the_previous_state(small_disk: Path) -> None:
+    store = StateStore(small_disk, "job", "solver")
+    store.save(make_state(1))
+    with pytest.raises(ResourceExhausted) as caught:
+        store.save(make_state(2, size=200))
+    assert caught.value.kind == "storage_full"
+    assert caught.value.field == "data_dir"
+    assert store.versions() == [1]
+    store.load(1)
+    # Nothing is left behind that would keep the disk full.
+    (directory,) = small_disk.glob("job/state/*")
+    assert [path.name[:3] for path in directory.iterdir()] == ["v1-"]
+    store.save(make_state(2))
+
+
+def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job").write_text("in the way")
+    with pytest.raises(FailedPrecondition) as caught:
+        StateStore(tmp_path, "job", "solver").save(make_state(1))
+    assert caught.value.kind == "storage_unwritable"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_is_what_transformers_loads(
+    tmp_path: Path, tokenizer: Path, tied: bool
+) -> None:
+    config = tiny_config(tie_word_embeddings=tied)
+    spec = make_spec(tokenizer, model={"config": config, "tokenizer": str(tokenizer)})
+    policy = spec.policies["solver"]
+    model = load_model("solver", policy, 0)
+    weights = {n: (p.detach() + 1).to(torch.bfloat16) for n, p in model.named_parameters()}
+    path = checkpoint_path(tmp_path, "job", "solver", 7)
+    size = save_checkpoint(path, model, weights, load_tokenizer("solver", policy), keep=2)
+    assert size > sum(t.nbytes for t in weights.values())
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert checksum_of(dict(loaded.named_parameters())) == checksum_of(weights)
+    assert (path / "tokenizer.json").exists()
+
+
+def test_a_full_disk_leaves_older_checkpoints(small_disk: Path, tokenizer: Path) -> None:
+    spec = make_spec(tokenizer)
+    policy = spec.policies["solver"]
+    model, fast = load_model("solver", policy, 0), load_tokenizer("solver", policy)
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    paths = [checkpoint_path(small_disk, "job", "solver", version) for version in (1, 2)]
+    save_checkpoint(paths[0], model, weights, fast, keep=2)
+    used = sum(file.stat().st_size for file in paths[0].iterdir())
+    (small_disk / "ballast").write_bytes(b"x" * max(0, 256 * 1024 - 2 * used))
+    with pytest.raises(ResourceExhausted) as caught:
+        save_checkpoint(paths[1], model, weights, fast, keep=1)
+    assert caught.value.kind == "storage_full"
+    AutoModelForCausalLM.from_pretrained(paths[0])
+    assert not any(path.name.startswith(".") for path in paths[0].parent.iterdir())
