@@ -85,6 +85,7 @@ class Sample(_message.Message):
     COLUMNS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """{query}_{turn}_{trajectory}"""
     policy: _builtins.str
@@ -98,6 +99,10 @@ class Sample(_message.Message):
     """Absent until known (late reward)."""
     state: _common_pb2.SampleState.ValueType
     finish_reason: _builtins.str
+    temperature: _builtins.float
+    """Temperature it was drawn at. `logprobs` are under softmax(logits / temperature), and so must
+    be what they are compared with; absent or 0 (greedy) counts as 1.
+    """
     @_builtins.property
     def prompt_ids(self) -> _common_pb2.Tensor:
         """int32 [prompt_len]"""
@@ -134,14 +139,20 @@ class Sample(_message.Message):
         columns: _abc.Mapping[_builtins.str, Global___Column] | None = ...,
         state: _common_pb2.SampleState.ValueType = ...,
         finish_reason: _builtins.str = ...,
+        temperature: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_temperature", b"_temperature", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "reward", b"reward", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "agent", b"agent", "columns", b"columns", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "policy", b"policy", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "trajectory_id", b"trajectory_id", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "columns", b"columns", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "policy", b"policy", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
 
