@@ -43,6 +43,7 @@ class Turn:
     position: int
     messages: tuple[Message, ...]
     prompt_ids: tuple[int, ...]
+    sampling: Sampling
     reply: Reply | None = None
     generation: Generation | None = None
 
@@ -97,13 +98,13 @@ class Agent:
         sampling = role.sampling.override(overrides) if overrides else role.sampling
         if sampling.seed is None:
             sampling = replace(sampling, seed=self._agents.draw_seed(role.name, prompt_ids))
-        turn = self._agents.begin(role, self._begun, messages, prompt_ids)
+        turn = self._agents.begin(role, self._begun, messages, prompt_ids, sampling)
         self._begun += 1
-        return self._finish(turn, sampling)
+        return self._finish(turn)
 
-    async def _finish(self, turn: Turn, sampling: Sampling) -> Reply:
+    async def _finish(self, turn: Turn) -> Reply:
         role = self._role
-        generation = await self._agents.backend.generate(role.name, turn.prompt_ids, sampling)
+        generation = await self._agents.backend.generate(role.name, turn.prompt_ids, turn.sampling)
         ids = tuple(generation.token_ids)
         stopped = generation.finish_reason == "stop"
         reply = Reply(
@@ -168,7 +169,12 @@ class Agents(Mapping[str, Agent]):
         return self._turns
 
     def begin(
-        self, role: Role, number: int, messages: tuple[Message, ...], prompt_ids: tuple[int, ...]
+        self,
+        role: Role,
+        number: int,
+        messages: tuple[Message, ...],
+        prompt_ids: tuple[int, ...],
+        sampling: Sampling,
     ) -> Turn:
         """Record a turn that is about to be generated (called by `Agent`)."""
         if self._closed:
@@ -177,7 +183,7 @@ class Agents(Mapping[str, Agent]):
                 kind="trajectory_ended",
                 remedy="Await every branch before the workflow returns",
             )
-        turn = Turn(role, number, len(self._turns), messages, prompt_ids)
+        turn = Turn(role, number, len(self._turns), messages, prompt_ids, sampling)
         self._turns.append(turn)
         return turn
 

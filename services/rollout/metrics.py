@@ -1,0 +1,96 @@
+"""What Prometheus is told about rollout. Names are in docs/operating.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import Counter, Histogram
+
+from services.chassis.telemetry import Telemetry
+from services.rollout.jobs import JobTable
+from services.rollout.runner import Runner
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import rollout_pb2 as pb
+
+
+@dataclass(frozen=True)
+class _PolicyMeters:
+    """The labelled children of one policy of one job."""
+
+    turns: Counter
+    prompt: Counter
+    cached: Counter
+    response: Counter
+    queued: Histogram
+    generated: Histogram
+
+
+class RolloutMetrics:
+    """Counters that move at the end of a trajectory; gauges that are read when scraped."""
+
+    def __init__(self, telemetry: Telemetry, jobs: JobTable, runner: Runner) -> None:
+        self._trajectories = telemetry.counter(
+            "troupe_rollout_trajectories", "Trajectories ended.", ["job_id", "state", "reason"]
+        )
+        self._turns = telemetry.counter(
+            "troupe_rollout_turns", "Turns generated.", ["job_id", "policy"]
+        )
+        self._tokens = telemetry.counter(
+            "troupe_rollout_tokens", "Tokens of turns.", ["job_id", "policy", "kind"]
+        )
+        self._queued = telemetry.histogram(
+            "troupe_rollout_queue_seconds", "Time a turn waited.", ["job_id", "policy"]
+        )
+        self._generated = telemetry.histogram(
+            "troupe_rollout_generate_seconds", "Time a turn was generated.", ["job_id", "policy"]
+        )
+        self._seconds = telemetry.histogram(
+            "troupe_rollout_trajectory_seconds", "Time a trajectory ran.", ["job_id"]
+        )
+        self._exposed = telemetry.counter(
+            "troupe_rollout_weight_update_exposed_seconds",
+            "Seconds in which engines could not serve because of updates.",
+            ["job_id", "policy"],
+        )
+        self._known: dict[tuple[str, str], _PolicyMeters] = {}
+        in_flight = telemetry.gauge("troupe_rollout_in_flight", "Trajectories in flight.")
+        in_flight.set_function(lambda: len(runner))
+        waiting = telemetry.gauge("troupe_rollout_turns_waiting", "Turns that no engine has yet.")
+        waiting.set_function(
+            lambda: sum(p.router.waiting for job in jobs.all() for p in job.policies.values())
+        )
+
+    def ended(self, job_id: str, event: pb.TrajectoryEvent) -> None:
+        """Count a trajectory and its turns."""
+        state = common.TrajectoryState.Name(event.state).removeprefix("TRAJECTORY_STATE_")
+        # The kind in front of the colon: the text behind it would make a series per trajectory.
+        kind = event.reason.partition(":")[0]
+        self._trajectories.labels(job_id, state, kind).inc()
+        self._seconds.labels(job_id).observe(event.seconds)
+        for turn in event.turns:
+            meters = self._meters(job_id, turn.policy)
+            meters.turns.inc()
+            meters.prompt.inc(turn.prompt_tokens)
+            meters.cached.inc(turn.cached_tokens)
+            meters.response.inc(turn.response_tokens)
+            meters.queued.observe(turn.queue_seconds)
+            meters.generated.observe(turn.generate_seconds)
+
+    def updated(self, job_id: str, policy: str, exposed_seconds: float) -> None:
+        """Count a weight update."""
+        self._exposed.labels(job_id, policy).inc(exposed_seconds)
+
+    def _meters(self, job_id: str, policy: str) -> _PolicyMeters:
+        # Looking up a labelled child costs more than counting on it.
+        known = self._known.get((job_id, policy))
+        if known is None:
+            labels = (job_id, policy)
+            known = self._known[labels] = _PolicyMeters(
+                turns=self._turns.labels(*labels),
+                prompt=self._tokens.labels(*labels, "prompt"),
+                cached=self._tokens.labels(*labels, "cached"),
+                response=self._tokens.labels(*labels, "response"),
+                queued=self._queued.labels(*labels),
+                generated=self._generated.labels(*labels),
+            )
+        return known

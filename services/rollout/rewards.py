@@ -1,0 +1,152 @@
+"""The reward service as rollout uses it: tools during a trajectory, rewards at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from troupe.job import FunctionSpec, JobSpec
+from troupe.rpc.errors import DeadlineExceeded, NotFound, TroupeError
+from troupe.rpc.ids import new_id
+from troupe.v1 import reward_pb2 as pb
+from troupe.workflow import ToolError
+
+if TYPE_CHECKING:
+    from troupe.v1.reward_pb2_grpc import RewardAsyncStub
+
+log = structlog.get_logger(__name__)
+
+_CANCEL_SECONDS = 2.0
+
+
+class JobFunctions:
+    """Tools and rewards of one job, by name. Registered anew whenever the service forgot them."""
+
+    def __init__(self, stub: RewardAsyncStub, job_id: str, spec: JobSpec) -> None:
+        self._stub = stub
+        self._job_id = job_id
+        # A tool and a reward may have the same name; they are different functions.
+        self._functions: dict[str, FunctionSpec] = {
+            **{f"tools/{name}": function for name, function in spec.tools.items()},
+            **{f"rewards/{name}": function for name, function in spec.rewards.items()},
+        }
+        self._registering: asyncio.Task[None] | None = None
+
+    async def register(self) -> None:
+        """Make the functions known to the reward service. Raises `TroupeError`."""
+        for name, function in self._functions.items():
+            request = pb.RegisterFunctionRequest(
+                request_id=new_id("register"),
+                function=pb.FunctionSpec(
+                    name=f"{self._job_id}/{name}",
+                    version=function.version,
+                    entrypoint=function.entrypoint,
+                    timeout_seconds=function.timeout_seconds,
+                    memory_mib=function.memory_mib,
+                    max_concurrency=function.max_concurrency,
+                ),
+            )
+            await self._stub.RegisterFunction(request)
+
+    async def call(
+        self, name: str, arguments_json: str, *, trajectory_id: str, timeout: float
+    ) -> str:
+        """Result of `tools/...` or `rewards/...` as JSON, within `timeout` seconds.
+
+        Raises `ToolError`. Cancelling the task cancels the invocation.
+        """
+        request = pb.InvokeRequest(
+            invocation_id=new_id("invoke"),
+            name=f"{self._job_id}/{name}",
+            version=self._functions[name].version,
+            arguments_json=arguments_json,
+            job_id=self._job_id,
+            trajectory_id=trajectory_id,
+        )
+        try:
+            async with asyncio.timeout(timeout):
+                response = await self._invoke(request, timeout)
+        except (TimeoutError, DeadlineExceeded) as error:
+            self._cancel_later(request.invocation_id)
+            raise ToolError(
+                f"{name} gave no result within {timeout:.1f} s, queueing included",
+                kind="deadline",
+                field=name.replace("/", "."),
+                remedy="Raise limits.trajectory_seconds, or give the reward service more workers",
+            ) from error
+        except asyncio.CancelledError:
+            self._cancel_later(request.invocation_id)
+            raise
+        except TroupeError as error:
+            raise ToolError(
+                f"{name}: {error.message}",
+                kind=error.kind,
+                field=name.replace("/", "."),
+                remedy=error.remedy,
+            ) from error
+        if response.HasField("error"):
+            kind = pb.InvocationError.Kind.Name(response.error.kind)
+            raise ToolError(
+                f"{name}: {response.error.message}",
+                kind=kind.removeprefix("KIND_").lower(),
+                field=name.replace("/", "."),
+                traceback=response.error.traceback,
+            )
+        return response.result_json
+
+    async def _invoke(self, request: pb.InvokeRequest, timeout: float) -> pb.InvokeResponse:
+        try:
+            return await self._stub.Invoke(request, timeout=timeout)
+        except NotFound:
+            # The service was restarted. Of all the calls that notice, one registers.
+            if self._registering is None or self._registering.done():
+                log.info("the reward service forgot the functions", job_id=self._job_id)
+                self._registering = asyncio.create_task(self.register())
+            await asyncio.shield(self._registering)
+            return await self._stub.Invoke(request, timeout=timeout)
+
+    def _cancel_later(self, invocation_id: str) -> None:
+        task = asyncio.create_task(self._cancel(invocation_id))
+        _background.add(task)
+        task.add_done_callback(_background.discard)
+
+    async def _cancel(self, invocation_id: str) -> None:
+        try:
+            await self._stub.CancelInvocation(
+                pb.CancelInvocationRequest(invocation_id=invocation_id), timeout=_CANCEL_SECONDS
+            )
+        except TroupeError as error:
+            # It ends at its own timeout, then.
+            log.debug("an invocation was not cancelled", error=str(error))
+
+
+# The event loop keeps only weak references to tasks.
+_background: set[asyncio.Task[None]] = set()
+
+
+class TrajectoryTools:
+    """`troupe.workflow.ToolBackend` of one trajectory."""
+
+    def __init__(self, functions: JobFunctions, trajectory_id: str, deadline: float) -> None:
+        """`deadline`: of the trajectory, in the event loop's time."""
+        self._functions = functions
+        self._trajectory_id = trajectory_id
+        self._deadline = deadline
+
+    async def invoke(self, name: str, arguments_json: str) -> str:
+        """Call a tool. Raises `ToolError`."""
+        return await self._call(f"tools/{name}", arguments_json)
+
+    async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a reward function; its JSON value. Raises `ToolError`."""
+        return json.loads(await self._call(f"rewards/{name}", json.dumps(arguments)))
+
+    async def _call(self, name: str, arguments_json: str) -> str:
+        left = self._deadline - asyncio.get_running_loop().time()
+        return await self._functions.call(
+            name, arguments_json, trajectory_id=self._trajectory_id, timeout=max(left, 0.001)
+        )

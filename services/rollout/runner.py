@@ -1,0 +1,161 @@
+"""Runs trajectories for whoever asks for them, each once, and ends those that nobody asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from services.rollout.jobs import PreparedJob
+from services.rollout.store import TrajectoryLog
+from services.rollout.trajectory import Trajectory
+from troupe.rpc.errors import TroupeError, Unavailable
+from troupe.states import TRAJECTORY, is_terminal
+from troupe.v1 import rollout_pb2 as rollout
+
+log = structlog.get_logger(__name__)
+
+_News = rollout.TrajectoryEvent | Exception
+
+
+class Listener:
+    """Hears of a set of trajectories until all have ended, or until it is closed.
+
+    Closed early, it leaves the trajectories that have not ended to whoever else listens; those
+    of nobody are cancelled and leave no trace.
+    """
+
+    def __init__(self, runner: Runner, job_id: str, trajectory_ids: set[str]) -> None:
+        self._runner = runner
+        self._job_id = job_id
+        self._left = trajectory_ids
+        self._news: asyncio.Queue[_News] = asyncio.Queue()
+
+    def hear(self, news: _News) -> None:
+        """Take an event, or the error that lost a trajectory."""
+        self._news.put_nowait(news)
+
+    async def events(self) -> AsyncIterator[rollout.TrajectoryEvent]:
+        """Events as they happen. Raises `TroupeError` when endings cannot be stored."""
+        try:
+            while self._left:
+                news = await self._news.get()
+                if isinstance(news, Exception):
+                    raise news
+                if is_terminal(TRAJECTORY, news.state):
+                    self._left.discard(news.trajectory_id)
+                yield news
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stop listening. Repeatable."""
+        left, self._left = self._left, set()
+        for trajectory_id in left:
+            self._runner.leave((self._job_id, trajectory_id), self)
+
+
+@dataclass(eq=False)
+class _Running:
+    """A trajectory in flight with those who want to hear of it."""
+
+    task: asyncio.Task[None] = field(init=False)
+    listeners: set[Listener] = field(default_factory=set)
+    newest: rollout.TrajectoryEvent | None = None
+
+    def publish(self, news: _News) -> None:
+        if isinstance(news, rollout.TrajectoryEvent):
+            self.newest = news
+        for listener in self.listeners:
+            listener.hear(news)
+
+
+class Runner:
+    """All trajectories of this worker, by job and id."""
+
+    def __init__(self, store: TrajectoryLog) -> None:
+        self._store = store
+        self._running: dict[tuple[str, str], _Running] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def count(self, job_id: str) -> int:
+        """Trajectories of a job in flight."""
+        return sum(job == job_id for job, _ in self._running)
+
+    def listen(self, job: PreparedJob, step: int, tickets: Sequence[rollout.Ticket]) -> Listener:
+        """Run the tickets; the listener hears of all of them.
+
+        A trajectory that runs already is joined, not run twice.
+        """
+        listener = Listener(self, job.job_id, {t.trajectory_id for t in tickets})
+        for ticket in tickets:
+            key = (job.job_id, ticket.trajectory_id)
+            running = self._running.get(key)
+            if running is None:
+                running = self._start(key, job, step, ticket)
+            running.listeners.add(listener)
+            if running.newest is not None:
+                listener.hear(running.newest)
+        return listener
+
+    async def cancel(self, job_id: str) -> None:
+        """End the trajectories of a job, as if nobody had asked for them."""
+        await self._cancel([r for (job, _), r in self._running.items() if job == job_id])
+
+    async def stop(self) -> None:
+        """Cancel everything that runs and wait until it has ended."""
+        await self._cancel(list(self._running.values()))
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+
+    def leave(self, key: tuple[str, str], listener: Listener) -> None:
+        """`listener` goes; a trajectory that nobody listens to is cancelled."""
+        running = self._running.get(key)
+        if running is None or listener not in running.listeners:
+            return
+        running.listeners.discard(listener)
+        if running.listeners:
+            return
+        # From now on the id is free: another call may run the trajectory while this one ends.
+        del self._running[key]
+        running.task.cancel()
+        self._leaving.add(running.task)
+        running.task.add_done_callback(self._leaving.discard)
+
+    def _start(
+        self, key: tuple[str, str], job: PreparedJob, step: int, ticket: rollout.Ticket
+    ) -> _Running:
+        running = _Running()
+        trajectory = Trajectory(job, ticket, step, self._store, running.publish)
+        running.task = asyncio.create_task(
+            self._live(key, running, trajectory), name=f"trajectory-{ticket.trajectory_id}"
+        )
+        self._running[key] = running
+        return running
+
+    async def _live(self, key: tuple[str, str], running: _Running, trajectory: Trajectory) -> None:
+        try:
+            await trajectory.run()
+        except asyncio.CancelledError:
+            running.publish(
+                Unavailable(f"trajectory {key[1]} was cancelled", kind="trajectory_cancelled")
+            )
+            raise
+        except Exception as error:
+            # The store or Troupe itself failed: the listener's call fails, so that the
+            # trajectory is given to somebody again.
+            known = isinstance(error, TroupeError)
+            log.error("a trajectory was lost", error=str(error), exc_info=not known)
+            running.publish(error)
+        finally:
+            if self._running.get(key) is running:
+                del self._running[key]
+
+    async def _cancel(self, doomed: Sequence[_Running]) -> None:
+        for running in doomed:
+            running.task.cancel()
+        await asyncio.gather(*(r.task for r in doomed), return_exceptions=True)

@@ -1,0 +1,165 @@
+"""Rewards of a finished trajectory: what the workflow returned plus what functions add."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from services.rollout.rewards import TrajectoryTools
+from troupe.workflow import InvalidRewardError, Query, ToolError, Turn, WorkflowError
+from troupe.workflow.reply import finite
+
+# Belongs to no agent: the team's success, reported beside the agents' rewards.
+TEAM = "team"
+
+
+class RewardFailedError(WorkflowError):
+    """A trajectory has no usable rewards; `kind` says why."""
+
+    kind = "reward_failed"
+
+
+def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str, float]:
+    """Rewards per agent as a workflow or function returned them; None means none.
+
+    Raises `RewardFailedError` of kind `reward_not_finite`, `reward_unknown_agent` or
+    `reward_bad_type`.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise RewardFailedError(
+            f"{source} returned {_shown(given)}, not a dict of rewards per agent",
+            kind="reward_bad_type",
+            field=source,
+            value=given,
+            remedy='Return {"agent": number, ...}',
+        )
+    rewards = {}
+    for agent, value in given.items():
+        if agent not in agents and agent != TEAM:
+            raise RewardFailedError(
+                f"{source} rewards '{agent}', which is no agent of the job",
+                kind="reward_unknown_agent",
+                field=source,
+                value=agent,
+                remedy=f"Known: {', '.join(sorted(agents))}, and {TEAM} for the team's success",
+            )
+        try:
+            rewards[str(agent)] = finite(value, f"the reward of '{agent}' from {source}")
+        except InvalidRewardError as error:
+            raise RewardFailedError(
+                error.message,
+                kind="reward_not_finite",
+                field=source,
+                value=value,
+                remedy=error.remedy,
+            ) from error
+    return rewards
+
+
+async def call_functions(
+    names: Sequence[str],
+    tools: TrajectoryTools,
+    query: Query,
+    turns: Sequence[Turn],
+    rewards: Mapping[str, float],
+    agents: Collection[str],
+) -> list[dict[str, float]]:
+    """What the job's reward functions give, called at once with `query`, `turns`, `rewards`.
+
+    `query` is {id, split, index, data}; `turns` a list of {agent, turn, messages, response,
+    finish_reason}; `rewards` what the workflow returned. A function returns a dict of rewards per
+    agent, or one number for every agent. Raises `RewardFailedError`, kind `reward_<why>`.
+    """
+    arguments = {
+        "query": {
+            "id": query.id,
+            "split": query.split,
+            "index": query.index,
+            "data": dict(query.data),
+        },
+        "turns": [
+            {
+                "agent": turn.role.name,
+                "turn": turn.number,
+                "messages": [{"role": r, "content": c} for r, c in turn.messages],
+                "response": turn.reply.text,
+                "finish_reason": turn.reply.finish_reason,
+            }
+            for turn in turns
+            if turn.reply is not None
+        ],
+        "rewards": dict(rewards),
+    }
+
+    async def one(name: str) -> dict[str, float]:
+        source = f"rewards.{name}"
+        try:
+            given = await tools.score(name, arguments)
+        except ToolError as error:
+            raise RewardFailedError(
+                error.message,
+                kind=f"reward_{error.kind}",
+                field=source,
+                remedy=error.remedy,
+            ) from error
+        if isinstance(given, int | float) and not isinstance(given, bool):
+            given = dict.fromkeys(agents, given)
+        return check_rewards(given, agents, source)
+
+    # A task group: when one fails, the others' invocations are cancelled.
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(name)) for name in names]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def add_up(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Sum per agent over all sources."""
+    total: dict[str, float] = {}
+    for part in parts:
+        for agent, value in part.items():
+            total[agent] = total.get(agent, 0.0) + value
+    return total
+
+
+def check_complete(
+    rewards: Mapping[str, float], turns: Sequence[Turn], trained: Collection[str]
+) -> None:
+    """Every turn to be trained on must have a reward: its own or its agent's.
+
+    Raises `RewardFailedError` of kind `reward_missing`.
+    """
+    for turn in turns:
+        agent = turn.role.name
+        if turn.role.policy not in trained or agent in rewards:
+            continue
+        if turn.reply is not None and turn.reply.reward is None:
+            raise RewardFailedError(
+                f"'{agent}' took turns, but nobody rewarded it",
+                kind="reward_missing",
+                field=f"agents.{agent}",
+                remedy="Return its reward from the workflow, set `reply.reward` on every turn, or "
+                "give the job a function under `rewards`",
+            )
+
+
+def with_turn_rewards(rewards: Mapping[str, float], turns: Sequence[Turn]) -> dict[str, float]:
+    """Rewards to report: an agent that only has turn-level rewards shows their mean."""
+    shown = dict(rewards)
+    own: dict[str, list[float]] = {}
+    for turn in turns:
+        if turn.reply is not None and turn.reply.reward is not None:
+            own.setdefault(turn.role.name, []).append(turn.reply.reward)
+    for agent, values in own.items():
+        shown.setdefault(agent, sum(values) / len(values))
+    return shown
+
+
+def _shown(value: Any) -> str:
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) < 80 else text[:77] + "..."

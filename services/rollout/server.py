@@ -1,0 +1,166 @@
+"""The Rollout service over gRPC: validate, translate, call."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import grpc
+
+from services.chassis.heartbeat import Heartbeat
+from services.chassis.settings import ServiceSettings
+from services.chassis.telemetry import Telemetry
+from services.rollout.engines.factory import make_engine
+from services.rollout.generation import generate
+from services.rollout.jobs import EngineFactory, JobTable
+from services.rollout.metrics import RolloutMetrics
+from services.rollout.runner import Runner
+from services.rollout.store import TrajectoryLog
+from services.rollout.watchdog import Watchdog
+from troupe.rpc import InvalidArgument, RetryPolicy, connect
+from troupe.states import TRAJECTORY, is_terminal
+from troupe.transfer import Transfer
+from troupe.v1 import experience_store_pb2_grpc, orchestrator_pb2, reward_pb2_grpc, rollout_pb2_grpc
+from troupe.v1 import rollout_pb2 as pb
+
+# Endings must outlive a restart of the store: the deadline ends the attempts, not their number.
+_PATIENT = RetryPolicy(max_attempts=1000)
+
+
+class RolloutService(rollout_pb2_grpc.RolloutServicer):
+    """Wires the nouns of this service together and answers for them."""
+
+    name = "troupe.v1.Rollout"
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        telemetry: Telemetry,
+        *,
+        make: EngineFactory | None = None,
+    ) -> None:
+        """`make` makes engines; by default those of `services.rollout.engines`."""
+        self._worker_id = settings.worker_id
+        client = settings.client(retry=_PATIENT)
+        self._store = connect(settings.experience_store_address, client)
+        self._reward = connect(settings.reward_address, client)
+        self._jobs = JobTable(
+            Transfer(settings.transfer_dir),
+            reward_pb2_grpc.RewardStub(self._reward),
+            settings.worker_id,
+            make or partial(make_engine, threads=settings.threads),
+        )
+        self._runner = Runner(
+            TrajectoryLog(experience_store_pb2_grpc.ExperienceStoreStub(self._store))
+        )
+        self._jobs.before_release = self._runner.cancel
+        self._metrics = RolloutMetrics(telemetry, self._jobs, self._runner)
+        self._heartbeat = Heartbeat(settings, self._beat)
+        self._watchdog = Watchdog()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register with `server`."""
+        rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)
+
+    async def start(self) -> None:
+        """Begin to tell the orchestrator that this worker is here."""
+        self._watchdog.start()
+        await self._heartbeat.start()
+
+    async def stop(self, grace: float) -> None:
+        """End trajectories and engines; say good-bye."""
+        self._watchdog.stop()
+        await self._heartbeat.stop()
+        await self._runner.stop()
+        await self._jobs.close()
+        await self._store.close(None)
+        await self._reward.close(None)
+
+    async def PrepareJob(
+        self, request: pb.PrepareJobRequest, context: Any
+    ) -> pb.PrepareJobResponse:
+        """Launch a job's engines at the given versions."""
+        _require("job_id", request.job_id)
+        job = await self._jobs.prepare(request.job_id, request.spec_json, request.weights)
+        return pb.PrepareJobResponse(engines=job.statuses(self._worker_id))
+
+    async def RunQueries(
+        self, request: pb.RunQueriesRequest, context: Any
+    ) -> AsyncIterator[pb.TrajectoryEvent]:
+        """Run tickets; the stream ends when all their trajectories have ended."""
+        job = self._jobs.get(request.job_id)
+        seen: set[str] = set()
+        for index, ticket in enumerate(request.tickets):
+            _check_ticket(f"tickets[{index}]", ticket, seen)
+        listener = self._runner.listen(job, request.step, request.tickets)
+        # A client may vanish while nothing of this generator runs.
+        context.add_done_callback(lambda _: listener.close())
+        async for event in listener.events():
+            if is_terminal(TRAJECTORY, event.state):
+                self._metrics.ended(request.job_id, event)
+            yield event
+
+    async def UpdateWeights(
+        self, request: pb.UpdateWeightsRequest, context: Any
+    ) -> pb.UpdateWeightsResponse:
+        """Bring a policy's engines to a version."""
+        job = self._jobs.get(request.weights.job_id)
+        policy = job.policy(request.weights.policy)
+        exposed = await policy.update(request.weights)
+        self._metrics.updated(job.job_id, policy.name, exposed)
+        return pb.UpdateWeightsResponse(
+            engines=policy.statuses(job.job_id, self._worker_id), exposed_seconds=exposed
+        )
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
+        """One response of a policy to messages or ids."""
+        job = self._jobs.get(request.job_id)
+        return await generate(job, job.policy(request.policy), request)
+
+    async def ListEngines(
+        self, request: pb.ListEnginesRequest, context: Any
+    ) -> pb.ListEnginesResponse:
+        """Engines of one job, or of all."""
+        jobs = [self._jobs.get(request.job_id)] if request.job_id else self._jobs.all()
+        return pb.ListEnginesResponse(
+            engines=[status for job in jobs for status in job.statuses(self._worker_id)]
+        )
+
+    async def ReleaseJob(
+        self, request: pb.ReleaseJobRequest, context: Any
+    ) -> pb.ReleaseJobResponse:
+        """Stop a job's engines."""
+        _require("job_id", request.job_id)
+        await self._jobs.release(request.job_id)
+        return pb.ReleaseJobResponse()
+
+    def _beat(self) -> orchestrator_pb2.HeartbeatRequest:
+        jobs = self._jobs.all()
+        return orchestrator_pb2.HeartbeatRequest(
+            kind=orchestrator_pb2.WORKER_KIND_ROLLOUT,
+            engines=[status for job in jobs for status in job.statuses(self._worker_id)],
+            doing=f"{len(self._runner)} trajectories in flight" if len(self._runner) else "idle",
+        )
+
+
+def _require(field: str, value: str) -> None:
+    if not value:
+        raise InvalidArgument("must not be empty", field=field)
+
+
+def _check_ticket(field: str, ticket: pb.Ticket, seen: set[str]) -> None:
+    _require(f"{field}.query_id", ticket.query_id)
+    _require(f"{field}.trajectory_id", ticket.trajectory_id)
+    _require(f"{field}.split", ticket.split)
+    if ticket.index < 0:
+        raise InvalidArgument("must not be negative", field=f"{field}.index", value=ticket.index)
+    if ticket.purpose == pb.Ticket.PURPOSE_UNSPECIFIED:
+        raise InvalidArgument(
+            "is missing", field=f"{field}.purpose", remedy="Say TRAIN or EVALUATE."
+        )
+    if ticket.trajectory_id in seen:
+        raise InvalidArgument(
+            "occurs twice", field=f"{field}.trajectory_id", value=ticket.trajectory_id
+        )
+    seen.add(ticket.trajectory_id)

@@ -1,0 +1,78 @@
+"""The engines as one trajectory sees them: `troupe.workflow.Backend` over the routers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from services.rollout.engines.base import Generation, SamplingParams
+from services.rollout.policy import ServedPolicy
+from services.rollout.router import Home
+from troupe.workflow import Sampling, TurnError
+
+
+class TurnBackend:
+    """Routes the turns of one trajectory and ends those that are left when it ends."""
+
+    def __init__(
+        self,
+        trajectory_id: str,
+        policies: Mapping[str, ServedPolicy],
+        *,
+        turn_seconds: float,
+        deadline: float,
+    ) -> None:
+        """`policies`: by agent; `deadline`: of the trajectory, in the event loop's time."""
+        self._trajectory_id = trajectory_id
+        self._policies = policies
+        self._turn_seconds = turn_seconds
+        self._deadline = deadline
+        self._homes: dict[str, Home] = {}
+        self._asked = 0
+        self._pending: dict[asyncio.Task[object], str] = {}
+
+    @property
+    def pending(self) -> list[str]:
+        """Agents whose turns are being waited for."""
+        return sorted(self._pending.values())
+
+    async def generate(
+        self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> Generation:
+        """One turn, within the turn's and the trajectory's deadline. Raises `TurnError`."""
+        policy = self._policies[agent]
+        task = asyncio.current_task()
+        assert task is not None
+        seconds = min(self._turn_seconds, self._deadline - asyncio.get_running_loop().time())
+        if seconds <= 0:
+            raise TurnError(
+                f"'{agent}' was asked for a turn after the trajectory's deadline", kind="deadline"
+            )
+        home = self._homes.get(policy.name)
+        if home is None:
+            home = self._homes[policy.name] = Home()
+        request_id = f"{self._trajectory_id}/{self._asked}"
+        self._asked += 1
+        self._pending[task] = agent
+        try:
+            return await policy.router.generate(
+                request_id,
+                list(prompt_ids),
+                SamplingParams(
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    max_new_tokens=sampling.max_new_tokens,
+                    stop_token_ids=sampling.stop_token_ids,
+                    seed=sampling.seed,
+                ),
+                home=home,
+                deadline_seconds=seconds,
+            )
+        finally:
+            self._pending.pop(task, None)
+
+    def close(self) -> None:
+        """Cancel branches that still wait for a turn: nobody will read it."""
+        for task in list(self._pending):
+            task.cancel()

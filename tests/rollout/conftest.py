@@ -1,0 +1,30 @@
+"""The neighbours of the rollout service as processes, shared by all its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rollout.processes import ServiceProcess
+
+
+@pytest.fixture(scope="session")
+def store_process(
+    redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServiceProcess]:
+    """A real experience store; keep apart by job ids."""
+    directory = tmp_path_factory.mktemp("store")
+    process = ServiceProcess("experience_store", directory, {"TROUPE_REDIS_URL": redis_url})
+    process.start()
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="session")
+def reward_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """A real reward service with two worker processes."""
+    process = ServiceProcess("reward", tmp_path_factory.mktemp("reward"))
+    process.start()
+    yield process
+    process.stop()

@@ -1,0 +1,55 @@
+"""Engines that fail on command."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.errors import EngineStartFailed, UpdateFailed
+from troupe.job import PolicySpec
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as pb
+
+
+class FragileEngine(EmbeddedEngine):
+    """An embedded engine whose plug can be pulled under its turns."""
+
+    def __init__(self, engine_id: str, policy: str, spec: PolicySpec) -> None:
+        super().__init__(engine_id, policy, spec)
+        self.failing_starts = 0
+        self.failing_updates = 0
+        self.update_delay = 0.0
+        self.updates: list[int] = []
+
+    def pull_plug(self) -> None:
+        """Die now, with all turns in hand."""
+        self._die("the plug was pulled")
+
+    async def start(self) -> None:
+        if self.failing_starts:
+            self.failing_starts -= 1
+            raise EngineStartFailed("not today", remedy="Try tomorrow.")
+        await super().start()
+
+    async def update_weights(self, ref: pb.WeightsRef, transfer: Transfer) -> float:
+        if self.failing_updates:
+            self.failing_updates -= 1
+            raise UpdateFailed("the link broke")
+        await asyncio.sleep(self.update_delay)
+        exposed = await super().update_weights(ref, transfer)
+        self.updates.append(ref.version)
+        return exposed
+
+
+class Workshop:
+    """Makes fragile engines and keeps them at hand, by policy."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, list[FragileEngine]] = {}
+
+    def __call__(
+        self, engine_id: str, policy_name: str, policy_spec: PolicySpec, *, replica: int
+    ) -> FragileEngine:
+        engine = FragileEngine(engine_id, policy_name, policy_spec)
+        self.engines.setdefault(policy_name, []).append(engine)
+        return engine

@@ -1,0 +1,199 @@
+"""Workflows, tasks and functions that the tests' jobs name."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from typing import Any
+
+RELEASED: asyncio.Event | None = None
+"""Set by a test that lets `waits` go on."""
+
+
+class Numbers:
+    """A task set: {"question": "3+4", "answer": "7"}."""
+
+    def __init__(self, split: str, size: int = 10, broken: bool = False) -> None:
+        self._offset = 0 if split == "train" else 100
+        self._size = size
+        self._broken = broken
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self._broken:
+            raise OSError("the disk is gone")
+        a = index + self._offset
+        return {"question": f"{a}+4", "answer": str(a + 4)}
+
+
+def make_tasks(split: str, **args: Any) -> Numbers:
+    return Numbers(split, **args)
+
+
+async def team(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    """Solver, checker, solver again: three turns by two policies."""
+    draft = await agents["solver"].chat(query["question"])
+    advice = await agents["checker"].chat(f"{query['question']}={draft.text}?")
+    final = await agents["solver"].chat(
+        [_user(query["question"]), draft, _user(advice.text or "?")]
+    )
+    query.log(length=len(final.text))
+    return {"solver": float(len(final.text)), "checker": 1.0, "team": 0.5}
+
+
+async def branches(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    drafts = await asyncio.gather(*(agents["solver"].chat(query["question"]) for _ in range(4)))
+    for number, draft in enumerate(drafts):
+        draft.reward = number
+    return {"checker": 0.0}
+
+
+async def one_turn(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    reply = await agents["solver"].chat(query["question"])
+    return {"solver": len(reply.text)}
+
+
+async def scored_elsewhere(query: Any, agents: Any, tools: Any) -> None:
+    await agents["solver"].chat(query["question"])
+
+
+async def uses_tool(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat(query["question"])
+    return {"solver": await tools.call("add", a=query.index, b=1)}
+
+
+async def raises(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat(query["question"])
+    raise ValueError("no such luck")
+
+
+async def exits(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    raise SystemExit(3)
+
+
+async def never_returns(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat(query["question"])
+    await asyncio.Event().wait()
+    return {}
+
+
+async def refuses_to_end(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            continue
+
+
+async def cancels_itself(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    raise asyncio.CancelledError
+
+
+async def blocks(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    if query.index == 0:
+        time.sleep(3600)  # noqa: ASYNC251 - the fault under test
+    reply = await agents["solver"].chat(query["question"])
+    return {"solver": len(reply.text)}
+
+
+async def spins(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    while query.index == 0:
+        pass
+    reply = await agents["solver"].chat(query["question"])
+    return {"solver": len(reply.text)}
+
+
+async def waits(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    assert RELEASED is not None
+    await RELEASED.wait()
+    reply = await agents["solver"].chat(query["question"])
+    return {"solver": len(reply.text)}
+
+
+async def long_winded(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat(query["question"], max_new_tokens=200)
+    return {"solver": 0.0}
+
+
+async def returns_nan(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat(query["question"])
+    return {"solver": math.nan}
+
+
+async def returns_list(query: Any, agents: Any, tools: Any) -> list[float]:
+    return [1.0]
+
+
+async def rewards_stranger(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    return {"sovler": 1.0}
+
+
+async def rewards_nobody(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat(query["question"])
+    return {}
+
+
+async def asks_stranger(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["critic"].chat(query["question"])
+    return {}
+
+
+async def talks_too_long(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat("x" * 1000)
+    return {}
+
+
+async def leaves_branches(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    reply = await agents["solver"].chat(query["question"])
+    query.data["left"] = asyncio.create_task(_endless(agents["solver"]))
+    await asyncio.sleep(0.05)
+    return {"solver": len(reply.text)}
+
+
+async def _endless(agent: Any) -> None:
+    while True:
+        await agent.chat("more", max_new_tokens=200)
+
+
+# Functions of the reward service.
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def answer_length(query: Any, turns: Any, rewards: Any) -> dict[str, float]:
+    return {"solver": float(len(turns[-1]["response"])) + query["index"], "checker": 2.0}
+
+
+def one_for_all(query: Any, turns: Any, rewards: Any) -> float:
+    return 10.0
+
+
+def explodes(query: Any, turns: Any, rewards: Any) -> float:
+    raise RuntimeError("scorer out of order")
+
+
+def hangs(query: Any, turns: Any, rewards: Any) -> float:
+    time.sleep(3600)
+    return 0.0
+
+
+def not_a_number(query: Any, turns: Any, rewards: Any) -> float:
+    return math.nan
+
+
+def dies(query: Any, turns: Any, rewards: Any) -> float:
+    os._exit(1)
+
+
+def unknown_agent(query: Any, turns: Any, rewards: Any) -> dict[str, float]:
+    return {"nobody": 1.0}
+
+
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}

@@ -1,0 +1,151 @@
+"""Bad workflows: the trajectory fails with a reason, and everything else goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.rollout import trajectory
+from tests.rollout.house import House, evaluation, open_house, training
+from tests.rollout.processes import ServiceProcess
+from troupe.v1 import common_pb2 as common
+
+FAILED = common.TRAJECTORY_STATE_FAILED
+COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+QUICK = {"limits": {"trajectory_seconds": 0.5, "turn_seconds": 5}}
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    async with open_house(tmp_path) as house:
+        yield house
+
+
+@pytest.mark.parametrize(
+    ("workflow", "reason"),
+    [
+        ("raises", "workflow_raised: ValueError: no such luck (plays.py:"),
+        ("exits", "workflow_raised: SystemExit: 3"),
+        ("cancels_itself", "workflow_raised: CancelledError"),
+        ("returns_nan", "reward_not_finite: the reward of 'solver'"),
+        ("talks_too_long", "context_overflow: a prompt of "),
+    ],
+)
+async def test_a_workflow_that_fails_names_the_reason(
+    house: House, workflow: str, reason: str
+) -> None:
+    await house.prepare(workflow)
+    event = await house.run_one()
+    assert event.state == FAILED
+    assert event.reason.startswith(reason)
+    assert not event.HasField("problem")
+    assert event.rewards == {}
+
+
+@pytest.mark.parametrize(
+    ("workflow", "kind", "remedy"),
+    [
+        ("returns_list", "reward_bad_type", "Return {"),
+        ("rewards_stranger", "reward_unknown_agent", "Known: checker, solver, and team"),
+        ("rewards_nobody", "reward_missing", "reply.reward"),
+        ("asks_stranger", "unknown_agent", "agents.critic"),
+    ],
+)
+async def test_what_repetition_cannot_cure_is_a_problem_with_a_remedy(
+    house: House, workflow: str, kind: str, remedy: str
+) -> None:
+    await house.prepare(workflow)
+    event = await house.run_one()
+    assert event.state == FAILED
+    assert event.problem.kind == kind
+    assert remedy in event.problem.remedy
+    assert event.reason.startswith(f"{kind}: ")
+
+
+async def test_a_workflow_that_never_returns_ends_at_its_deadline(house: House) -> None:
+    await house.prepare("never_returns", **QUICK)
+    event = await house.run_one()
+    assert event.state == FAILED
+    assert event.reason == (
+        "deadline: not done within limits.trajectory_seconds = 0.5 s; "
+        "after 1 turns it was waiting for the workflow"
+    )
+    assert [t.agent for t in event.turns] == ["solver"]  # what it said until then is shown
+
+
+async def test_the_deadline_names_the_turn_that_it_waited_for(house: House) -> None:
+    await house.prepare("long_winded", limits={"trajectory_seconds": 0.15, "turn_seconds": 9})
+    event = await house.run_one()
+    assert event.state == FAILED
+    assert event.reason.startswith("deadline: ")
+    engines = await house.prepare("long_winded", limits={"trajectory_seconds": 0.15})
+    assert {e.running for e in engines.engines} == {0}
+
+
+async def test_a_workflow_that_refuses_to_be_cancelled_is_closed(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.rollout.trajectory._GRACE_SECONDS", 0.2)
+    await house.prepare("refuses_to_end", **QUICK)
+    began = time.monotonic()
+    event = await house.run_one()
+    assert event.reason.startswith("deadline: ")
+    assert time.monotonic() - began < 5
+    assert not trajectory._abandoned
+
+
+@pytest.mark.parametrize("workflow", ["blocks", "spins"])
+async def test_a_workflow_that_blocks_the_event_loop_is_interrupted(
+    house: House, workflow: str
+) -> None:
+    await house.prepare(workflow, evaluation={"queries": 2})
+    ended = await house.run(evaluation(3))
+    assert ended["h0-e0-t0"].state == FAILED
+    assert ended["h0-e0-t0"].reason.startswith("workflow_blocked: it held the event loop for ")
+    assert "plays.py" in ended["h0-e0-t0"].reason
+    assert [ended[f"h{n}-e0-t0"].state for n in (1, 2)] == [COMPLETED, COMPLETED]
+
+
+async def test_branches_left_behind_are_ended(house: House) -> None:
+    await house.prepare("leaves_branches")
+    event = await house.run_one()
+    assert event.state == COMPLETED, event.reason
+    engines = (await house.prepare("leaves_branches")).engines
+    assert {e.running for e in engines} == {0}
+
+
+async def test_tasks_that_raise_fail_the_trajectory(house: House) -> None:
+    await house.prepare("one_turn", tasks={"args": {"broken": True}})
+    event = await house.run_one()
+    assert event.reason.startswith("bad_task: held_out[0] of tests.rollout.plays:make_tasks raised")
+
+
+async def test_an_index_beyond_the_split_starts_over(house: House) -> None:
+    await house.prepare("one_turn", tasks={"args": {"size": 4}})
+    event = await house.run_one(index=9)
+    assert event.turns[0].messages[0].content == "101+4"
+
+
+async def test_failures_reach_the_store_and_spare_the_rest(
+    tmp_path: Path, store_process: ServiceProcess
+) -> None:
+    async with open_house(tmp_path, store=store_process.address) as house:
+        await house.prepare("blocks")  # query 0 blocks, query 1 plays
+        await house.open_step()
+        ended = await house.run(training())
+        states = {key: event.state for key, event in ended.items()}
+        assert states == {
+            "q0-s0-t0": FAILED,
+            "q0-s0-t1": FAILED,
+            "q1-s0-t0": COMPLETED,
+            "q1-s0-t1": COMPLETED,
+        }
+        step = await house.step()
+        assert step.sealed
+        [counts] = [c for c in step.counts if c.policy == "big"]
+        assert sum(counts.drop_reasons.values()) == 2
+        assert all("workflow_blocked" in reason for reason in counts.drop_reasons)
+        assert len(await house.samples("big")) == 2

@@ -1,0 +1,99 @@
+"""Tools and reward functions in a real reward service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout.house import PLAYS, House, evaluation, open_house
+from tests.rollout.processes import ServiceProcess
+from troupe.v1 import common_pb2 as common
+
+FAILED = common.TRAJECTORY_STATE_FAILED
+COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+
+
+@pytest.fixture
+async def house(tmp_path: Path, reward_process: ServiceProcess) -> AsyncIterator[House]:
+    async with open_house(tmp_path, reward=reward_process.address) as house:
+        yield house
+
+
+def function(name: str, **fields: Any) -> dict[str, Any]:
+    return {"entrypoint": f"{PLAYS}:{name}", **fields}
+
+
+async def test_rewards_of_functions_add_up_with_the_workflows(house: House) -> None:
+    await house.prepare(
+        "one_turn", rewards={"length": function("answer_length"), "all": function("one_for_all")}
+    )
+    event = await house.run_one(index=3)
+    assert event.state == COMPLETED, event.reason
+    length = len(event.turns[0].response)
+    assert dict(event.rewards) == {"solver": length + (length + 3) + 10.0, "checker": 12.0}
+
+
+async def test_a_tool_gives_its_value(house: House) -> None:
+    await house.prepare("uses_tool", tools={"add": function("add")})
+    event = await house.run_one(index=3)
+    assert event.rewards["solver"] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("explodes", {}, "reward_raised: rewards/score: "),
+        ("hangs", {"timeout_seconds": 0.3}, "reward_timeout: rewards/score: "),
+        ("not_a_number", {}, "reward_bad_result: rewards/score: "),
+        ("dies", {}, "reward_worker_died: rewards/score: "),
+        ("unknown_agent", {}, "reward_unknown_agent: rewards.score rewards 'nobody'"),
+        ("no_such_function", {}, "reward_not_importable: rewards/score: "),
+    ],
+)
+async def test_a_bad_reward_function_fails_the_trajectory_by_name(
+    house: House, name: str, fields: dict[str, Any], reason: str
+) -> None:
+    await house.prepare("scored_elsewhere", rewards={"score": function(name, **fields)})
+    event = await house.run_one()
+    assert event.state == FAILED
+    assert event.reason.startswith(reason), event.reason
+    fatal = name in ("unknown_agent", "no_such_function")
+    assert event.HasField("problem") == fatal
+    assert len(event.turns) == 1
+
+
+async def test_a_reward_that_hangs_ends_with_the_trajectory(house: House) -> None:
+    await house.prepare(
+        "scored_elsewhere",
+        rewards={"score": function("hangs", timeout_seconds=30)},
+        limits={"trajectory_seconds": 0.7},
+    )
+    event = await house.run_one()
+    assert event.state == FAILED
+    assert "deadline" in event.reason
+
+
+async def test_a_tool_that_is_missing_or_fails_ends_the_trajectory(house: House) -> None:
+    await house.prepare("uses_tool")
+    event = await house.run_one()
+    assert event.problem.kind == "tool_unknown_tool"
+    assert event.problem.remedy
+
+
+async def test_a_restarted_reward_service_is_told_its_functions_again(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    process = ServiceProcess("reward", tmp_path_factory.mktemp("own-reward"))
+    process.start()
+    try:
+        async with open_house(tmp_path, reward=process.address) as house:
+            await house.prepare("one_turn", rewards={"all": function("one_for_all")})
+            process.kill()
+            process.start()
+            ended = await house.run(evaluation(4))
+            assert {e.state for e in ended.values()} == {COMPLETED}
+    finally:
+        process.stop()

@@ -1,0 +1,306 @@
+"""The router with engines that a test moves by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rollout.engines.base import Generation, SamplingParams, VersionSpan
+from services.rollout.engines.errors import BadTurn, EngineDied, PromptTooLong, TurnDeadline
+from services.rollout.gate import Gate
+from services.rollout.router import Home, PolicyRouter
+from troupe.v1 import common_pb2 as pb
+from troupe.workflow import ContextOverflowError, TurnError
+
+HEALTHY = pb.ENGINE_STATE_HEALTHY
+TEN = SamplingParams(max_new_tokens=10)
+
+
+@dataclass
+class HandEngine:
+    """Answers when told to; knows what it was given."""
+
+    engine_id: str
+    policy: str = "p"
+    state: pb.EngineState.ValueType = HEALTHY
+    message: str = ""
+    held: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
+    served: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    most: int = 0
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        deadline_seconds: float,
+    ) -> Generation:
+        self.held[request_id] = asyncio.get_running_loop().create_future()
+        self.most = max(self.most, len(self.held))
+        self.served.append(request_id)
+        try:
+            return await self.held[request_id]  # type: ignore[no-any-return]
+        except asyncio.CancelledError:
+            self.cancelled.append(request_id)
+            raise
+        finally:
+            del self.held[request_id]
+
+    def answer(self, request_id: str, reason: Any = "stop") -> None:
+        self.held[request_id].set_result(
+            Generation([1, 2], [-1.0, -1.0], [VersionSpan(0, 0, 2)], reason, 0, 0.25, 0.5)
+        )
+
+    def die(self) -> None:
+        self.state = pb.ENGINE_STATE_DEAD
+        self.message = "it was told to"
+        for future in self.held.values():
+            if not future.done():
+                future.set_exception(EngineDied(self.engine_id, self.message))
+
+
+def make(count: int = 2, limit: int = 2) -> tuple[PolicyRouter, list[HandEngine]]:
+    engines = [HandEngine(f"e{i}") for i in range(count)]
+    return PolicyRouter("p", engines, limit=limit), engines  # type: ignore[arg-type]
+
+
+def ask(
+    router: PolicyRouter, name: str, home: Home | None = None, seconds: float = 5
+) -> asyncio.Task[Generation]:
+    return asyncio.create_task(
+        router.generate(name, [1] * 10, TEN, home=home or Home(), deadline_seconds=seconds)
+    )
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_turns_spread_and_wait_beyond_the_limit() -> None:
+    router, engines = make()
+    tasks = [ask(router, f"r{n}") for n in range(6)]
+    await settle()
+    assert [len(e.held) for e in engines] == [2, 2]
+    assert (router.in_flight, router.waiting) == (4, 2)
+    while router.in_flight:
+        for engine in engines:
+            for request_id in list(engine.held):
+                engine.answer(request_id)
+        await settle()
+    generations = await asyncio.gather(*tasks)
+    assert all(e.most == 2 for e in engines)
+    assert generations[0].queue_seconds >= 0.25  # the engine's own and the router's
+
+
+async def test_first_come_first_served() -> None:
+    router, [engine] = make(count=1, limit=1)
+    tasks = [ask(router, f"r{n}") for n in range(5)]
+    for n in range(5):
+        await settle()
+        engine.answer(f"r{n}")
+    await asyncio.gather(*tasks)
+    assert engine.served == [f"r{n}" for n in range(5)]
+
+
+async def test_a_conversation_stays_where_its_prefix_is() -> None:
+    router, engines = make(count=3, limit=8)
+    home = Home()
+    for n in range(4):
+        task = ask(router, f"r{n}", home)
+        await settle()
+        next(e for e in engines if e.engine_id == home.engine_id).answer(f"r{n}")
+        await task
+    assert sorted(len(e.served) for e in engines) == [0, 0, 4]
+
+
+async def test_turns_of_a_dead_engine_go_on_elsewhere() -> None:
+    router, engines = make(limit=8)
+    lost: list[str] = []
+    router.on_lost = lost.append
+    tasks = [ask(router, f"r{n}") for n in range(6)]
+    await settle()
+    engines[0].die()
+    await asyncio.sleep(0.1)
+    assert set(lost) == {"e0"}
+    assert len(engines[1].held) == 6
+    for request_id in list(engines[1].held):
+        engines[1].answer(request_id)
+    assert len(await asyncio.gather(*tasks)) == 6
+
+
+async def test_an_engine_that_comes_back_takes_what_waits() -> None:
+    router, [engine] = make(count=1)
+    engine.state = pb.ENGINE_STATE_STALE
+    task = ask(router, "r")
+    await settle()
+    assert router.waiting == 1
+    engine.state = HEALTHY
+    router.wake()
+    await settle()
+    engine.answer("r")
+    await task
+
+
+async def test_an_aborted_turn_is_done_again() -> None:
+    router, [engine] = make(count=1)
+    task = ask(router, "r")
+    await settle()
+    engine.answer("r", "abort")
+    await asyncio.sleep(0.1)
+    engine.answer("r~1")
+    assert (await task).finish_reason == "stop"
+
+
+async def test_a_cancelled_turn_leaves_queue_and_engine() -> None:
+    router, [engine] = make(count=1, limit=1)
+    held, waiting = ask(router, "held"), ask(router, "waiting")
+    await settle()
+    waiting.cancel()
+    held.cancel()
+    await asyncio.gather(held, waiting, return_exceptions=True)
+    assert engine.cancelled == ["held"]
+    assert (router.in_flight, router.waiting) == (0, 0)
+
+
+async def test_deadlines_name_what_they_waited_for() -> None:
+    router, [engine] = make(count=1, limit=1)
+    held, late = ask(router, "held"), ask(router, "late", seconds=0.05)
+    with pytest.raises(TurnError, match=r"no free engine within 0\.05 s; 1 in flight") as caught:
+        await late
+    assert caught.value.kind == "deadline"
+    engine.held["held"].set_exception(TurnDeadline("e0", "held", 5, 3))
+    with pytest.raises(TurnError, match="was not generated within 5 s"):
+        await held
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "kind"),
+    [
+        (PromptTooLong("p", 400, 384), ContextOverflowError, "context_overflow"),
+        (BadTurn("the prompt is empty"), TurnError, "bad_turn"),
+    ],
+)
+async def test_what_no_engine_can_serve_is_not_repeated(
+    raised: Exception, expected: type[TurnError], kind: str
+) -> None:
+    router, [engine] = make(count=1)
+    task = ask(router, "r")
+    await settle()
+    engine.held["r"].set_exception(raised)
+    with pytest.raises(expected) as caught:
+        await task
+    assert caught.value.kind == kind
+    assert engine.served == ["r"]
+
+
+async def test_a_closed_router_refuses_everyone() -> None:
+    router, [engine] = make(count=1, limit=1)
+    held, waiting = ask(router, "held"), ask(router, "waiting")
+    await settle()
+    router.close("the job was released")
+    for task in (waiting, ask(router, "new")):
+        with pytest.raises(TurnError, match="the job was released"):
+            await task
+    engine.answer("held", "abort")
+    with pytest.raises(TurnError, match="the job was released"):
+        await held
+
+
+@given(
+    st.lists(
+        st.sampled_from(["ask", "answer", "abort", "die", "revive", "cancel", "wake"]),
+        min_size=1,
+        max_size=60,
+    ),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=40, deadline=None)
+def test_property_no_turn_is_lost_and_no_limit_exceeded(moves: list[str], rng: Any) -> None:
+    async def play() -> None:
+        router, engines = make(count=3, limit=2)
+        tasks: list[asyncio.Task[Generation]] = []
+        for move in moves:
+            busy = [(e, r) for e in engines for r, f in e.held.items() if not f.done()]
+            if move == "ask":
+                tasks.append(ask(router, f"r{len(tasks)}", seconds=60))
+            elif move in ("answer", "abort") and busy:
+                engine, request_id = rng.choice(busy)
+                engine.answer(request_id, "stop" if move == "answer" else "abort")
+            elif move == "die":
+                rng.choice(engines).die()
+            elif move == "revive":
+                rng.choice(engines).state = HEALTHY
+                router.wake()
+            elif move == "cancel" and tasks:
+                rng.choice(tasks).cancel()
+            elif move == "wake":
+                router.wake()
+            await settle()
+            assert all(len(e.held) <= 2 for e in engines)
+        for engine in engines:
+            engine.state = HEALTHY
+        router.wake()
+        async with asyncio.timeout(10):
+            while not all(task.done() for task in tasks):
+                for engine in engines:
+                    for request_id, future in engine.held.items():
+                        if not future.done():
+                            engine.answer(request_id)
+                await asyncio.sleep(0.001)
+        await settle()
+        assert (router.in_flight, router.waiting) == (0, 0)
+        outcomes = Counter("cancelled" if t.cancelled() else "done" for t in tasks)
+        assert outcomes["done"] == sum(not t.cancelled() and t.exception() is None for t in tasks)
+
+    asyncio.run(play())
+
+
+async def test_the_gate_is_fair_and_bounded() -> None:
+    gate = Gate(2)
+    order: list[int] = []
+
+    async def pass_through(n: int) -> None:
+        async with gate.enter(f"q{n}"):
+            assert gate.inside <= 2
+            order.append(n)
+            await asyncio.sleep(0.001)
+
+    tasks = [asyncio.create_task(pass_through(n)) for n in range(8)]
+    await asyncio.sleep(0)
+    tasks[3].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == [0, 1, 2, 4, 5, 6, 7]
+    assert gate.inside == 0
+
+
+@given(st.lists(st.integers(0, 3), max_size=20), st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_property_one_query_at_a_time(queries: list[int], limit: int) -> None:
+    gate = Gate(limit, one_query=True)
+    inside: Counter[int] = Counter()
+    passed: list[int] = []
+
+    async def pass_through(query: int) -> None:
+        async with gate.enter(f"q{query}"):
+            inside[query] += 1
+            assert +inside == Counter({query: inside[query]})
+            assert inside[query] <= limit
+            await asyncio.sleep(0)
+            inside[query] -= 1
+            passed.append(query)
+
+    async def play() -> None:
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(pass_through(query) for query in queries))
+
+    asyncio.run(play())
+    assert sorted(passed) == sorted(queries)

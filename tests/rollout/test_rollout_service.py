@@ -1,0 +1,111 @@
+"""The rollout service with a real store, real engines and a real reward service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.house import House, evaluation, open_house, training
+from tests.rollout.processes import ServiceProcess
+from troupe import tensors
+from troupe.v1 import common_pb2 as common
+
+COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+
+
+@pytest.fixture
+async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
+    async with open_house(tmp_path, store=store_process.address) as house:
+        yield house
+
+
+async def test_a_step_of_two_policies_ends_as_rows_in_the_store(house: House) -> None:
+    prepared = await house.prepare("team")
+    assert {e.state for e in prepared.engines} == {common.ENGINE_STATE_HEALTHY}
+    assert {e.policy: e.version for e in prepared.engines} == {"big": 0, "small": 0}
+    await house.open_step()
+
+    ended = await house.run(training())
+
+    assert [e.state for e in ended.values()] == [COMPLETED] * 4
+    step = await house.step()
+    assert step.sealed
+    assert sorted(step.ended_trajectory_ids) == sorted(ended)
+    event = ended["q1-s0-t0"]
+    assert event.rewards.keys() == {"solver", "checker", "team"}
+    assert event.metrics["turns"] == 3
+    assert "length" in event.metrics
+    assert [(t.agent, t.policy, t.turn) for t in event.turns] == [
+        ("solver", "big", 0),
+        ("checker", "small", 1),
+        ("solver", "big", 2),
+    ]
+    assert event.turns[0].messages[0].content == "1+4"
+    assert event.turns[2].messages[1].role == "assistant"
+
+    rows = {s.sample_id: s for s in await house.samples("big")}
+    assert len(rows) == 8
+    first, last = rows["q1_0_q1-s0-t0"], rows["q1_2_q1-s0-t0"]
+    assert first.reward == last.reward == event.rewards["solver"]
+    assert first.group_id == "q1/solver"
+    assert first.temperature == 1.0
+    prompt, response = ids(first.prompt_ids), ids(first.response_ids)
+    # Token ids end to end: the second prompt begins with what was generated, as it was generated.
+    assert ids(last.prompt_ids)[: len(prompt + response)] == prompt + response
+    assert len(tensors.from_proto(first.logprobs)) == len(response)
+    assert [(v.version, v.start, v.end) for v in first.versions] == [(0, 0, len(response))]
+    assert len(await house.samples("small")) == 4
+
+
+async def test_the_same_seed_plays_the_same_trajectory(house: House) -> None:
+    await house.prepare("team")
+    once = await house.run(evaluation(3, seed=5))
+    again = await house.run(evaluation(3, seed=5))
+    other = await house.run(evaluation(3, seed=50))
+
+    def said(events: object) -> list[list[str]]:
+        return [[t.response for t in e.turns] for _, e in sorted(events.items())]  # type: ignore[attr-defined]
+
+    assert said(once) == said(again)
+    assert said(once) != said(other)
+
+
+async def test_turn_rewards_and_groups_per_turn(house: House) -> None:
+    await house.prepare("branches", algorithm={"group_by": "turn"})
+    await house.open_step(queries=1, group_size=1)
+    [event] = (await house.run(training(1, 1))).values()
+    assert event.state == COMPLETED, event.reason
+    assert event.rewards["solver"] == 1.5  # the mean of its turns, to be shown
+    rows = sorted(await house.samples("big"), key=lambda s: s.turn)
+    assert [s.reward for s in rows] == [0, 1, 2, 3]
+    assert [s.group_id for s in rows] == [f"q0/solver/{n}" for n in range(4)]
+
+
+async def test_samples_of_a_frozen_policy_are_not_stored(house: House) -> None:
+    await house.prepare("team", policies={"small": {"trainable": False}})
+    await house.open_step()
+    await house.run(training())
+    assert len(await house.samples("big")) == 8
+    assert await house.samples("small") == []
+
+
+async def test_evaluation_stores_nothing_and_can_be_greedy(house: House) -> None:
+    await house.prepare("team", evaluation={"queries": 4, "temperature": 0.0})
+    one = await house.run(evaluation(2, seed=1))
+    two = await house.run(evaluation(2, seed=2))
+    for key, event in one.items():
+        assert [t.response for t in event.turns] == [t.response for t in two[key].turns]
+    assert event.turns[0].messages[0].content.startswith("101")
+
+
+async def test_preparing_again_is_harmless_and_follows_the_ledger(house: House) -> None:
+    first = await house.prepare("team")
+    second = await house.prepare("team")
+    assert [e.engine_id for e in first.engines] == [e.engine_id for e in second.engines]
+    assert {e.restarts for e in second.engines} == {0}
+
+
+def ids(tensor: common.Tensor) -> list[int]:
+    return [int(i) for i in tensors.from_proto(tensor)]
