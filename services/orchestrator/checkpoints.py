@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import xxhash
 
 from services.orchestrator.records import timestamp
-from troupe.rpc import NotFound
+from troupe.rpc import Aborted, NotFound
 from troupe.v1 import orchestrator_pb2 as orch
 
 _CHUNK_BYTES: Final = 1 << 20
@@ -29,16 +30,16 @@ def list_checkpoints(directory: Path) -> list[orch.Checkpoint]:
         match = _VERSION.match(path.name)
         if match is None or not path.is_dir():
             continue
-        files = _files(path)
-        found.append(
-            orch.Checkpoint(
-                policy=path.parent.name,
-                version=int(match[1]),
-                path=str(path),
-                num_bytes=sum(file.stat().st_size for file in files),
-                saved_at=timestamp(path.stat().st_mtime),
+        with suppress(FileNotFoundError):  # older ones are removed at any time
+            found.append(
+                orch.Checkpoint(
+                    policy=path.parent.name,
+                    version=int(match[1]),
+                    path=str(path),
+                    num_bytes=sum(file.stat().st_size for file in _files(path)),
+                    saved_at=timestamp(path.stat().st_mtime),
+                )
             )
-        )
     return sorted(found, key=lambda one: (one.policy, one.version))
 
 
@@ -59,29 +60,40 @@ def find_checkpoint(directory: Path, policy: str, version: int | None) -> orch.C
 
 
 async def export(checkpoint: orch.Checkpoint) -> AsyncIterator[orch.ExportCheckpointResponse]:
-    """The files of a checkpoint in chunks; the last chunk of each carries its xxh3-64."""
+    """The files of a checkpoint in chunks; the last chunk of each carries its xxh3-64.
+
+    Raises `Aborted` when the checkpoint is removed meanwhile, since newer ones took its place.
+    """
     root = Path(checkpoint.path)
-    for path in await asyncio.to_thread(_files, root):
-        name = path.relative_to(root).as_posix()
-        digest = xxhash.xxh3_64()
-        file = await asyncio.to_thread(path.open, "rb")
-        try:
-            data = await asyncio.to_thread(file.read, _CHUNK_BYTES)
-            while True:
-                following = await asyncio.to_thread(file.read, _CHUNK_BYTES)
-                digest.update(data)
-                last = not following
-                yield orch.ExportCheckpointResponse(
-                    path=name,
-                    data=data,
-                    end_of_file=last,
-                    checksum=digest.intdigest() if last else 0,
-                )
-                if last:
-                    break
-                data = following
-        finally:
-            await asyncio.to_thread(file.close)
+    try:
+        for path in await asyncio.to_thread(_files, root):
+            async for chunk in _chunks(path, path.relative_to(root).as_posix()):
+                yield chunk
+    except FileNotFoundError as error:
+        raise Aborted(
+            f"the checkpoint {checkpoint.policy}@{checkpoint.version} was removed meanwhile",
+            field="version",
+            value=checkpoint.version,
+            remedy="Export a newer one, or raise `checkpoint.keep`.",
+        ) from error
+
+
+async def _chunks(path: Path, name: str) -> AsyncIterator[orch.ExportCheckpointResponse]:
+    digest = xxhash.xxh3_64()
+    with await asyncio.to_thread(path.open, "rb") as file:
+        data = await asyncio.to_thread(file.read, _CHUNK_BYTES)
+        last = False
+        while not last:
+            following = await asyncio.to_thread(file.read, _CHUNK_BYTES)
+            last = not following
+            digest.update(data)
+            yield orch.ExportCheckpointResponse(
+                path=name,
+                data=data,
+                end_of_file=last,
+                checksum=digest.intdigest() if last else 0,
+            )
+            data = following
 
 
 def _files(root: Path) -> list[Path]:

@@ -121,6 +121,7 @@ class Dispatch:
             tickets.setdefault(worker_id, []).extend(self._waiting.popleft())
         for worker_id, group in tickets.items():
             self._start_stream(workers[worker_id], group)
+        self._in_flight()
 
     def _start_stream(self, worker: Worker, tickets: Group) -> None:
         ids = {ticket.trajectory_id for ticket in tickets}

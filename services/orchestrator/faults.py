@@ -51,6 +51,8 @@ def job_fault(problem: pb.Problem) -> FailedPrecondition:
 async def together(*parts: Coroutine[Any, Any, object]) -> None:
     """Run all parts at once; the first that fails cancels the others and its error is raised."""
     tasks = [asyncio.create_task(part) for part in parts]
+    if not tasks:
+        return
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
@@ -118,7 +120,12 @@ class Patience:
 
         `at_most` seconds pass: TimeoutError.
         """
-        left = self.left
+        try:
+            left = self.left
+        except DeadlineExceeded:
+            if asyncio.iscoroutine(awaitable):
+                awaitable.close()
+            raise
         timer = asyncio.timeout(left if at_most is None else min(left, at_most))
         try:
             async with timer:

@@ -56,6 +56,7 @@ class Generation:
             input_ids=request.input_ids,
             sampling=request.sampling if request.HasField("sampling") else None,
         )
+        beat = None
         worker = self._serving(request.job_id, request.policy)
         if worker is not None:
             try:
@@ -63,6 +64,8 @@ class Generation:
             except TroupeError as error:
                 if error.kind != "job_not_prepared":
                     raise
+                # It has let the job go since it last reported.
+                beat = worker.beat
         if record.state in _ACTIVE:
             raise Unavailable(
                 f"the engines of job {record.job_id} are not ready: it is {record.state_name}",
@@ -71,7 +74,7 @@ class Generation:
             )
         async with self._jobs.lock(record.job_id):
             worker = self._serving(request.job_id, request.policy)
-            if worker is None:
+            if worker is None or worker.beat is beat:
                 worker = await self._prepare(record)
         return await worker.rollout.Generate(call, timeout=timeout)
 

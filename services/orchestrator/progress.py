@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.engines import Engines
+from services.orchestrator.evaluation import EvaluationRunner
 from services.orchestrator.records import JobRecord
 from services.orchestrator.sinks import Sinks
-from services.orchestrator.steps import EvaluationRunner, StepRunner
+from services.orchestrator.steps import StepRunner
 from services.orchestrator.training import Trainers
 from troupe.rpc import TroupeError
 from troupe.v1 import common_pb2 as pb

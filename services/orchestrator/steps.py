@@ -9,10 +9,11 @@ from collections.abc import Collection
 from services.orchestrator.context import JobContext
 from services.orchestrator.dispatch import Dispatch
 from services.orchestrator.engines import Engines
+from services.orchestrator.evaluation import check_failures
 from services.orchestrator.faults import Patience, together
 from services.orchestrator.metrics import Tally, commit_metrics
 from services.orchestrator.training import Trainers
-from troupe.rpc import ResourceExhausted, new_id
+from troupe.rpc import new_id
 from troupe.scheduling import admission
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import rollout_pb2 as ro
@@ -48,6 +49,8 @@ class StepRunner:
         self._name = f"step {step + 1}"
         self._patience = Patience(self._name, job.spec.limits.step_seconds, "limits.step_seconds")
         self._ended_before = 0
+        # Commits that the store knew when this runner came to the step; all of them.
+        self._found: dict[str, es.StepCommit] = {}
         self._commits: dict[str, es.StepCommit] = {}
         # What the rows of this step were or will be generated with.
         self._versions: dict[str, int] = {}
@@ -65,7 +68,7 @@ class StepRunner:
         ended = await self._open()
         self._ended_before = len(ended)
         rollout = self._roll_out(ended)
-        policies = [p for p in self._job.spec.trained_policies if p not in self._commits]
+        policies = self._job.spec.trained_policies
         ticker = asyncio.create_task(self._tick())
         try:
             if self._mode == "micro_batch":
@@ -90,8 +93,7 @@ class StepRunner:
         """Admit the step durably; which of its trajectories have ended already."""
         store, job_id = self._job.shared.experience, self._job.job_id
         found = await store.GetStep(es.GetStepRequest(job_id=job_id, step=self._step))
-        for commit in found.commits:
-            self._commits[commit.policy] = commit
+        self._found = {commit.policy: commit for commit in found.commits}
         self._versions.update(
             found.versions
             if found.open
@@ -137,7 +139,10 @@ class StepRunner:
         """Commit the policy's step; the ledger moves, engines load what is new."""
         trainer = self._trainers.policies[policy]
         before = trainer.weights.version
-        commit = await trainer.run_step(self._step, self._patience)
+        if (found := self._found.get(policy)) is not None:
+            commit = trainer.adopt(found)
+        else:
+            commit = await trainer.run_step(self._step, self._patience)
         await self._job.shared.ledger.commit(self._job.job_id, commit)
         if commit.outcome == es.STEP_OUTCOME_SKIPPED:
             await self._job.warn(
@@ -174,51 +179,6 @@ class StepRunner:
         return f"step {self._step + 1}/{total}: {', '.join(parts)}"
 
 
-class EvaluationRunner:
-    """One evaluation: the same held-out queries each time, nothing stored, nothing trained."""
-
-    def __init__(self, job: JobContext, engines: Engines, step: int) -> None:
-        self._job = job
-        self._engines = engines
-        self._step = step
-        self._name = f"the evaluation after {step} steps"
-        self._plan = admission.plan_evaluation(
-            job_seed=job.spec.seed, step=step, queries=job.spec.evaluation.queries
-        )
-        self.tally = Tally(job.spec.agents, {})
-        self._recent = job.shared.trajectories.buffer(job.job_id, step, evaluation=True)
-
-    async def run(self) -> dict[str, float]:
-        """The evaluation's metrics, `evaluation/...`; `tally.scores()` compares."""
-        began = time.monotonic()
-        patience = Patience(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
-        dispatch = Dispatch(self._job, self._engines, self._step, patience, self._on_end)
-        ticker = asyncio.create_task(self._tick())
-        try:
-            await dispatch.run([[evaluation_ticket(query)] for query in self._plan])
-        finally:
-            ticker.cancel()
-            await asyncio.gather(ticker, return_exceptions=True)
-            await self._recent.flush()
-        values = self.tally.values(time.monotonic() - began)
-        return {f"evaluation/{name}": value for name, value in values.items()}
-
-    def _on_end(self, event: ro.TrajectoryEvent) -> None:
-        self.tally.add(event)
-        self._recent.add(event)
-        check_failures(self._job, self._name, self.tally, len(self._plan))
-
-    async def _tick(self) -> None:
-        while True:
-            self._job.show(
-                f"evaluating: {self.tally.ended} of {len(self._plan)} held-out queries",
-                step=self._step,
-                done=self.tally.ended,
-                total=len(self._plan),
-            )
-            await asyncio.sleep(self._job.shared.settings.activity_seconds)
-
-
 def train_tickets(query: admission.QueryPlan, ended: Collection[str]) -> list[ro.Ticket]:
     """Tickets for the trajectories of a query that have not ended."""
     return [
@@ -233,29 +193,3 @@ def train_tickets(query: admission.QueryPlan, ended: Collection[str]) -> list[ro
         for trajectory_id, seed in zip(query.trajectory_ids, query.seeds, strict=True)
         if trajectory_id not in ended
     ]
-
-
-def evaluation_ticket(query: admission.QueryPlan) -> ro.Ticket:
-    """The ticket of a held-out query."""
-    return ro.Ticket(
-        query_id=query.query_id,
-        trajectory_id=query.trajectory_ids[0],
-        split="held_out",
-        index=query.index,
-        seed=query.seeds[0],
-        purpose=ro.Ticket.PURPOSE_EVALUATE,
-    )
-
-
-def check_failures(job: JobContext, name: str, tally: Tally, total: int) -> None:
-    """Raise, as soon as it is certain, when more trajectories failed than the job allows."""
-    limit = job.spec.limits.max_failed_fraction
-    if admission.too_many_failed(tally.failed, total, limit):
-        raise ResourceExhausted(
-            f"{name}: {tally.failed} of {total} trajectories failed (at most {limit:.0%} may), "
-            f"most of them so: {tally.most_common_reason}",
-            kind="too_many_failed_trajectories",
-            field="limits.max_failed_fraction",
-            value=limit,
-            remedy="Mend the cause; `ListTrajectories` shows the failed ones. Then resume the job.",
-        )

@@ -138,9 +138,12 @@ class PolicyTrainer:
             while True:
                 try:
                     if attempts.count and (commit := await self._committed(step)) is not None:
-                        return self._take(commit)
+                        return self.adopt(commit)
                     worker = await self.bind(patience)
-                    return self._take(await self._follow(worker, step, patience, attempts))
+                    commit = await self._follow(worker, step, patience, attempts)
+                    if commit.outcome == es.STEP_OUTCOME_APPLIED:
+                        self._weights = commit.weights
+                    return commit
                 except TroupeError as error:
                     self._unbind_after(error)
                     if (attempts.count + 1).bit_count() == 1:  # 1, 2, 4, ...
@@ -148,6 +151,15 @@ class PolicyTrainer:
                     await attempts.failed(error)
         finally:
             self.progress = None
+
+    def adopt(self, commit: es.StepCommit) -> es.StepCommit:
+        """Take over a commit that the store knows and that no worker of ours has told of."""
+        applied = commit.outcome == es.STEP_OUTCOME_APPLIED
+        if applied and commit.weights.version != self.weights.version:
+            self._weights = commit.weights
+            # Whoever is bound may still be at the version before.
+            self.worker = None
+        return commit
 
     async def save_checkpoint(self) -> tr.SaveCheckpointResponse:
         """Write the newest weights as a checkpoint. Raises `TroupeError` when that fails."""
@@ -239,11 +251,6 @@ class PolicyTrainer:
         request = es.GetStepRequest(job_id=self._job.job_id, step=step)
         found = await self._job.shared.experience.GetStep(request)
         return next((one for one in found.commits if one.policy == self.policy), None)
-
-    def _take(self, commit: es.StepCommit) -> es.StepCommit:
-        if commit.outcome == es.STEP_OUTCOME_APPLIED:
-            self._weights = commit.weights
-        return commit
 
     def _unbind_after(self, error: TroupeError) -> None:
         """Forget the binding if it is gone, or if the worker says that there is none."""

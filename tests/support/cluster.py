@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from services.chassis.settings import ServiceSettings
 from services.experience_store.server import make_service as make_store
 from services.orchestrator.server import make_service as make_orchestrator
 from services.orchestrator.settings import OrchestratorSettings
-from tests.support.fake_workers import FakeRollout, FakeTrainer, RolloutScript, TrainerScript
+from tests.support.fake_rollout import FakeRollout, RolloutScript
+from tests.support.fake_trainer import FakeTrainer, TrainerScript
 from tests.support.redis_server import free_port
 from troupe.rpc import connect, new_id
 from troupe.v1 import common_pb2 as pb
@@ -136,11 +137,17 @@ class Cluster:
         self, job_id: str, states: Iterable[int] = ENDED, seconds: float = 20
     ) -> orch.Job:
         """Wait until the job is in one of `states`."""
-        deadline = time.monotonic() + seconds
         wanted = set(states)
+        return await self.until(job_id, lambda job: job.state in wanted, seconds)
+
+    async def until(
+        self, job_id: str, good: Callable[[orch.Job], bool], seconds: float = 20
+    ) -> orch.Job:
+        """Wait until the job is `good`."""
+        deadline = time.monotonic() + seconds
         while True:
             job = await self.job(job_id)
-            if job.state in wanted:
+            if good(job):
                 return job
             if time.monotonic() > deadline:
                 raise AssertionError(f"job is {job.state}, {job.activity!r}: {job.problem}")

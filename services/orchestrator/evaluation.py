@@ -1,0 +1,86 @@
+"""One evaluation on the held-out split, and the bound on failed trajectories of any batch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from services.orchestrator.context import JobContext
+from services.orchestrator.dispatch import Dispatch
+from services.orchestrator.engines import Engines
+from services.orchestrator.faults import Patience
+from services.orchestrator.metrics import Tally
+from troupe.rpc import ResourceExhausted
+from troupe.scheduling import admission
+from troupe.v1 import rollout_pb2 as ro
+
+
+class EvaluationRunner:
+    """One evaluation: the same held-out queries each time, nothing stored, nothing trained."""
+
+    def __init__(self, job: JobContext, engines: Engines, step: int) -> None:
+        self._job = job
+        self._engines = engines
+        self._step = step
+        self._name = f"the evaluation after {step} steps"
+        self._plan = admission.plan_evaluation(
+            job_seed=job.spec.seed, step=step, queries=job.spec.evaluation.queries
+        )
+        self.tally = Tally(job.spec.agents, {})
+        self._recent = job.shared.trajectories.buffer(job.job_id, step, evaluation=True)
+
+    async def run(self) -> dict[str, float]:
+        """The evaluation's metrics, `evaluation/...`; `tally.scores()` compares."""
+        began = time.monotonic()
+        patience = Patience(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
+        dispatch = Dispatch(self._job, self._engines, self._step, patience, self._on_end)
+        ticker = asyncio.create_task(self._tick())
+        try:
+            await dispatch.run([[evaluation_ticket(query)] for query in self._plan])
+        finally:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+            await self._recent.flush()
+        values = self.tally.values(time.monotonic() - began)
+        return {f"evaluation/{name}": value for name, value in values.items()}
+
+    def _on_end(self, event: ro.TrajectoryEvent) -> None:
+        self.tally.add(event)
+        self._recent.add(event)
+        check_failures(self._job, self._name, self.tally, len(self._plan))
+
+    async def _tick(self) -> None:
+        while True:
+            self._job.show(
+                f"evaluating: {self.tally.ended} of {len(self._plan)} held-out queries",
+                step=self._step,
+                done=self.tally.ended,
+                total=len(self._plan),
+            )
+            await asyncio.sleep(self._job.shared.settings.activity_seconds)
+
+
+def evaluation_ticket(query: admission.QueryPlan) -> ro.Ticket:
+    """The ticket of a held-out query."""
+    return ro.Ticket(
+        query_id=query.query_id,
+        trajectory_id=query.trajectory_ids[0],
+        split="held_out",
+        index=query.index,
+        seed=query.seeds[0],
+        purpose=ro.Ticket.PURPOSE_EVALUATE,
+    )
+
+
+def check_failures(job: JobContext, name: str, tally: Tally, total: int) -> None:
+    """Raise, as soon as it is certain, when more trajectories failed than the job allows."""
+    limit = job.spec.limits.max_failed_fraction
+    if admission.too_many_failed(tally.failed, total, limit):
+        raise ResourceExhausted(
+            f"{name}: {tally.failed} of {total} trajectories failed (at most {limit:.0%} may), "
+            f"most of them so: {tally.most_common_reason}",
+            kind="too_many_failed_trajectories",
+            field="limits.max_failed_fraction",
+            value=limit,
+            remedy="Mend the cause; `ListTrajectories` shows the failed ones. Then resume the job.",
+        )

@@ -1,0 +1,242 @@
+"""Workers that die, streams that break, steps that cannot be used: the job goes on."""
+
+import asyncio
+
+import pytest
+
+from tests.support.cluster import Cluster, job_yaml
+from tests.support.fake_rollout import RolloutScript
+from tests.support.fake_trainer import TrainerScript
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from troupe.v1 import common_pb2 as pb
+
+POLICIES = ("checker", "solver")
+RUNNING = (pb.JOB_STATE_RUNNING,)
+
+
+async def finish(cluster: Cluster, job_id: str, steps: int = 2) -> pb.Problem:
+    """The job succeeds with every sample accounted for."""
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    await cluster.check_accounts(job_id, steps, POLICIES)
+    return job.problem
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_a_broken_stream_is_dispatched_again(cluster: Cluster, silent: bool) -> None:
+    script = cluster.rollouts[0].script
+    script.break_after, script.silent = 2, silent
+    job_id = await cluster.submit(job_yaml())
+    await finish(cluster, job_id)
+    assert any("dispatched again" in text for text in await cluster.notices(job_id))
+    ran = cluster.rollouts[0].ran
+    if silent:
+        # All four had ended in the store at the break: nothing is run twice.
+        assert len(ran) == len(set(ran)) == 8
+
+
+async def test_another_rollout_worker_takes_over(cluster: Cluster) -> None:
+    other = await cluster.add_rollout()
+    cluster.rollouts[0].script = RolloutScript(seconds=0.02, break_after=1, die=True)
+    job_id = await cluster.submit(job_yaml())
+    await finish(cluster, job_id)
+    assert set(other.ran) >= {f"q{n}-s1-t{m}" for n in (2, 3) for m in (0, 1)}
+
+
+async def test_a_restarted_rollout_worker_is_prepared_again(cluster: Cluster) -> None:
+    worker = cluster.rollouts[0]
+    worker.script = RolloutScript(seconds=0.02, break_after=1, die=True)
+    job_id = await cluster.submit(job_yaml())
+    await worker.death()
+    again = await cluster.add_rollout(port=worker.settings.port)
+    await finish(cluster, job_id)
+    assert again.calls["PrepareJob"] == 1
+
+
+async def test_a_worker_that_forgot_the_job_is_prepared_again(cluster: Cluster) -> None:
+    worker = cluster.rollouts[0]
+    job_id = await cluster.submit(job_yaml(pipeline__steps=4))
+    worker.script.seconds = 0.05
+    await cluster.wait(job_id, RUNNING)
+    worker.versions.clear()
+    await finish(cluster, job_id, 4)
+    assert worker.calls["PrepareJob"] == 2
+
+
+async def test_a_worker_that_joins_gets_work(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.seconds = 0.05
+    job_id = await cluster.submit(job_yaml(pipeline__steps=4))
+    await cluster.wait(job_id, RUNNING)
+    other = await cluster.add_rollout()
+    await finish(cluster, job_id, 4)
+    assert other.ran
+
+
+async def test_a_hung_worker_is_lost_by_its_silence(cluster: Cluster) -> None:
+    """A partition: the connection stays open, but nothing comes."""
+    cluster.rollouts[0].script.seconds = 1000
+    job_id = await cluster.submit(job_yaml())
+    await cluster.wait(job_id, RUNNING)
+    other = await cluster.add_rollout()
+    beating = cluster.rollouts[0]._beating
+    assert beating is not None
+    assert beating._task is not None
+    beating._task.cancel()
+    await finish(cluster, job_id)
+    assert len(other.ran) == 8
+    assert cluster.rollouts[0].aborted == 4
+
+
+@pytest.mark.parametrize("when", ["claimed", "committed"])
+async def test_a_trainer_that_dies_loses_nothing(cluster: Cluster, when: str) -> None:
+    cluster.trainers[0].script.die_when = when
+    job_id = await cluster.submit(job_yaml())
+    await cluster.wait(job_id, RUNNING)
+    await cluster.add_trainer()
+    await finish(cluster, job_id)
+    commits = [one.weights.version for one in (await cluster.step(job_id, 0)).commits]
+    assert commits == [1, 1]
+
+
+async def test_a_trainer_is_replaced_by_its_successor(cluster: Cluster) -> None:
+    trainer = cluster.trainers[0]
+    trainer.script.die_when = "claimed"
+    job_id = await cluster.submit(job_yaml())
+    await trainer.death()
+    again = await cluster.add_trainer(port=trainer.settings.port)
+    await finish(cluster, job_id)
+    assert again.calls["Bind"] == 2
+
+
+async def test_a_running_step_is_attached_to_again(cluster: Cluster) -> None:
+    trainer = cluster.trainers[0]
+    trainer.script = TrainerScript(seconds=0.4, break_stream=True)
+    job_id = await cluster.submit(job_yaml(policies=["solver"]))
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert trainer.calls["RunStep"] == 3
+    await cluster.check_accounts(job_id, 2, ["solver"])
+
+
+async def test_a_policy_that_is_not_bound_is_bound_again(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.seconds = 0.05
+    trainer = cluster.trainers[0]
+    job_id = await cluster.submit(job_yaml(pipeline__mode="sync"))
+    await cluster.wait(job_id, RUNNING)
+    trainer.bound.clear()
+    await finish(cluster, job_id)
+
+
+async def test_a_skipped_step_is_reported_and_the_job_goes_on(cluster: Cluster) -> None:
+    cluster.trainers[0].script = TrainerScript(skip=frozenset({0}))
+    job_id = await cluster.submit(job_yaml())
+    await finish(cluster, job_id)
+    assert dict((await cluster.job(job_id)).versions) == {"checker": 1, "solver": 1}
+    notices = await cluster.notices(job_id)
+    assert sum("skipped its update" in text and "NaN" in text for text in notices) == 2
+
+
+async def test_a_failed_update_is_repeated(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.update_errors = [Unavailable("busy")]
+    job_id = await cluster.submit(job_yaml())
+    await finish(cluster, job_id)
+
+
+async def test_lost_weights_are_published_again(cluster: Cluster) -> None:
+    gone = NotFound("solver@1 is gone", kind="weights_not_found", field="solver")
+    cluster.rollouts[0].script.update_errors = [gone]
+    job_id = await cluster.submit(job_yaml(policies=["solver"]))
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert cluster.trainers[0].calls["Bind"] == 2
+
+
+async def test_too_many_failures_fail_the_job_with_their_reason(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.fail = lambda ticket: (
+        "workflow_raised: KeyError: 'x'" if ticket.trajectory_id.endswith("t0") else "deadline: 9 s"
+    )
+    job_id = await cluster.submit(job_yaml(limits__max_failed_fraction=0.75))
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_FAILED
+    assert job.problem.kind == "too_many_failed_trajectories"
+    assert job.problem.field == "limits.max_failed_fraction"
+    assert "4 of 4" in job.problem.message
+    assert "step 1" in job.problem.message
+    assert "KeyError" in job.problem.message or "deadline" in job.problem.message
+
+
+async def test_some_failures_are_borne(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.fail = lambda ticket: (
+        "deadline: 9 s" if ticket.trajectory_id.endswith("t0") else None
+    )
+    job_id = await cluster.submit(job_yaml())
+    await finish(cluster, job_id)
+    assert (await cluster.job(job_id)).metrics["trajectories/failed"] == 2
+
+
+async def test_a_fault_of_the_job_itself_fails_it(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.problem = pb.Problem(
+        kind="entrypoint", message="no module named x", field="workflow", remedy="Fix the import."
+    )
+    job_id = await cluster.submit(job_yaml())
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_FAILED
+    assert (job.problem.kind, job.problem.field) == ("entrypoint", "workflow")
+    assert job.problem.remedy == "Fix the import."
+    assert cluster.rollouts[0].calls["ReleaseJob"]
+
+
+async def test_a_missing_model_fails_the_job(cluster: Cluster) -> None:
+    cluster.trainers[0].script.bind_error = InvalidArgument(
+        "there is no model at nowhere",
+        kind="model_not_found",
+        field="policies.solver.model.path",
+        value="nowhere",
+        remedy="Give a directory or hub id.",
+    )
+    job = await cluster.wait(await cluster.submit(job_yaml()))
+    assert job.state == pb.JOB_STATE_FAILED
+    assert job.problem.kind == "model_not_found"
+    assert job.problem.field == "policies.solver.model.path"
+    assert job.problem.remedy
+
+
+async def test_a_tokenizer_that_does_not_match_fails_the_job(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.prepare_error = FailedPrecondition(
+        "the tokenizer has 300 tokens, the model 256",
+        kind="tokenizer_mismatch",
+        field="policies.solver.model.tokenizer",
+    )
+    job = await cluster.wait(await cluster.submit(job_yaml()))
+    assert job.state == pb.JOB_STATE_FAILED
+    assert job.problem.kind == "tokenizer_mismatch"
+
+
+async def test_a_full_disk_costs_the_checkpoint_only(cluster: Cluster) -> None:
+    cluster.trainers[0].script.disk_full = True
+    job_id = await cluster.submit(job_yaml(checkpoint__every=1))
+    problem = await finish(cluster, job_id)
+    assert problem.kind == "disk_full"
+    assert "no checkpoint of" in problem.message
+    texts = await cluster.notices(job_id)
+    assert any("no checkpoint of solver after step 1" in text for text in texts)
+
+
+async def test_a_checkpoint_that_works_again_clears_the_problem(cluster: Cluster) -> None:
+    cluster.trainers[0].script.disk_full = True
+    cluster.rollouts[0].script.seconds = 0.1
+    job_id = await cluster.submit(job_yaml(checkpoint__every=1))
+    await cluster.until(job_id, lambda job: job.step == 1)
+    await asyncio.sleep(0.05)
+    cluster.trainers[0].script.disk_full = False
+    assert not (await finish(cluster, job_id)).kind
+
+
+async def test_a_step_that_does_not_end_says_what_it_waited_for(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.seconds = 1000
+    job_id = await cluster.submit(job_yaml(limits__step_seconds=0.5))
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_FAILED
+    assert job.problem.field == "limits.step_seconds"
+    assert "waiting for 4 trajectories" in job.problem.message
+    assert cluster.rollouts[0].worker_id in job.problem.message
+    assert cluster.rollouts[0].aborted == 4

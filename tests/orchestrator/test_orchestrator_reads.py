@@ -1,0 +1,217 @@
+"""What users look at: metrics, versions, checkpoints, trajectories, the cluster, generation."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from tests.support.cluster import Cluster, job_yaml
+from tests.support.fake_trainer import weights_of
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, Unavailable, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import orchestrator_pb2 as orch
+
+
+@pytest.fixture
+async def done(cluster: Cluster) -> str:
+    """A job that has succeeded."""
+    job_id = await cluster.submit(job_yaml(evaluation__queries=2))
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    return job_id
+
+
+async def test_metrics_by_name_and_step(cluster: Cluster, done: str) -> None:
+    request = orch.ListMetricsRequest(job_id=done, names=["reward/mean"])
+    rows = (await cluster.api.ListMetrics(request)).rows
+    assert [(row.step, dict(row.values)) for row in rows] == [
+        (1, {"reward/mean": 1.0}),
+        (2, {"reward/mean": 1.0}),
+    ]
+    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=done, after_step=1))).rows
+    assert [row.step for row in rows] == [2, 2]
+    assert "evaluation/team/mean" in rows[-1].values
+
+
+async def test_versions_of_a_policy(cluster: Cluster, done: str) -> None:
+    request = orch.ListVersionsRequest(job_id=done, policy="solver")
+    versions = (await cluster.api.ListVersions(request)).versions
+    assert [(one.weights.version, one.step, one.outcome) for one in versions] == [
+        (0, 0, es.STEP_OUTCOME_UNSPECIFIED),
+        (1, 1, es.STEP_OUTCOME_APPLIED),
+        (2, 2, es.STEP_OUTCOME_APPLIED),
+    ]
+    assert versions[1].weights == weights_of(done, "solver", 1)
+
+
+async def test_a_commit_reported_again_changes_nothing(cluster: Cluster, done: str) -> None:
+    def report(step: int, version: int, checksum: str = "") -> orch.ReportCommitRequest:
+        weights = weights_of(done, "solver", version)
+        weights.checksum = checksum or weights.checksum
+        commit = es.StepCommit(
+            policy="solver", step=step, outcome=es.STEP_OUTCOME_APPLIED, weights=weights
+        )
+        return orch.ReportCommitRequest(request_id=new_id(), job_id=done, commit=commit)
+
+    await cluster.api.ReportCommit(report(1, 2))
+    await cluster.api.ReportCommit(report(0, 1))
+    with pytest.raises(FailedPrecondition, match="cannot follow"):
+        await cluster.api.ReportCommit(report(7, 8))
+    with pytest.raises(FailedPrecondition, match="another checksum") as caught:
+        await cluster.api.ReportCommit(report(1, 2, "0" * 32))
+    assert caught.value.kind == "checksum_conflict"
+    assert (await cluster.job(done)).versions["solver"] == 2
+
+
+async def test_a_checkpoint_is_exported_whole(cluster: Cluster, done: str) -> None:
+    request = orch.ExportCheckpointRequest(job_id=done, policy="solver")
+    files: dict[str, bytes] = {}
+    async for chunk in cluster.api.ExportCheckpoint(request):
+        files[chunk.path] = files.get(chunk.path, b"") + chunk.data
+        if chunk.end_of_file:
+            assert chunk.checksum == xxhash.xxh3_64_intdigest(files[chunk.path])
+    saved = cluster.directory / done / "checkpoints" / "solver" / "v2"
+    assert files == {path.name: path.read_bytes() for path in saved.iterdir()}
+    assert len(files["model.safetensors"]) > 2**20  # more than one chunk
+
+
+async def test_a_checkpoint_that_is_not_there(cluster: Cluster, done: str) -> None:
+    request = orch.ExportCheckpointRequest(job_id=done, policy="solver", version=9)
+    with pytest.raises(NotFound, match=r"solver@9.*checker@2, solver@2"):
+        _ = [chunk async for chunk in cluster.api.ExportCheckpoint(request)]
+
+
+async def test_half_a_checkpoint_is_not_listed(cluster: Cluster, done: str) -> None:
+    root: Path = cluster.directory / done / "checkpoints" / "solver"
+    (root / ".v3.half").mkdir()
+    (root / "v4").write_text("a file")
+    listed = await cluster.api.ListCheckpoints(orch.ListCheckpointsRequest(job_id=done))
+    assert [(one.policy, one.version) for one in listed.checkpoints] == [
+        ("checker", 2),
+        ("solver", 2),
+    ]
+    assert listed.checkpoints[0].num_bytes > 2**20
+
+
+async def test_trajectories_newest_first_in_pages(cluster: Cluster, done: str) -> None:
+    seen: list[orch.TrajectorySummary] = []
+    token, pages = "", 0
+    while pages == 0 or token:
+        request = orch.ListTrajectoriesRequest(job_id=done, page_size=5, page_token=token)
+        page = await cluster.api.ListTrajectories(request)
+        seen += page.trajectories
+        token, pages = page.next_page_token, pages + 1
+    assert pages == 3
+    kinds = [(one.step, one.evaluation) for one in seen]
+    order = [(2, True)] * 2 + [(1, False)] * 4 + [(0, False)] * 4 + [(0, True)] * 2
+    assert kinds == order
+    request = orch.ListTrajectoriesRequest(job_id=done, page_token="gone")
+    with pytest.raises(InvalidArgument):
+        await cluster.api.ListTrajectories(request)
+
+
+async def test_a_trajectory_shows_its_conversation(cluster: Cluster, done: str) -> None:
+    request = orch.GetTrajectoryRequest(job_id=done, trajectory_id="q1-s0-t1")
+    found = await cluster.api.GetTrajectory(request)
+    assert found.summary.state == pb.TRAJECTORY_STATE_COMPLETED
+    assert dict(found.summary.rewards) == {"solver": 1.0, "team": 1.0}
+    assert [turn.agent for turn in found.turns] == ["checker", "solver"]
+    assert found.turns[0].messages[0].content == "2+2?"
+    request = orch.GetTrajectoryRequest(job_id=done, trajectory_id="nobody")
+    with pytest.raises(NotFound):
+        await cluster.api.GetTrajectory(request)
+
+
+async def test_only_the_newest_trajectories_are_kept(cluster: Cluster) -> None:
+    await cluster.stop_orchestrator()
+    cluster.settings = cluster.settings.model_copy(update={"recent_trajectories": 3})
+    await cluster.start_orchestrator()
+    job_id = await cluster.submit(job_yaml())
+    await cluster.wait(job_id)
+    listed = await cluster.api.ListTrajectories(orch.ListTrajectoriesRequest(job_id=job_id))
+    assert len(listed.trajectories) == 3
+    assert {one.step for one in listed.trajectories} == {1}
+
+
+async def test_the_picture_of_the_cluster(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.seconds = 1000
+    job_id = await cluster.submit(job_yaml())
+    await cluster.until(job_id, lambda job: "trajectories" in job.activity)
+    async with asyncio.timeout(10):
+        while True:
+            picture = await cluster.api.GetCluster(orch.GetClusterRequest())
+            if picture.in_flight.get(job_id) == 4 and picture.bindings and picture.engines:
+                break
+    kinds = {worker.kind for worker in picture.workers}
+    assert kinds == {orch.WORKER_KIND_ROLLOUT, orch.WORKER_KIND_TRAINER}
+    assert all(worker.alive for worker in picture.workers)
+    serving = {service.name: service.serving for service in picture.services}
+    assert serving == {"redis": True, "experience_store": True, "reward": False}
+    reward = next(one for one in picture.services if one.name == "reward")
+    assert "no service answers" in reward.message
+    await cluster.cancel(job_id)
+    await cluster.wait(job_id)
+
+
+async def test_a_trained_policy_generates(cluster: Cluster, done: str) -> None:
+    async def generate(policy: str = "solver") -> str:
+        request = orch.GeneratePolicyRequest(
+            request_id=new_id(),
+            job_id=done,
+            policy=policy,
+            messages=[pb.ChatMessage(role="user", content="2+2?")],
+        )
+        return (await cluster.api.GeneratePolicy(request)).result.text
+
+    assert await generate() == "solver@2"
+    # The engines are gone: they are made again at the ledger's version.
+    cluster.rollouts[0].versions.clear()
+    cluster.rollouts[0].calls.clear()
+    assert await generate("checker") == "checker@2"
+    assert cluster.rollouts[0].calls["PrepareJob"] == 1
+    assert not cluster.trainers[0].bound
+    with pytest.raises(NotFound, match="no policy 'nobody'") as caught:
+        await generate("nobody")
+    assert "checker, solver" in (caught.value.remedy or "")
+
+
+async def test_generation_needs_one_prompt_and_engines(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.seconds = 1000
+    cluster.rollouts[0].script.prepare_error = Unavailable("engines start")
+    job_id = await cluster.submit(job_yaml())
+    request = orch.GeneratePolicyRequest(request_id="a", job_id=job_id, policy="solver")
+    with pytest.raises(InvalidArgument):
+        await cluster.api.GeneratePolicy(request)
+    request = orch.GeneratePolicyRequest(
+        request_id="b", job_id=job_id, policy="solver", input_ids=[1]
+    )
+    with pytest.raises(Unavailable, match="not ready"):
+        await cluster.api.GeneratePolicy(request, timeout=0.5)
+    await cluster.cancel(job_id)
+    await cluster.wait(job_id)
+
+
+async def test_the_next_job_gets_the_room_of_an_ended_one(cluster: Cluster, done: str) -> None:
+    assert done in cluster.rollouts[0].versions
+    job_id = await cluster.submit(job_yaml("other"))
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert set(cluster.rollouts[0].versions) == {job_id}
+
+
+async def test_jobs_are_listed_by_state(cluster: Cluster, done: str) -> None:
+    request = orch.ListJobsRequest(state=pb.JOB_STATE_SUCCEEDED)
+    jobs = (await cluster.api.ListJobs(request)).jobs
+    assert done in {job.job_id for job in jobs}
+    assert {job.state for job in jobs} == {pb.JOB_STATE_SUCCEEDED}
+
+
+@pytest.mark.parametrize("missing", ["worker_id", "address", "kind"])
+async def test_a_heartbeat_names_what_it_lacks(cluster: Cluster, missing: str) -> None:
+    beat = orch.HeartbeatRequest(
+        worker_id="w", address="127.0.0.1:1", kind=orch.WORKER_KIND_ROLLOUT
+    )
+    beat.ClearField(missing)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument) as caught:
+        await cluster.api.Heartbeat(beat)
+    assert caught.value.field == missing

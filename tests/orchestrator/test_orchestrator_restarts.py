@@ -1,0 +1,127 @@
+"""The orchestrator itself goes away and comes back; jobs wait for what they need."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster, job_yaml
+from tests.support.redis_server import RedisServer
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+
+POLICIES = ("checker", "solver")
+RUNNING = (pb.JOB_STATE_RUNNING,)
+
+
+def states_of(events: list[orch.JobEvent]) -> list[int]:
+    return [event.state.state for event in events if event.HasField("state")]
+
+
+@pytest.mark.parametrize("mode", ["sync", "micro_batch"])
+async def test_a_restarted_orchestrator_continues(cluster: Cluster, mode: str) -> None:
+    cluster.rollouts[0].script.seconds = 0.1
+    cluster.trainers[0].script.seconds = 0.05
+    text = job_yaml(pipeline__steps=3, pipeline__mode=mode, evaluation__queries=2)
+    job_id = await cluster.submit(text)
+    await cluster.wait(job_id, RUNNING)
+    for pause in (0.15, 0.25, 0.2):
+        await asyncio.sleep(pause)
+        await cluster.stop_orchestrator()
+        await cluster.start_orchestrator()
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    await cluster.check_accounts(job_id, 3, POLICIES)
+    states = states_of(await cluster.events(job_id))
+    again = [pb.JOB_STATE_RUNNING, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING]
+    assert any(states[n : n + 3] == again for n in range(len(states)))
+    rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job_id))).rows
+    assert [row.step for row in rows] == [0, 1, 2, 3, 3]
+    lines = (cluster.directory / job_id / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 5
+
+
+async def test_a_cancel_survives_a_restart(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.seconds = 1000
+    job_id = await cluster.submit(job_yaml())
+    await cluster.wait(job_id, RUNNING)
+    service = cluster.orchestrator.service  # type: ignore[union-attr]
+    jobs = service._at.jobs  # type: ignore[union-attr]
+    await jobs.stop()  # the process dies just after it has stored the cancellation
+    assert (await cluster.cancel(job_id)).state == pb.JOB_STATE_CANCELLING
+    await cluster.stop_orchestrator()
+    await cluster.start_orchestrator()
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_CANCELLED
+
+
+async def test_two_orchestrators_one_wins(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.seconds = 0.1
+    job_id = await cluster.submit(job_yaml(pipeline__steps=3))
+    await cluster.wait(job_id, RUNNING)
+    old = cluster.orchestrator
+    assert old is not None
+    # The newcomer takes the address over, as a restarted container would.
+    old._server, server = None, old._server
+    assert server is not None
+    await server.stop(0)
+    await cluster.start_orchestrator()
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    await cluster.check_accounts(job_id, 3, POLICIES)
+    assert old.service._at.jobs.running() == []  # type: ignore[union-attr]
+    await old.service.stop(0)  # type: ignore[union-attr]
+
+
+@pytest.fixture
+async def bare(redis_url: str, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A cluster without workers."""
+    cluster = Cluster(redis_url, tmp_path)
+    await cluster.open()
+    yield cluster
+    await cluster.close()
+
+
+async def test_a_job_waits_for_workers_and_says_so(bare: Cluster) -> None:
+    job_id = await bare.submit(job_yaml())
+    await bare.wait(job_id, (pb.JOB_STATE_STARTING,))
+    both = "waiting for a trainer and a rollout worker"
+    await bare.until(job_id, lambda job: job.activity == both)
+    await bare.add_trainer()
+    await bare.until(job_id, lambda job: job.activity == "waiting for a rollout worker")
+    await bare.add_rollout()
+    assert (await bare.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+
+
+async def test_a_job_without_workers_fails_in_the_end(bare: Cluster) -> None:
+    await bare.stop_orchestrator()
+    bare.settings = bare.settings.model_copy(update={"workers_timeout_seconds": 0.2})
+    await bare.start_orchestrator()
+    job = await bare.wait(await bare.submit(job_yaml()))
+    assert job.state == pb.JOB_STATE_FAILED
+    assert job.problem.kind == "deadline_exceeded"
+    assert "waiting for a trainer and a rollout worker" in job.problem.message
+    assert job.problem.field == "TROUPE_WORKERS_TIMEOUT_SECONDS"
+
+
+async def test_jobs_survive_a_restart_of_redis(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path, durable=True)
+    server.start()
+    cluster = Cluster(server.url, tmp_path)
+    try:
+        await cluster.open()
+        rollout = await cluster.add_rollout()
+        await cluster.add_trainer()
+        rollout.script.seconds = 0.05
+        job_id = await cluster.submit(job_yaml(pipeline__steps=4))
+        await cluster.wait(job_id, RUNNING)
+        await asyncio.sleep(0.15)
+        server.kill()
+        await asyncio.sleep(0.2)
+        server.start()
+        job = await cluster.wait(job_id)
+        assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+        await cluster.check_accounts(job_id, 4, POLICIES)
+    finally:
+        await cluster.close()
+        server.stop()

@@ -1,0 +1,199 @@
+"""A rollout worker without models: a real gRPC server that does as a script says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from services.chassis.settings import ServiceSettings
+from tests.support.experience import make_sample
+from tests.support.fake_worker import FakeWorker
+from troupe.job import JobSpec
+from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2 as ro
+from troupe.v1 import rollout_pb2_grpc
+
+
+@dataclass
+class RolloutScript:
+    """How a rollout worker behaves."""
+
+    seconds: float = 0.002
+    reward: Callable[[ro.Ticket], dict[str, float]] = lambda ticket: {"solver": 1.0, "team": 1.0}
+    # A reason: the trajectory fails with it.
+    fail: Callable[[ro.Ticket], str | None] = lambda ticket: None
+    # A fault of the job, reported with the first trajectory.
+    problem: pb.Problem | None = None
+    prepare_error: TroupeError | None = None
+    update_errors: list[TroupeError] = field(default_factory=list)
+    # Break the stream, once, after so many endings; with `die` the worker goes down with it.
+    break_after: int | None = None
+    die: bool = False
+    # End trajectories in the store but say nothing about them before the break.
+    silent: bool = False
+
+
+class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
+    """Ends trajectories after `script.seconds` with one sample per agent."""
+
+    kind = orch.WORKER_KIND_ROLLOUT
+    name = "troupe.v1.Rollout"
+
+    def __init__(self, settings: ServiceSettings, script: RolloutScript | None = None) -> None:
+        super().__init__(settings)
+        self.script = script or RolloutScript()
+        self.specs: dict[str, JobSpec] = {}
+        self.versions: dict[str, dict[str, int]] = {}
+        self.calls: Counter[str] = Counter()
+        self.ran: list[str] = []
+        self.aborted = 0
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)
+
+    def message(self) -> orch.HeartbeatRequest:
+        engines = [
+            ro.EngineStatus(
+                engine_id=f"{self.worker_id}-{job}-{policy}",
+                job_id=job,
+                policy=policy,
+                state=pb.ENGINE_STATE_HEALTHY,
+                version=version,
+            )
+            for job, versions in self.versions.items()
+            for policy, version in versions.items()
+        ]
+        return orch.HeartbeatRequest(kind=self.kind, engines=engines)
+
+    async def PrepareJob(
+        self, request: ro.PrepareJobRequest, context: Any
+    ) -> ro.PrepareJobResponse:
+        self.calls["PrepareJob"] += 1
+        if self.script.prepare_error is not None:
+            raise self.script.prepare_error
+        self.specs[request.job_id] = JobSpec.model_validate_json(request.spec_json)
+        self.versions[request.job_id] = {one.policy: one.version for one in request.weights}
+        return ro.PrepareJobResponse()
+
+    async def UpdateWeights(
+        self, request: ro.UpdateWeightsRequest, context: Any
+    ) -> ro.UpdateWeightsResponse:
+        self.calls["UpdateWeights"] += 1
+        if self.script.update_errors:
+            raise self.script.update_errors.pop()
+        weights = request.weights
+        self._job(weights.job_id)[weights.policy] = weights.version
+        return ro.UpdateWeightsResponse()
+
+    async def ReleaseJob(
+        self, request: ro.ReleaseJobRequest, context: Any
+    ) -> ro.ReleaseJobResponse:
+        self.calls["ReleaseJob"] += 1
+        self.versions.pop(request.job_id, None)
+        return ro.ReleaseJobResponse()
+
+    async def Generate(self, request: ro.GenerateRequest, context: Any) -> ro.GenerateResponse:
+        version = self._job(request.job_id)[request.policy]
+        return ro.GenerateResponse(text=f"{request.policy}@{version}")
+
+    async def ListEngines(
+        self, request: ro.ListEnginesRequest, context: Any
+    ) -> ro.ListEnginesResponse:
+        return ro.ListEnginesResponse(engines=self.message().engines)
+
+    async def RunQueries(
+        self, request: ro.RunQueriesRequest, context: Any
+    ) -> AsyncIterator[ro.TrajectoryEvent]:
+        self.calls["RunQueries"] += 1
+        self._job(request.job_id)
+        events: asyncio.Queue[ro.TrajectoryEvent] = asyncio.Queue()
+        tasks = [
+            asyncio.create_task(self._run(request, ticket, events)) for ticket in request.tickets
+        ]
+        ended = 0
+        try:
+            while ended < len(tasks):
+                event = await events.get()
+                ended += event.state != pb.TRAJECTORY_STATE_RUNNING
+                if not (self.script.silent and self.script.break_after is not None):
+                    yield event
+                if self.script.break_after is not None and ended >= self.script.break_after:
+                    self.script.break_after = None
+                    raise self.die() if self.script.die else Unavailable("the stream broke")
+        finally:
+            self.aborted += sum(not task.done() for task in tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(
+        self,
+        request: ro.RunQueriesRequest,
+        ticket: ro.Ticket,
+        events: asyncio.Queue[ro.TrajectoryEvent],
+    ) -> None:
+        self.ran.append(ticket.trajectory_id)
+        script, spec = self.script, self.specs[request.job_id]
+        event = ro.TrajectoryEvent(query_id=ticket.query_id, trajectory_id=ticket.trajectory_id)
+        event.state = pb.TRAJECTORY_STATE_RUNNING
+        events.put_nowait(event)
+        await asyncio.sleep(script.seconds)
+        event = ro.TrajectoryEvent(
+            query_id=ticket.query_id, trajectory_id=ticket.trajectory_id, seconds=script.seconds
+        )
+        if script.problem is not None:
+            event.problem.CopyFrom(script.problem)
+        reason = script.fail(ticket)
+        if reason is None:
+            event.state = pb.TRAJECTORY_STATE_COMPLETED
+            event.rewards.update(script.reward(ticket))
+        else:
+            event.state, event.reason = pb.TRAJECTORY_STATE_FAILED, reason
+        versions = self.versions.get(request.job_id, {})
+        samples = []
+        for turn, (agent, agent_spec) in enumerate(spec.agents.items()):
+            policy = agent_spec.policy
+            event.turns.add(
+                agent=agent,
+                policy=policy,
+                turn=turn,
+                messages=[pb.ChatMessage(role="user", content="2+2?")],
+                response="4",
+                prompt_tokens=4,
+                response_tokens=2,
+                generate_seconds=script.seconds,
+                versions=[pb.VersionSpan(version=versions.get(policy, 0), start=0, end=2)],
+            )
+            if spec.policies[policy].trainable and reason is None:
+                samples.append(
+                    make_sample(
+                        ticket.query_id, turn, ticket.trajectory_id, policy=policy, agent=agent
+                    )
+                )
+        if ticket.purpose == ro.Ticket.PURPOSE_TRAIN:
+            await self.store.AppendTrajectory(
+                es.AppendTrajectoryRequest(
+                    request_id=new_id("append"),
+                    job_id=request.job_id,
+                    step=request.step,
+                    query_id=ticket.query_id,
+                    trajectory_id=ticket.trajectory_id,
+                    state=event.state,
+                    reason=event.reason,
+                    samples=samples,
+                )
+            )
+        events.put_nowait(event)
+
+    def _job(self, job_id: str) -> dict[str, int]:
+        if job_id not in self.versions:
+            raise FailedPrecondition(f"job {job_id} is not prepared here", kind="job_not_prepared")
+        return self.versions[job_id]

@@ -1,0 +1,193 @@
+"""A trainer worker without models: a real gRPC server that does as a script says."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from services.chassis.settings import ServiceSettings
+from tests.support.fake_worker import FakeWorker
+from troupe.rpc import FailedPrecondition, ResourceExhausted, TroupeError, Unavailable, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import trainer_pb2 as tr
+from troupe.v1 import trainer_pb2_grpc
+
+
+@dataclass
+class TrainerScript:
+    """How a trainer worker behaves."""
+
+    seconds: float = 0.0
+    bind_error: TroupeError | None = None
+    # Steps whose update is skipped (a NaN).
+    skip: frozenset[int] = frozenset()
+    # Go down, once: "claimed", "committed" (before anyone is told) or "reported".
+    die_when: str = ""
+    # Break the stream, once, while the step goes on.
+    break_stream: bool = False
+    disk_full: bool = False
+
+
+class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
+    """Claims and commits; its weights are a name and a checksum."""
+
+    kind = orch.WORKER_KIND_TRAINER
+    name = "troupe.v1.Trainer"
+
+    def __init__(self, settings: ServiceSettings, script: TrainerScript | None = None) -> None:
+        super().__init__(settings)
+        self.script = script or TrainerScript()
+        self.bound: dict[tuple[str, str], pb.WeightsRef] = {}
+        self.calls: Counter[str] = Counter()
+        self._steps: dict[tuple[str, str, int], asyncio.Task[es.StepCommit]] = {}
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        trainer_pb2_grpc.add_TrainerServicer_to_server(self, server)
+
+    def message(self) -> orch.HeartbeatRequest:
+        bindings = [
+            tr.BindingStatus(
+                job_id=job, policy=policy, state=pb.BINDING_STATE_IDLE, version=weights.version
+            )
+            for (job, policy), weights in self.bound.items()
+        ]
+        return orch.HeartbeatRequest(kind=self.kind, bindings=bindings)
+
+    async def down(self) -> None:
+        for task in self._steps.values():
+            task.cancel()
+        await super().down()
+
+    async def Bind(self, request: tr.BindRequest, context: Any) -> tr.BindResponse:
+        self.calls["Bind"] += 1
+        if self.script.bind_error is not None:
+            raise self.script.bind_error
+        weights = weights_of(request.job_id, request.policy, request.version)
+        self.bound[request.job_id, request.policy] = weights
+        return tr.BindResponse(weights=weights, num_parameters=1)
+
+    async def RunStep(
+        self, request: tr.RunStepRequest, context: Any
+    ) -> AsyncIterator[tr.StepEvent]:
+        self.calls["RunStep"] += 1
+        bound = self.bound.get((request.job_id, request.policy))
+        if bound is None:
+            raise FailedPrecondition(f"{request.policy} is not bound here", kind="not_bound")
+        key = (request.job_id, request.policy, request.step)
+        if key not in self._steps or self._steps[key].done():
+            self._steps[key] = asyncio.create_task(self._step(request))
+        yield tr.StepEvent(state=pb.BINDING_STATE_ACCUMULATING)
+        if self.script.break_stream:
+            self.script.break_stream = False
+            raise Unavailable("the stream broke")
+        commit = await asyncio.shield(self._steps[key])
+        yield tr.StepEvent(state=pb.BINDING_STATE_IDLE, commit=commit)
+
+    async def SaveCheckpoint(
+        self, request: tr.SaveCheckpointRequest, context: Any
+    ) -> tr.SaveCheckpointResponse:
+        if self.script.disk_full:
+            raise ResourceExhausted(
+                "no space left on device",
+                kind="disk_full",
+                field="data_dir",
+                remedy="Free some space.",
+            )
+        root: Path = self.settings.data_dir / request.job_id / "checkpoints" / request.policy
+        path = root / f"v{request.version}"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "model.safetensors").write_bytes(b"weights" * 300_000)
+        (path / "config.json").write_text("{}")
+        return tr.SaveCheckpointResponse(path=str(path), num_bytes=1)
+
+    async def Release(self, request: tr.ReleaseRequest, context: Any) -> tr.ReleaseResponse:
+        self.calls["Release"] += 1
+        self.bound.pop((request.job_id, request.policy), None)
+        return tr.ReleaseResponse()
+
+    async def ListBindings(
+        self, request: tr.ListBindingsRequest, context: Any
+    ) -> tr.ListBindingsResponse:
+        return tr.ListBindingsResponse(bindings=self.message().bindings)
+
+    async def _step(self, request: tr.RunStepRequest) -> es.StepCommit:
+        common: dict[str, Any] = {
+            "job_id": request.job_id,
+            "policy": request.policy,
+            "step": request.step,
+        }
+        status = await self.store.GetStep(
+            es.GetStepRequest(job_id=request.job_id, step=request.step)
+        )
+        for commit in status.commits:
+            if commit.policy == request.policy:
+                return commit
+        claimant = f"{self.worker_id}/{new_id()}"
+        await self.store.ReleaseClaims(
+            es.ReleaseClaimsRequest(request_id=new_id("release"), **common)
+        )
+        claims: list[str] = []
+        while True:
+            claim = await self.store.ClaimMicroBatch(
+                es.ClaimMicroBatchRequest(
+                    request_id=new_id("claim"),
+                    claimant=claimant,
+                    max_samples=8,
+                    lease_seconds=60,
+                    wait_seconds=5,
+                    **common,
+                )
+            )
+            if claim.outcome == es.ClaimMicroBatchResponse.OUTCOME_EXHAUSTED:
+                break
+            if claim.outcome == es.ClaimMicroBatchResponse.OUTCOME_CLAIMED:
+                claims.append(claim.claim_id)
+            await self._maybe_die("claimed")
+        await asyncio.sleep(self.script.seconds)
+        outcome, version = es.STEP_OUTCOME_APPLIED, request.version + 1
+        if request.step in self.script.skip:
+            outcome, version = es.STEP_OUTCOME_SKIPPED, request.version
+        elif not claims:
+            outcome, version = es.STEP_OUTCOME_EMPTY, request.version
+        weights = weights_of(request.job_id, request.policy, version)
+        committed = await self.store.CommitStep(
+            es.CommitStepRequest(
+                request_id=new_id("commit"),
+                claimant=claimant,
+                claim_ids=claims,
+                outcome=outcome,
+                reason="the loss is NaN" if outcome == es.STEP_OUTCOME_SKIPPED else "",
+                weights=weights,
+                metrics={"loss/policy": 0.5, "grad_norm": float("nan")},
+                **common,
+            )
+        )
+        self.bound[request.job_id, request.policy] = committed.commit.weights
+        await self._maybe_die("committed")
+        return committed.commit
+
+    async def _maybe_die(self, when: str) -> None:
+        if self.script.die_when == when:
+            self.script.die_when = ""
+            raise self.die()
+
+
+def weights_of(job_id: str, policy: str, version: int) -> pb.WeightsRef:
+    """The weights of a version: equal versions have equal content, whoever makes them."""
+    return pb.WeightsRef(
+        job_id=job_id,
+        policy=policy,
+        version=version,
+        key=f"{job_id}/{policy}/weights@{version}",
+        checksum=hashlib.sha256(f"{policy}@{version}".encode()).hexdigest()[:32],
+        num_bytes=1,
+    )
