@@ -26,7 +26,7 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 def job(job_yaml: str) -> Job:
     return Job(
         id="mine", name="team", state=JobState.RUNNING, mode="micro_batch", step=0, total_steps=10,
-        activity="", directory="/runs/mine", versions={"solver": 0}, metrics={},
+        activity="", directory="/runs/mine", versions={}, metrics={},
         before={"team_success": 0.2, "reward/solver": 0.1}, after={"team_success": 0.9},
         created_at=START, started_at=START, ended_at=START + timedelta(seconds=75),
         problem=None, spec_json=parse_job(job_yaml).model_dump_json(),
@@ -44,14 +44,18 @@ def test_progress_follows_rewards_policies_and_time(job: Job) -> None:
     progress.apply(step(0, 1, evaluation__team__mean=0.2, evaluation__reward__solver__mean=0.1))
     assert progress.step == 0
     progress.apply(step(1, 5, reward__solver__mean=0.3, step__seconds=4.0, solver__loss__policy=1))
-    progress.apply(step(2, 11, reward__solver__mean=0.4, step__seconds=6.0, solver__kl=0.01))
+    trained = {"solver__samples": 8, "solver__skipped": 0, "checker__skipped": 1}
+    progress.apply(
+        step(2, 11, reward__solver__mean=0.4, step__seconds=6.0, solver__kl=0.01, **trained)
+    )
 
     assert progress.step == 2
     assert progress.rewards["solver"] == [0.3, 0.4]
     assert progress.evaluation == {"team": 0.2, "solver": 0.1}
     assert progress.seconds_left == pytest.approx(8 * 5.0)
     policy = progress.policy("solver")
-    assert (policy.loss, policy.kl, policy.grad_norm, policy.version) == (1, 0.01, None, 0)
+    assert (policy.loss, policy.kl, policy.grad_norm, policy.version) == (1, 0.01, None, 1)
+    assert progress.policy("checker").version == 0
 
 
 def test_the_pace_is_measured_when_nobody_tells_it_and_a_pause_is_no_pace(job: Job) -> None:
@@ -81,7 +85,7 @@ def test_the_plain_display_tells_every_event_but_activities(job: Job) -> None:
 
     assert stream.getvalue().splitlines() == [
         "job mine is running",
-        "step 1/10 | reward solver 0.250 | solver v0 loss - grad - | checker loss - grad - | "
+        "step 1/10 | reward solver 0.250 | solver v0 loss - grad - | checker v0 loss - grad - | "
         "1,234 tok/s | eta -",
         "warning: a worker was lost",
         "job mine is failed: f = 1: it broke.",

@@ -42,7 +42,7 @@ def spec(name: str, port: int, script: str = SERVER, **settings: object) -> Chil
         command=(sys.executable, "-c", script, str(port), name),
         probe=Probe(ProbeKind.HTTP, f"127.0.0.1:{port}"),
         address=f"127.0.0.1:{port}",
-        **{"start_seconds": 20.0, "stop_seconds": 5.0, **settings},  # type: ignore[arg-type]
+        **{"start_seconds": 60.0, "stop_seconds": 10.0, **settings},  # type: ignore[arg-type]
     )
 
 
@@ -74,7 +74,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Callable[..., tuple[Supervisor, R
         await supervisor.stop()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition never came true"
@@ -183,7 +183,7 @@ async def test_a_child_that_dies_again_and_again_is_given_up(run, monkeypatch) -
                 os.kill(child.pid, signal.SIGKILL)
             await asyncio.sleep(0.05)
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         failure, _ = await asyncio.gather(supervisor.failure(), killer())
 
     assert "died 3 times" in str(failure)
@@ -241,14 +241,14 @@ async def test_children_end_when_their_supervisor_is_killed(tmp_path: Path) -> N
         sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         pid = int(await process.stdout.readline())
     assert _runs(pid)
 
     process.kill()
     await process.wait()
 
-    await until(lambda: not _runs(pid), 5.0)
+    await until(lambda: not _runs(pid), 30.0)
 
 
 _HTTP_FOREVER = (

@@ -86,7 +86,7 @@ class PlayingOrchestrator(FakeOrchestrator):
                 "reward__solver__mean": done, "reward__checker__mean": done / 2,
                 "reward__mean": done, "team__mean": done, "solver__loss__policy": 0.1,
                 "solver__grad_norm": 1.5, "rollout__tokens_per_second": 900.0,
-                "step__seconds": TICK,
+                "step__seconds": TICK, "solver__samples": 8.0, "solver__skipped": 0.0,
             }  # fmt: skip
             job.versions["solver"] = job.step + 1
             await self.step(job_id, job.step + 1, **values)

@@ -30,6 +30,7 @@ FIRST_BACKOFF, MAX_BACKOFF = 0.2, 8.0
 # ... but one that dies this often within this many seconds has a reason that time won't cure.
 MAX_RESTARTS, RESTART_WINDOW = 6, 120.0
 _PROBE_SECONDS = 2.0
+_ALONE_SECONDS = 1.0
 
 
 class ChildState(StrEnum):
@@ -81,9 +82,8 @@ class Child:
         while True:
             assert self._process is not None  # start() has returned
             status = await self._process.wait()
+            await self._back_off(f"{self.spec.name} {_how(status)}")
             self._sweep()
-            died = f"{self.spec.name} {_how(status)}"
-            await self._back_off(died)
             self.restarts += 1
             self._move(ChildState.STARTING)
             try:
@@ -111,6 +111,7 @@ class Child:
             except TimeoutError:
                 self._kill()
                 await self._process.wait()
+        await self._until_alone()
         self._sweep()
         self.pid = None
         self._move(ChildState.STOPPED)
@@ -214,6 +215,19 @@ class Child:
         if self._process is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _until_alone(self) -> None:
+        """Let what an ended process left finish by itself, for a moment.
+
+        Python's resource tracker removes shared memory and semaphores after its parent's end;
+        killed too early, it leaves them behind.
+        """
+        assert self._process is not None
+        with suppress(TimeoutError, ProcessLookupError, PermissionError):
+            async with asyncio.timeout(_ALONE_SECONDS):
+                while True:
+                    os.killpg(self._process.pid, 0)
+                    await asyncio.sleep(0.02)
 
     def _move(self, state: ChildState, event: str = "") -> None:
         self.state = state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Protocol, Self
 
 from rich.console import Console
@@ -11,11 +11,8 @@ from rich.console import Console
 from troupe.client.cli.live import LiveDisplay
 from troupe.client.cli.plain import PlainDisplay
 from troupe.client.cli.progress import Progress
-from troupe.client.events import Event, MetricsLogged
+from troupe.client.events import Event
 from troupe.client.handle import AsyncJobHandle
-
-# An event this young is news; clocks of two machines may differ by some seconds.
-_FRESH_SECONDS = 30.0
 
 
 class Display(Protocol):
@@ -46,12 +43,5 @@ async def follow(
     """Show the job until it has ended; events before `since` are taken in but not shown."""
     async for event in handle.watch():
         progress.apply(event)
-        # Versions are in the ledger, not in the log; in a replay they would all be today's.
-        if isinstance(event, MetricsLogged) and _fresh(event.at):
-            progress.update_versions((await handle.info()).versions)
         if since is None or event.at >= since:
             display.show(progress, event)
-
-
-def _fresh(at: datetime) -> bool:
-    return (datetime.now(UTC) - at).total_seconds() < _FRESH_SECONDS

@@ -13,7 +13,7 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error of the program
+class Interrupted(Exception):
     """A signal came while something was awaited."""
 
 

@@ -107,7 +107,7 @@ class LiveDisplay:
             policy = progress.policy(name)
             table.add_row(
                 escape(name),
-                "-" if policy.version is None else str(policy.version),
+                str(policy.version),
                 number(policy.loss),
                 number(policy.grad_norm),
                 number(policy.kl),

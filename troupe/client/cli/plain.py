@@ -51,10 +51,8 @@ class PlainDisplay:
             parts.append("reward " + " ".join(rewards))
         for name in progress.policies:
             policy = progress.policy(name)
-            version = "" if policy.version is None else f" v{policy.version}"
-            parts.append(
-                f"{name}{version} loss {number(policy.loss)} grad {number(policy.grad_norm)}"
-            )
+            numbers = f"loss {number(policy.loss)} grad {number(policy.grad_norm)}"
+            parts.append(f"{name} v{policy.version} {numbers}")
         parts.append(f"{number(progress.tokens_per_second)} tok/s")
         parts.append(f"eta {duration(progress.seconds_left)}")
         return " | ".join(parts)

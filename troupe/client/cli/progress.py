@@ -21,7 +21,7 @@ class PolicyLine:
     """The newest numbers of one policy."""
 
     name: str
-    version: int | None
+    version: int
     loss: float | None
     grad_norm: float | None
     kl: float | None
@@ -50,7 +50,8 @@ class Progress:
         self.before: dict[str, float] = {}
         self.evaluation: dict[str, float] = {}
         self.problem = job.problem
-        self._versions = dict(job.versions)
+        # Counted from the log, so that a replay shows what was and not what is.
+        self._versions = dict.fromkeys(self.policies, 0)
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
         self._last_step_at: float | None = None
 
@@ -83,6 +84,10 @@ class Progress:
         if not is_step(event):
             return
         self.step = max(self.step, event.step)
+        for policy in self.policies:
+            skipped = event.values.get(f"{policy}/skipped")
+            if skipped == 0 and event.values.get(f"{policy}/samples", 0) > 0:
+                self._versions[policy] += 1
         for agent in self.agents:
             value = event.values.get(f"reward/{agent}/mean")
             if value is not None:
@@ -113,19 +118,14 @@ class Progress:
         def get(metric: str) -> float | None:
             return self.metrics.get(f"{name}/{metric}")
 
-        version = get("version")
         return PolicyLine(
             name=name,
-            version=int(version) if version is not None else self._versions.get(name),
+            version=self._versions[name],
             loss=get("loss/policy"),
             grad_norm=get("grad_norm"),
             kl=get("kl"),
             entropy=get("entropy"),
         )
-
-    def update_versions(self, versions: dict[str, int]) -> None:
-        """What the ledger says, from a fresh record of the job."""
-        self._versions.update(versions)
 
 
 def is_step(event: MetricsLogged) -> bool:
