@@ -30,11 +30,11 @@ from services.rollout.engines.turns import Turn
 log = logging.getLogger(__name__)
 
 # Tokens per forward pass. Larger passes read long prompts sooner, but on a CPU their matrices
-# leave the cache: measured best between 256 and 512 for models of 0.1 to 3 M parameters.
-STEP_TOKENS = 256
+# leave the cache: measured best between 256 and 512 for models of 0.1 to 1.5 M parameters.
+STEP_TOKENS = 512
 # Tokens per cache page: prefixes are shared in whole pages. Smaller ones share more of short
 # prompts and cost more bookkeeping.
-PAGE_TOKENS = 16
+PAGE_TOKENS = 8
 # Keys and values kept, turns in hand and cached prefixes together.
 CACHE_BYTES = 256 << 20
 _WATCH_SECONDS = 0.1

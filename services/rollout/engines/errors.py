@@ -82,6 +82,20 @@ class BadTurn(InvalidArgument):
     default_kind = "bad_turn"
 
 
+class ReplyBroken(Unavailable):
+    """The engine lives, but this turn's answer is missing, cut off or refused."""
+
+    default_kind = "engine_reply_broken"
+
+    def __init__(self, engine_id: str, request_id: str, reason: str) -> None:
+        super().__init__(
+            f"no usable answer to request {request_id}: {reason}",
+            field="engine",
+            value=engine_id,
+            remedy="Repeat the turn; the prompt and its tokens are unchanged.",
+        )
+
+
 class WeightsRefused(FailedPrecondition):
     """The published weights do not fit this engine's model, or are not what was announced.
 

@@ -83,6 +83,12 @@ class Turn:
         self.logprobs.append(logprob)
         self.versions.append(version)
 
+    def restart(self) -> None:
+        """Forget what was drawn and begin anew."""
+        self.token_ids, self.logprobs, self.versions = [], [], []
+        self.read_tokens = 0
+        self.incarnation += 1
+
     @property
     def remaining(self) -> int:
         """Response tokens still allowed."""

@@ -18,7 +18,7 @@ def check_fit(published: Mapping[str, torch.Tensor], model: torch.nn.Module, key
 
     Tied tensors (an output layer that is the embedding) need to be there under one name only.
     """
-    slots = model.state_dict()
+    slots = model.state_dict(keep_vars=True)
     for name, tensor in published.items():
         slot = slots.get(name)
         if slot is None:
@@ -36,8 +36,9 @@ def check_fit(published: Mapping[str, torch.Tensor], model: torch.nn.Module, key
                 value=key,
                 remedy=_REMEDY,
             )
-    filled = {_storage(slots[name]) for name in published}
-    missing = sorted(name for name, slot in slots.items() if _storage(slot) not in filled)
+    # Tied names share one parameter object.
+    filled = {id(slots[name]) for name in published}
+    missing = sorted(name for name, slot in slots.items() if id(slot) not in filled)
     if missing:
         raise WeightsRefused(
             f"{len(missing)} tensors of the model are not published, among them '{missing[0]}'",
@@ -67,5 +68,12 @@ def fill(published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.
         )
 
 
-def _storage(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    return tensor.data_ptr(), tensor.shape
+def untied(
+    published: Mapping[str, torch.Tensor], model: torch.nn.Module
+) -> dict[str, torch.Tensor]:
+    """`published`, which fits, with each tensor of `model` once, under its first name."""
+    first: dict[int, str] = {}
+    for name, slot in model.state_dict(keep_vars=True).items():
+        first.setdefault(id(slot), name)
+    slots = model.state_dict(keep_vars=True)
+    return {first[id(slots[name])]: tensor for name, tensor in published.items()}

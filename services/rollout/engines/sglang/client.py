@@ -1,0 +1,265 @@
+"""The part of SGLang's HTTP surface that Troupe uses, release differences included.
+
+Read from releases 0.4.6 to 0.5.23 and exercised against a real 0.5.21 (the slow test). What a
+server can do is read from its own OpenAPI document, never from its version number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+
+# A server that is alive accepts within milliseconds; one that loads weights may take a minute.
+CONNECT_SECONDS: Final = 5.0
+CONTROL_SECONDS: Final = 60.0
+# `/health_generate` waits a second before it looks, and gives up after 20 by default.
+HEALTH_SECONDS: Final = 25.0
+
+Json = dict[str, Any]
+
+
+class ServerGone(Exception):
+    """No connection, or it broke: nobody knows whether the server acted."""
+
+
+class BrokenReply(Exception):
+    """The server answered something that is not what this call answers."""
+
+
+class Refused(Exception):
+    """The server said no: `status` and its own `message`."""
+
+    def __init__(self, call: str, status: int, message: str) -> None:
+        super().__init__(f"{call} answered {status}: {message}")
+        self.status = status
+        self.message = message
+
+
+@dataclass(frozen=True)
+class Features:
+    """What this server can do.
+
+    `retract`: pausing can put running turns back into the queue; otherwise they are aborted and
+    continued by us. `sessions`: tensor updates run between begin and end. `version_call`: the
+    version can be set by itself, without aborting turns. `loads`: path of the load report.
+    """
+
+    retract: bool
+    pause: bool
+    sessions: bool
+    version_call: bool
+    loads: str | None
+
+    @staticmethod
+    def of(document: Mapping[str, Any]) -> Features:
+        """Read from an OpenAPI document."""
+        paths = document.get("paths", {})
+        schemas = document.get("components", {}).get("schemas", {})
+        pause = schemas.get("PauseGenerationReqInput", {}).get("properties", {})
+        loads = next((path for path in ("/v1/loads", "/get_load") if path in paths), None)
+        return Features(
+            retract="/pause_generation" in paths and "mode" in pause,
+            pause="/pause_generation" in paths,
+            sessions="/begin_weight_update" in paths,
+            version_call="/update_weight_version" in paths,
+            loads=loads,
+        )
+
+
+class SglangClient:
+    """One server. Every method raises `ServerGone`, `BrokenReply` or `Refused`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        # The engine bounds turns in flight; a second bound here would only hide the queue.
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(CONTROL_SECONDS, connect=CONNECT_SECONDS),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        await self._http.aclose()
+
+    async def features(self) -> Features:
+        """What the server can do."""
+        return Features.of(await self._json("GET", "/openapi.json"))
+
+    async def model_info(self) -> Json:
+        """Model path and type, and the current `weight_version`."""
+        return await self._first_of("/model_info", "/get_model_info")
+
+    async def server_info(self) -> Json:
+        """The server's arguments and limits: `tp_size`, `dp_size`, `max_req_input_len`, ..."""
+        return await self._first_of("/server_info", "/get_server_info")
+
+    async def alive(self) -> bool:
+        """Whether the HTTP server answers at all (a paused one does)."""
+        try:
+            await self.model_info()
+        except (ServerGone, BrokenReply, Refused):
+            return False
+        return True
+
+    async def healthy(self) -> bool:
+        """Whether it can generate a token. Takes a second. A paused server cannot."""
+        try:
+            await self._send("GET", "/health_generate", timeout=HEALTH_SECONDS)
+        except (ServerGone, BrokenReply, Refused):
+            return False
+        return True
+
+    async def generate(
+        self, rid: str, input_ids: list[int], sampling: Json, *, prompt_logprobs: bool = False
+    ) -> Json:
+        """The reply's `meta_info`. No time limit of its own: the caller's deadline cancels."""
+        body: Json = {
+            "rid": rid,
+            "input_ids": input_ids,
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
+        if prompt_logprobs:
+            body["logprob_start_len"] = 0
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        reply = await self._json("POST", "/generate", body, timeout=timeout)
+        meta = reply.get("meta_info")
+        if not isinstance(meta, dict) or "finish_reason" not in meta:
+            raise BrokenReply(f"/generate of {self.url} answered without meta_info")
+        return meta
+
+    async def abort(self, rid: str) -> None:
+        """End one request; unknown ids are ignored by the server."""
+        await self._send("POST", "/abort_request", {"rid": rid})
+
+    async def abort_all(self) -> None:
+        """End every request of the server."""
+        await self._send("POST", "/abort_request", {"rid": "", "abort_all": True})
+
+    async def pause(self, mode: str | None) -> None:
+        """Stop generating; `mode` None for servers that know only one."""
+        await self._send("POST", "/pause_generation", {"mode": mode} if mode else {})
+
+    async def resume(self) -> None:
+        """Generate again."""
+        await self._send("POST", "/continue_generation", {})
+
+    async def flush_cache(self) -> None:
+        """Forget all cached prefixes. Refused while something runs."""
+        await self._send("POST", "/flush_cache", {})
+
+    async def set_version(self, version: str) -> None:
+        """Name the weights that are loaded. Turns go on: by default they would be aborted."""
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._acknowledged("/update_weight_version", body)
+
+    async def begin_update(self) -> None:
+        """Open a session for tensor updates."""
+        await self._acknowledged("/begin_weight_update", {"selector": "all"})
+
+    async def end_update(self) -> None:
+        """Close it."""
+        await self._acknowledged("/end_weight_update", {})
+
+    async def update_from_disk(self, path: str, version: str) -> None:
+        """Load safetensors from a directory that the server sees."""
+        await self._acknowledged(
+            "/update_weights_from_disk",
+            {
+                "model_path": path,
+                # The server may have been launched with `dummy`, which it would use again.
+                "load_format": "auto",
+                "flush_cache": False,
+                "weight_version": version,
+            },
+        )
+
+    async def update_from_tensors(self, payloads: list[str], version: str) -> None:
+        """Load serialized tensors, one payload per tensor-parallel rank."""
+        await self._acknowledged(
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": payloads,
+                "flush_cache": False,
+                "weight_version": version,
+            },
+        )
+
+    async def weights_digest(self) -> str | None:
+        """The server's own checksum of its weights; None where it cannot compute one.
+
+        0.5.21 needs CUDA for it and answers 400 on a CPU.
+        """
+        try:
+            reply = await self._json("POST", "/weights_checker", {"action": "checksum"})
+        except Refused:
+            return None
+        digest = reply.get("per_engine_checksum") or reply.get("ranks")
+        return None if digest is None else str(digest)
+
+    async def waiting(self, path: str) -> int:
+        """Requests in the server's queue, by its load report at `path` (Features.loads)."""
+        reply = await self._json("GET", path, params={"include": "core"})
+        entries = reply.get("loads", reply)
+        entries = entries if isinstance(entries, list) else [entries]
+        try:
+            return sum(int(e.get("num_waiting_reqs", 0)) for e in entries)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise BrokenReply(f"{path} of {self.url} answered no load report") from error
+
+    async def _first_of(self, *paths: str) -> Json:
+        """GET the first path that the server knows: newer releases rename them."""
+        for path in paths[:-1]:
+            try:
+                return await self._json("GET", path)
+            except Refused as error:
+                if error.status != 404:
+                    raise
+        return await self._json("GET", paths[-1])
+
+    async def _acknowledged(self, path: str, body: Json) -> None:
+        reply = await self._json("POST", path, body)
+        if reply.get("success") is False:
+            raise Refused(path, 200, str(reply.get("message", "")))
+
+    async def _json(self, method: str, path: str, body: Json | None = None, **kwargs: Any) -> Json:
+        response = await self._send(method, path, body, **kwargs)
+        try:
+            reply = response.json()
+        except ValueError as error:
+            raise BrokenReply(f"{path} of {self.url} did not answer JSON") from error
+        if isinstance(reply, list):  # `/get_load` of older releases
+            return {"loads": reply}
+        if not isinstance(reply, dict):
+            raise BrokenReply(f"{path} of {self.url} answered no JSON object")
+        return reply
+
+    async def _send(
+        self, method: str, path: str, body: Json | None = None, **kwargs: Any
+    ) -> httpx.Response:
+        try:
+            response = await self._http.request(method, path, json=body, **kwargs)
+        except httpx.TransportError as error:
+            raise ServerGone(f"{path} of {self.url}: {error!r}") from error
+        except RuntimeError as error:  # the client was closed meanwhile
+            raise ServerGone(f"{path} of {self.url}: {error}") from error
+        if response.is_success:
+            return response
+        raise Refused(path, response.status_code, _message(response))
+
+
+def _message(response: httpx.Response) -> str:
+    """What the server says is wrong, wherever its release puts that."""
+    try:
+        reply = response.json()
+    except ValueError:
+        return response.text[:500]
+    if isinstance(reply, dict):
+        error = reply.get("error")
+        inner = error.get("message") if isinstance(error, dict) else error
+        return str(inner or reply.get("message") or reply.get("detail") or reply)[:500]
+    return str(reply)[:500]

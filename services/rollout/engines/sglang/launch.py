@@ -1,0 +1,43 @@
+"""The command line of a server of our own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from troupe.job.spec import PolicySpec
+
+
+def write_config(config: PretrainedConfig, architecture: str, directory: Path) -> Path:
+    """A directory that SGLang takes for a model without weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config.architectures = [architecture]
+    config.save_pretrained(directory)
+    return directory
+
+
+def command(spec: PolicySpec, source: str, port: int, max_context: int) -> list[str]:
+    """Arguments to launch a server of `spec` on loopback with the model at `source`.
+
+    Random weights (`dummy`): the engine is STALE until the first update in any case. No
+    tokenizer: token ids travel end to end. The job's own `launch` arguments come last and win.
+    """
+    engine = spec.engine
+    revision = ["--revision", spec.model.revision] if spec.model.revision else []
+    return [
+        engine.python or sys.executable,
+        "-m",
+        "sglang.launch_server",
+        *("--model-path", source),
+        *revision,
+        *("--host", "127.0.0.1"),
+        *("--port", str(port)),
+        *("--dtype", spec.model.dtype),
+        *("--load-format", "dummy"),
+        *("--context-length", str(max_context)),
+        *("--max-running-requests", str(engine.max_running)),
+        "--skip-tokenizer-init",
+        *engine.launch,
+    ]

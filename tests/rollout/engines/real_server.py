@@ -1,0 +1,89 @@
+"""A real SGLang server for slow tests, when the environment names one.
+
+- `TROUPE_SGLANG_PYTHON`: a Python with SGLang installed (and whatever it needs on this machine);
+- or `TROUPE_SGLANG_CPU_TOOL`, a script with the verbs `setup DIR` and `serve DIR ARGS...` that
+  runs SGLang on a CPU, and `TROUPE_SGLANG_CPU_DIR`, where its environment lies or shall lie.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.rollout.engines.sglang import launch
+from services.rollout.engines.sglang.process import free_port
+from tests.rollout.engines.models import make_model, policy_spec
+
+START_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class RealServer:
+    """Where it listens, and what runs it in place of a Python interpreter."""
+
+    url: str
+    python: str
+
+
+def interpreter(directory: Path) -> str:
+    """What takes `-m sglang.launch_server ARGS`; skips the test when there is none."""
+    python = os.environ.get("TROUPE_SGLANG_PYTHON")
+    if python:
+        return python
+    tool = os.environ.get("TROUPE_SGLANG_CPU_TOOL")
+    place = os.environ.get("TROUPE_SGLANG_CPU_DIR")
+    if not tool or not place:
+        pytest.skip(
+            "no SGLang: set TROUPE_SGLANG_PYTHON, or TROUPE_SGLANG_CPU_TOOL and "
+            "TROUPE_SGLANG_CPU_DIR"
+        )
+    subprocess.run([tool, "setup", place], check=True, timeout=900)
+    wrapper = directory / "python"
+    wrapper.write_text(f'#!/bin/sh\nshift 2\nexec "{tool}" serve "{place}" "$@"\n')
+    wrapper.chmod(0o755)
+    return str(wrapper)
+
+
+@contextmanager
+def running(directory: Path) -> Iterator[RealServer]:
+    """Launch a server of the tiny model with random weights; ends it afterwards."""
+    python = interpreter(directory)
+    model = make_model(0)
+    config = launch.write_config(model.config, type(model).__name__, directory / "model")
+    port = free_port()
+    spec = policy_spec(kind="sglang", python=python)
+    command = launch.command(spec, str(config), port, 256)
+    with (directory / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not _serves(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                tail = (directory / "server.log").read_text(errors="replace")[-3000:]
+                pytest.fail(f"SGLang did not start:\n{tail}")
+            time.sleep(0.5)
+        yield RealServer(url, python)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(15)
+
+
+def _serves(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health_generate", timeout=25).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,231 @@
+"""What Troupe relies on in SGLang: the same checks against the test double and a real server.
+
+The real one is launched when the environment names it (see `real_server.py`); those are marked
+slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.rollout.engines.base import Generation, SamplingParams
+from services.rollout.engines.sglang import SglangEngine
+from services.rollout.engines.sglang.client import Refused, SglangClient
+from services.rollout.engines.sglang.loading import Updates
+from tests.rollout.engines.models import (
+    CONFIG,
+    VOCABULARY,
+    make_model,
+    policy_spec,
+    publish,
+    reference_logprobs,
+    transfer_in,
+)
+from tests.rollout.engines.real_server import RealServer
+from tests.support.fake_sglang import FakeSglang, serve
+from troupe.v1 import common_pb2 as pb
+
+
+@pytest.fixture(params=["double", pytest.param("real", marks=pytest.mark.slow)])
+async def url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    if request.param == "real":
+        server: RealServer = request.getfixturevalue("real_sglang")
+        yield server.url
+        return
+    async with serve(FakeSglang(CONFIG)) as address:
+        yield address
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[SglangClient]:
+    client = SglangClient(url)
+    yield client
+    await client.resume()
+    await client.close()
+
+
+async def attached(url: str, updates: Updates = "disk") -> SglangEngine:
+    spec = policy_spec(kind="sglang", urls=[url], start_timeout_seconds=60)
+    engine = SglangEngine("e0", "solver", spec, updates=updates)
+    await engine.start()
+    assert engine.state == pb.ENGINE_STATE_STALE
+    return engine
+
+
+async def ask(engine: SglangEngine, name: str, ids: list[int], **sampling: object) -> Generation:
+    params = SamplingParams(**{"max_new_tokens": 8, **sampling})  # type: ignore[arg-type]
+    return await engine.generate(name, ids, params, deadline_seconds=60)
+
+
+async def test_what_the_server_can_do_is_read_from_its_document(client: SglangClient) -> None:
+    features = await client.features()
+    assert features.retract
+    assert features.pause
+    assert features.sessions
+    assert features.version_call
+    assert features.loads == "/v1/loads"
+    assert await client.waiting(features.loads) == 0
+    assert (await client.model_info())["model_type"] == "qwen3"
+    assert (await client.server_info())["dp_size"] == 1
+    assert await client.alive()
+    assert await client.healthy()
+    digest = await client.weights_digest()
+    assert digest is None or len(digest) > 8
+
+
+async def test_raw_generation(client: SglangClient) -> None:
+    sampling = {"max_new_tokens": 5, "temperature": 0.0}
+    meta = await client.generate("raw", [1, 2, 3], sampling, prompt_logprobs=True)
+    assert meta["finish_reason"]["type"] == "length"
+    assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] == 5
+    assert [row[1] for row in meta["input_token_logprobs"]] == [1, 2, 3]
+    assert meta["weight_versions"][-1]["end"] == 5
+    stop = meta["output_token_logprobs"][2][1]
+    first = [row[1] for row in meta["output_token_logprobs"]].index(stop)
+    stopped = await client.generate("raw2", [1, 2, 3], {**sampling, "stop_token_ids": [stop]})
+    assert stopped["finish_reason"]["type"] == "stop"
+    assert len(stopped["output_token_logprobs"]) == first + 1  # the stop token included
+
+
+async def test_refusals(client: SglangClient) -> None:
+    sampling = {"max_new_tokens": 150, "temperature": 1.0}
+    with pytest.raises(Refused, match="longer than the model's context") as info:
+        await client.generate("long", [1] * 300, sampling)
+    assert info.value.status == 400
+    both = await asyncio.gather(
+        client.generate("twice", [1], sampling),
+        client.generate("twice", [2], sampling),
+        return_exceptions=True,
+    )
+    assert [isinstance(outcome, Refused) for outcome in both].count(True) == 1
+    with pytest.raises(Refused, match="between begin_weight_update"):
+        await client.update_from_tensors(["gARdlC4="], "9")
+    with pytest.raises(Refused, match="Failed to"):
+        await client.update_from_disk("/nonexistent/directory", "9")
+    await client.begin_update()
+    with pytest.raises(Refused, match="already open"):
+        await client.begin_update()
+    await client.end_update()
+
+
+async def test_a_paused_server_keeps_its_turns(client: SglangClient) -> None:
+    sampling = {"max_new_tokens": 200, "temperature": 1.0}
+    running = asyncio.ensure_future(client.generate("running", [1], sampling))
+    await asyncio.sleep(0.1)
+    await client.pause("retract")
+    late = asyncio.ensure_future(client.generate("late", [2], sampling))
+    await asyncio.sleep(0.3)
+    assert not late.done()
+    await client.flush_cache()
+    await client.set_version("7")
+    await client.resume()
+    metas = await asyncio.wait_for(asyncio.gather(running, late), 60)
+    assert all(len(meta["output_token_logprobs"]) == 200 for meta in metas)
+    assert metas[1]["weight_versions"] == [{"version": "7", "start": 0, "end": 200}]
+
+
+async def test_an_abort_hands_over_the_tokens_so_far(client: SglangClient) -> None:
+    sampling = {"max_new_tokens": 240, "temperature": 1.0}
+    task = asyncio.ensure_future(client.generate("gone", [1], sampling))
+    await asyncio.sleep(0.15)
+    await client.abort("gone")
+    meta = await asyncio.wait_for(task, 20)
+    assert meta["finish_reason"]["type"] == "abort"
+    assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 240
+    await client.abort("unknown")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+async def test_logprobs_are_those_of_a_plain_forward_pass(
+    url: str, temperature: float, tmp_path: Path
+) -> None:
+    engine, transfer = await attached(url), transfer_in(tmp_path)
+    model = make_model(3)
+    exposed = await engine.update_weights(publish(transfer, model, 3), transfer)
+    assert exposed > 0
+    assert (engine.state, engine.version) == (pb.ENGINE_STATE_HEALTHY, 3)
+    prompts = [[(7 * i + k) % VOCABULARY for k in range(5 + i)] for i in range(12)]
+    answers = await asyncio.gather(
+        *(
+            ask(engine, f"t{temperature}-{i}", p, temperature=temperature)
+            for i, p in enumerate(prompts)
+        )
+    )
+    for p, answer in zip(prompts, answers, strict=True):
+        assert len(answer.token_ids) == 8
+        assert [(s.version, s.start, s.end) for s in answer.versions] == [(3, 0, 8)]
+        expected = reference_logprobs(model, p, answer.token_ids, temperature or 1.0)
+        assert answer.logprobs == pytest.approx(expected, abs=2e-4)
+    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    await engine.stop()
+
+
+@pytest.mark.parametrize("updates", ["disk", "tensor"])
+async def test_updates_under_load_lose_no_turn_and_no_version(
+    url: str, updates: Updates, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    real = "real" in request.node.name
+    rounds = (50 if updates == "disk" else 10) if real else 4
+    models = [make_model(seed) for seed in range(3)]
+    engine, transfer = await attached(url, updates), transfer_in(tmp_path)
+    await engine.update_weights(publish(transfer, models[0], 0), transfer)
+    rng = random.Random(1)
+    answers: list[tuple[list[int], Generation]] = []
+    ended = asyncio.Event()
+
+    async def player(n: int) -> None:
+        turn = 0
+        while not ended.is_set():
+            ids = [rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 30))]
+            length = rng.randint(1, 120)
+            answers.append((ids, await ask(engine, f"p{n}-{turn}", ids, max_new_tokens=length)))
+            assert len(answers[-1][1].token_ids) <= length
+            turn += 1
+
+    players = [asyncio.ensure_future(player(n)) for n in range(8)]
+    exposed = []
+    for version in range(1, rounds + 1):
+        await asyncio.sleep(0.2)
+        ref = publish(transfer, models[version % 3], version)
+        exposed.append(await engine.update_weights(ref, transfer))
+        assert engine.version == version
+        greedy = await ask(engine, f"g{version}", [5, 6], temperature=0.0)
+        if [span.version for span in greedy.versions] == [version]:
+            expected = reference_logprobs(models[version % 3], [5, 6], greedy.token_ids)
+            assert greedy.logprobs == pytest.approx(expected, abs=2e-4)
+    ended.set()
+    await asyncio.gather(*players)
+    mixed = 0
+    for ids, answer in answers:
+        assert answer.finish_reason == "length"
+        assert answer.versions[-1].end == len(answer.token_ids) == len(answer.logprobs)
+        mixed += len(answer.versions) > 1
+        for span in answer.versions:
+            expected = reference_logprobs(models[span.version % 3], ids, answer.token_ids)
+            got = answer.logprobs[span.start : span.end]
+            assert got == pytest.approx(expected[span.start : span.end], abs=5e-4)
+    assert len(answers) > rounds
+    assert mixed > 0
+    print(
+        f"{updates}: {rounds} updates, {len(answers)} turns, {mixed} across an update, "
+        f"exposed {1000 * sum(exposed) / rounds:.0f} ms mean, {1000 * max(exposed):.0f} ms worst"
+    )
+    await engine.stop()
+
+
+async def test_an_aborted_turn_returns_what_there_is(url: str, tmp_path: Path) -> None:
+    engine, transfer = await attached(url), transfer_in(tmp_path)
+    await engine.update_weights(publish(transfer, make_model(0), 0), transfer)
+    task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=240))
+    await asyncio.sleep(0.15)
+    await engine.abort("r")
+    answer = await task
+    assert answer.finish_reason == "abort"
+    assert len(answer.token_ids) == len(answer.logprobs) < 240
+    assert engine.load().running == 0
+    await engine.stop()
