@@ -12,8 +12,10 @@ class OrchestratorSettings(ServiceSettings):
 
     heartbeat_seconds: float = Field(default=1.0, gt=0)
     """How often workers report."""
-    lost_after_beats: int = Field(default=3, ge=1)
-    """A worker that misses this many beats is LOST: its work goes to others."""
+    lost_after_beats: int = Field(default=10, ge=1)
+    """A worker that misses this many beats is LOST: its work goes to others. A process that dies
+    is noticed at once by its broken streams; this is for hosts that hang, and loading a model may
+    keep a healthy worker from reporting for seconds."""
     workers_timeout_seconds: float = Field(default=600, gt=0)
     """How long a job waits for a worker that it needs, before it fails."""
     bind_timeout_seconds: float = Field(default=1800, gt=0)

@@ -220,7 +220,7 @@ class OrchestratorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Rollout and trainer workers call it every second or two; three missed beats: LOST.
+        """Rollout and trainer workers call it every second or two; one that falls silent is LOST.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,7 +52,7 @@ class OrchestratorStub:
     GeneratePolicy: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GeneratePolicyRequest, _orchestrator_pb2.GeneratePolicyResponse]
     """Generates with a policy of a job at its newest version."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]
-    """Rollout and trainer workers call it every second or two; three missed beats: LOST."""
+    """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
     ReportCommit: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ReportCommitRequest, _orchestrator_pb2.ReportCommitResponse]
     """A trainer tells that a step is committed; the ledger moves to its version."""
 
@@ -80,7 +80,7 @@ class OrchestratorAsyncStub(OrchestratorStub):
     GeneratePolicy: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GeneratePolicyRequest, _orchestrator_pb2.GeneratePolicyResponse]  # type: ignore[assignment]
     """Generates with a policy of a job at its newest version."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]  # type: ignore[assignment]
-    """Rollout and trainer workers call it every second or two; three missed beats: LOST."""
+    """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
     ReportCommit: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ReportCommitRequest, _orchestrator_pb2.ReportCommitResponse]  # type: ignore[assignment]
     """A trainer tells that a step is committed; the ledger moves to its version."""
 
@@ -201,7 +201,7 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.HeartbeatResponse, _abc.Awaitable[_orchestrator_pb2.HeartbeatResponse]]:
-        """Rollout and trainer workers call it every second or two; three missed beats: LOST."""
+        """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
 
     @_abc_1.abstractmethod
     def ReportCommit(
