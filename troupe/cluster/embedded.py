@@ -8,7 +8,6 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -18,7 +17,12 @@ from troupe.cluster.layout import plan, port_names
 from troupe.cluster.orphans import end_orphans
 from troupe.cluster.ports import is_free, pick_ports, require_free
 from troupe.cluster.redis import redis_executable, require_redis, write_config
-from troupe.cluster.settings import DEFAULT_PANEL_PORT, LOOPBACK, ClusterSettings
+from troupe.cluster.settings import (
+    DEFAULT_PANEL_PORT,
+    LOOPBACK,
+    ClusterSettings,
+    default_transfer_dir,
+)
 from troupe.cluster.state import (
     ClusterLock,
     ClusterState,
@@ -181,9 +185,10 @@ class EmbeddedCluster:
             self._tell(f"the cluster's state file cannot be written: {error.strerror}")
 
     async def _close(self) -> None:
-        if self._state is not None and self._state.transfer_dir.parent == Path("/dev/shm"):
+        own = default_transfer_dir(self.settings.data_dir)
+        if self._state is not None and self._state.transfer_dir == own:
             # Only copies for the engines: training state is on disk.
-            await asyncio.to_thread(shutil.rmtree, self._state.transfer_dir, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
         self._supervisor = None
         self._lock.release()
 

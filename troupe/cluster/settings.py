@@ -21,7 +21,8 @@ class ClusterSettings(BaseModel):
     data_dir: Path = DEFAULT_DATA_DIR
     """Jobs, checkpoints, logs, Redis' data and the cluster's state file."""
     transfer_dir: Path | None = None
-    """Where weights pass from trainers to engines; default: a directory of shared memory."""
+    """Where weights pass from trainers to engines; default: `TROUPE_TRANSFER_DIR`, else a
+    directory of shared memory."""
     rollouts: int = Field(default=1, ge=1, le=64)
     """Rollout workers."""
     trainers: int = Field(default=1, ge=1, le=64)
@@ -46,7 +47,10 @@ class ClusterSettings(BaseModel):
     def resolved(self) -> ClusterSettings:
         """With absolute directories, so that every process means the same ones."""
         data_dir = self.data_dir.expanduser().absolute()
-        transfer_dir = self.transfer_dir or default_transfer_dir(data_dir)
+        named = os.environ.get("TROUPE_TRANSFER_DIR")
+        transfer_dir = self.transfer_dir or (
+            Path(named) if named else default_transfer_dir(data_dir)
+        )
         return self.model_copy(
             update={"data_dir": data_dir, "transfer_dir": transfer_dir.expanduser().absolute()}
         )

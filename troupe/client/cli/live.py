@@ -117,6 +117,11 @@ class LiveDisplay:
 
 
 def _activity(progress: Progress) -> RenderableType:
-    if not progress.activity:
-        return Text("")
-    return Text(progress.activity, style="dim")
+    done, total = progress.activity_done
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    if not progress.activity or total <= 0:
+        grid.add_row(Text(progress.activity, style="dim"))
+    else:
+        bar = ProgressBar(total=total, completed=done, width=24)
+        grid.add_row(bar, Text(progress.activity, style="dim"))
+    return grid
