@@ -1,7 +1,5 @@
 """One worker process and its replacements: runs one call at a time, whatever the call does."""
 
-# ruff: noqa: N818 - outcomes of a call, not faults of this module
-
 from __future__ import annotations
 
 import asyncio

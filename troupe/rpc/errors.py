@@ -4,8 +4,6 @@ A service raises one; it crosses the wire as a gRPC status that carries a `Probl
 gets the same class back. Nobody outside this package looks at a `grpc.RpcError`.
 """
 
-# ruff: noqa: N818 - the classes bear the names of the gRPC codes that they stand for
-
 from __future__ import annotations
 
 import re

@@ -1,7 +1,5 @@
 """What can go wrong when state moves: typed errors that name the key."""
 
-# ruff: noqa: N818 - named like the errors of troupe.rpc that they narrow
-
 from __future__ import annotations
 
 from typing import ClassVar
