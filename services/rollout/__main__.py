@@ -7,11 +7,11 @@ import contextlib
 import sys
 
 from services.chassis.app import Service, run
-from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
+from services.rollout.settings import RolloutSettings
 
 
-def make(settings: ServiceSettings, telemetry: Telemetry) -> Service:
+def make(settings: RolloutSettings, telemetry: Telemetry) -> Service:
     """The service; imported here, after the chassis has set the thread budget."""
     from services.rollout.server import RolloutService
 
@@ -24,7 +24,7 @@ def main() -> int:
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    return run(make, ServiceSettings)
+    return run(make, RolloutSettings)
 
 
 if __name__ == "__main__":

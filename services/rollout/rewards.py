@@ -76,7 +76,7 @@ class JobFunctions:
                 f"{name} gave no result within {timeout:.1f} s, queueing included",
                 kind="deadline",
                 field=name.replace("/", "."),
-                remedy="Raise limits.trajectory_seconds, or give the reward service more workers",
+                remedy="Raise limits.trajectory_seconds, or give the reward service more workers.",
             ) from error
         except asyncio.CancelledError:
             self._cancel_later(request.invocation_id)
@@ -119,7 +119,7 @@ class JobFunctions:
             await self._stub.CancelInvocation(
                 pb.CancelInvocationRequest(invocation_id=invocation_id), timeout=_CANCEL_SECONDS
             )
-        except TroupeError as error:
+        except Exception as error:  # also a channel that is closed already
             # It ends at its own timeout, then.
             log.debug("an invocation was not cancelled", error=str(error))
 

@@ -205,7 +205,7 @@ class PolicyRouter:
             f"{self.in_flight} in flight, {self.waiting} waiting; engines: {engines}",
             kind="deadline",
             field="limits.turn_seconds",
-            remedy="Raise limits.turn_seconds, or add engine replicas",
+            remedy="Raise limits.turn_seconds, or add engine replicas.",
         )
 
     def _released(self) -> TurnError:

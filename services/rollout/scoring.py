@@ -34,7 +34,7 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
             kind="reward_bad_type",
             field=source,
             value=given,
-            remedy='Return {"agent": number, ...}',
+            remedy='Return {"agent": number, ...}.',
         )
     rewards = {}
     for agent, value in given.items():
@@ -44,7 +44,7 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
                 kind="reward_unknown_agent",
                 field=source,
                 value=agent,
-                remedy=f"Known: {', '.join(sorted(agents))}, and {TEAM} for the team's success",
+                remedy=f"Known: {', '.join(sorted(agents))}, and {TEAM} for the team's success.",
             )
         try:
             rewards[str(agent)] = finite(value, f"the reward of '{agent}' from {source}")
@@ -144,7 +144,7 @@ def check_complete(
                 kind="reward_missing",
                 field=f"agents.{agent}",
                 remedy="Return its reward from the workflow, set `reply.reward` on every turn, or "
-                "give the job a function under `rewards`",
+                "give the job a function under `rewards`.",
             )
 
 

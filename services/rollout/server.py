@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 
 from services.chassis.heartbeat import Heartbeat
-from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
 from services.rollout.engines.factory import make_engine
 from services.rollout.generation import generate
 from services.rollout.jobs import EngineFactory, JobTable
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.runner import Runner
+from services.rollout.settings import RolloutSettings
 from services.rollout.store import TrajectoryLog
 from services.rollout.watchdog import Watchdog
 from troupe.rpc import InvalidArgument, RetryPolicy, connect
@@ -35,7 +35,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 
     def __init__(
         self,
-        settings: ServiceSettings,
+        settings: RolloutSettings,
         telemetry: Telemetry,
         *,
         make: EngineFactory | None = None,
@@ -57,7 +57,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self._jobs.before_release = self._runner.cancel
         self._metrics = RolloutMetrics(telemetry, self._jobs, self._runner)
         self._heartbeat = Heartbeat(settings, self._beat)
-        self._watchdog = Watchdog()
+        self._watchdog = Watchdog(settings.blocked_seconds)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with `server`."""

@@ -205,7 +205,7 @@ async def _call_workflow(
             f"it {error}",
             kind="workflow_blocked",
             field="workflow",
-            remedy="Await instead of blocking; put heavy work into a tool or asyncio.to_thread",
+            remedy="Await instead of blocking; put heavy work into a tool or asyncio.to_thread.",
         ) from error
     except (TurnError, ToolError) as error:
         # Not a fault of the workflow: it did not catch what the world did to it.

@@ -20,8 +20,6 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-BLOCKED_SECONDS: Final = 3.0
-"""Less than the three heartbeats after which the orchestrator gives a worker up."""
 # A module that is being imported must not be torn apart for a second or two.
 _IMPORT_SECONDS: Final = 30.0
 _LOOK_SECONDS: Final = 0.25
@@ -39,7 +37,7 @@ class WorkflowBlockedError(BaseException):
 class Watchdog:
     """Watches the event loop that it is started in, if that runs in the main thread."""
 
-    def __init__(self, seconds: float = BLOCKED_SECONDS) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._ticks = 0
         self._tick: asyncio.TimerHandle | None = None

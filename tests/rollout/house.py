@@ -15,10 +15,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.chassis.app import serve
-from services.chassis.settings import ServiceSettings
 from services.rollout.engines.factory import make_engine
 from services.rollout.jobs import EngineFactory
 from services.rollout.server import RolloutService
+from services.rollout.settings import RolloutSettings
 from tests.workflow.stage import make_tokenizer
 from troupe.job import JobSpec
 from troupe.rpc import connect, new_id
@@ -238,9 +238,10 @@ async def open_house(
     reward: str = NOBODY,
     orchestrator: str = NOBODY,
     make: EngineFactory = make_engine,
+    blocked_seconds: float = 3.0,
 ) -> AsyncIterator[House]:
     """Serve rollout with neighbours at these addresses."""
-    settings = ServiceSettings(
+    settings = RolloutSettings(
         transfer_dir=directory / "transfer",
         experience_store_address=store,
         reward_address=reward,
@@ -248,12 +249,13 @@ async def open_house(
         drain_seconds=2,
         stream_drain_seconds=0.1,
         worker_id="w0",
+        blocked_seconds=blocked_seconds,
     )
     for seed in (0, 1, 2, 99):
         weights(seed)  # not beside an engine that builds its model: transformers patches globals
     kept: list[RolloutService] = []
 
-    def factory(bound: ServiceSettings, telemetry: Any) -> RolloutService:
+    def factory(bound: RolloutSettings, telemetry: Any) -> RolloutService:
         kept.append(RolloutService(bound, telemetry, make=make))
         return kept[0]
 

@@ -99,10 +99,11 @@ async def test_a_workflow_that_refuses_to_be_cancelled_is_closed(
 
 @pytest.mark.parametrize("workflow", ["blocks", "spins"])
 async def test_a_workflow_that_blocks_the_event_loop_is_interrupted(
-    house: House, workflow: str
+    tmp_path: Path, workflow: str
 ) -> None:
-    await house.prepare(workflow, evaluation={"queries": 2})
-    ended = await house.run(evaluation(3))
+    async with open_house(tmp_path, blocked_seconds=1.0) as house:
+        await house.prepare(workflow)
+        ended = await house.run(evaluation(3))
     assert ended["h0-e0-t0"].state == FAILED
     assert ended["h0-e0-t0"].reason.startswith("workflow_blocked: it held the event loop for ")
     assert "plays.py" in ended["h0-e0-t0"].reason
@@ -132,7 +133,7 @@ async def test_an_index_beyond_the_split_starts_over(house: House) -> None:
 async def test_failures_reach_the_store_and_spare_the_rest(
     tmp_path: Path, store_process: ServiceProcess
 ) -> None:
-    async with open_house(tmp_path, store=store_process.address) as house:
+    async with open_house(tmp_path, store=store_process.address, blocked_seconds=1.0) as house:
         await house.prepare("blocks")  # query 0 blocks, query 1 plays
         await house.open_step()
         ended = await house.run(training())

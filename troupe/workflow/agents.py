@@ -83,11 +83,11 @@ class Agent:
                 f"token_ids must be integers: {error}",
                 field="token_ids",
                 value=token_ids,
-                remedy="Pass a list of ints; `chat` takes text",
+                remedy="Pass a list of ints; `chat` takes text.",
             ) from error
         if not ids:
             raise InvalidMessagesError(
-                "generate() got no token ids", field="token_ids", remedy="Pass at least one id"
+                "generate() got no token ids", field="token_ids", remedy="Pass at least one id."
             )
         return self._begin((), ids, sampling)
 
@@ -148,7 +148,7 @@ class Agents(Mapping[str, Agent]):
                 f"the job has no agent '{name}'; known: {known}",
                 field="agents",
                 value=name,
-                remedy=f"Declare it under `agents.{name}` in the job",
+                remedy=f"Declare it under `agents.{name}` in the job.",
             ) from None
 
     def __iter__(self) -> Iterator[str]:
@@ -181,7 +181,7 @@ class Agents(Mapping[str, Agent]):
             raise TurnError(
                 f"'{role.name}' was asked for a turn after its trajectory had ended",
                 kind="trajectory_ended",
-                remedy="Await every branch before the workflow returns",
+                remedy="Await every branch before the workflow returns.",
             )
         turn = Turn(role, number, len(self._turns), messages, prompt_ids, sampling)
         self._turns.append(turn)

@@ -38,13 +38,13 @@ class Sampling:
                 f"unknown sampling parameter '{unknown[0]}'",
                 field=unknown[0],
                 value=values[unknown[0]],
-                remedy=f"Known: {', '.join(_FIELDS)}",
+                remedy=f"Known: {', '.join(_FIELDS)}.",
             ) from None
         for name, value in values.items():
             within, wanted = _BOUNDS.get(name, (None, ""))
             if within and not (isinstance(value, int | float) and within(value)):
                 raise InvalidMessagesError(
-                    f"{name} is out of range", field=name, value=value, remedy=f"Needs {wanted}"
+                    f"{name} is out of range", field=name, value=value, remedy=f"Needs {wanted}."
                 )
         return changed
 

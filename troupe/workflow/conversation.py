@@ -57,7 +57,7 @@ class ChatTokenizer:
                 raise ChatTemplateError(
                     "the chat template does not show an earlier reply as it was",
                     field="tokenizer.chat_template",
-                    remedy="Use a template that renders the content of assistant messages",
+                    remedy="Use a template that renders the content of assistant messages.",
                 )
             if stop_id is not None:
                 suffix = suffix.removeprefix(self._decode([stop_id]))
@@ -94,7 +94,7 @@ class ChatTokenizer:
             raise ChatTemplateError(
                 "the tokenizer has no chat template",
                 field="tokenizer.chat_template",
-                remedy="Save the tokenizer with one, or call `agent.generate(token_ids)`",
+                remedy="Save the tokenizer with one, or call `agent.generate(token_ids)`.",
             )
         try:
             rendered: str = self._tokenizer.apply_chat_template(
@@ -107,7 +107,7 @@ class ChatTokenizer:
                 f"the chat template refused the conversation: {error}",
                 field="tokenizer.chat_template",
                 value=[role for role, _ in messages],
-                remedy="Use the roles in the order that the template allows",
+                remedy="Use the roles in the order that the template allows.",
             ) from error
         return rendered
 
@@ -182,12 +182,12 @@ def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tup
                 f"message {index} needs `role` and `content`, both strings",
                 field=f"messages[{index}]",
                 value=item,
-                remedy='Pass {"role": "user", "content": "..."}',
+                remedy='Pass {"role": "user", "content": "..."}.',
             )
         messages.append((role, content))
     if not messages:
         raise InvalidMessagesError(
-            "chat() got no messages", field="messages", remedy="Pass at least one user message"
+            "chat() got no messages", field="messages", remedy="Pass at least one user message."
         )
     if system_prompt is not None and messages[0][0] != "system":
         messages.insert(0, ("system", system_prompt))

@@ -39,9 +39,9 @@ def load_attribute(entrypoint: str, field: str) -> Any:
             else f"importing '{module_name}' failed: {type(error).__name__}: {error}",
             field=field,
             value=entrypoint,
-            remedy="Put the directory that holds it on PYTHONPATH of the services"
+            remedy="Put the directory that holds it on PYTHONPATH of the services."
             if missing
-            else f"Make `python -c 'import {module_name}'` work where the services run",
+            else f"Make `python -c 'import {module_name}'` work where the services run.",
         ) from error
     try:
         return getattr(module, attribute)
@@ -50,7 +50,7 @@ def load_attribute(entrypoint: str, field: str) -> Any:
             f"module '{module_name}' has no attribute '{attribute}'",
             field=field,
             value=entrypoint,
-            remedy="Name a function or class defined at the module's top level",
+            remedy="Name a function or class defined at the module's top level.",
         ) from None
 
 
@@ -66,7 +66,7 @@ def load_workflow(entrypoint: str, field: str = "workflow") -> Workflow:
             "a workflow must be an async function",
             field=field,
             value=entrypoint,
-            remedy="Write `async def workflow(query, agents, tools): ...`",
+            remedy="Write `async def workflow(query, agents, tools): ...`.",
         )
     try:
         inspect.signature(function).bind(None, None, None)
@@ -75,7 +75,7 @@ def load_workflow(entrypoint: str, field: str = "workflow") -> Workflow:
             f"a workflow takes three arguments: {error}",
             field=field,
             value=entrypoint,
-            remedy="Write `async def workflow(query, agents, tools): ...`",
+            remedy="Write `async def workflow(query, agents, tools): ...`.",
         ) from error
     workflow: Workflow = function
     return workflow
@@ -91,7 +91,7 @@ def load_tasks(
             f"is a {type(factory).__name__}, which cannot be called",
             field=field,
             value=source,
-            remedy="Name a class or function that takes `split` and the fields of `tasks.args`",
+            remedy="Name a class or function that takes `split` and the fields of `tasks.args`.",
         )
     try:
         tasks = factory(split=split, **args)
@@ -101,14 +101,14 @@ def load_tasks(
             f"{source}(split={split!r}, ...) failed: {type(error).__name__}: {error}",
             field=field,
             value=source,
-            remedy="Check `tasks.args`; the result must have `__len__` and `__getitem__(index)`",
+            remedy="Check `tasks.args`; the result must have `__len__` and `__getitem__(index)`.",
         ) from error
     if length < 1 or not hasattr(tasks, "__getitem__"):
         raise EntrypointError(
             f"split '{split}' has {length} queries to index",
             field=field,
             value=source,
-            remedy="Return an object with at least one item and `__getitem__(index) -> dict`",
+            remedy="Return an object with at least one item and `__getitem__(index) -> dict`.",
         )
     loaded: Tasks = tasks
     return loaded

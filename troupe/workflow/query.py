@@ -44,7 +44,7 @@ class Query(Mapping[str, Any]):
                     f"query.log({name}=...) needs a finite number",
                     field=name,
                     value=value,
-                    remedy="Log numbers only",
+                    remedy="Log numbers only.",
                 )
             self.metrics[name] = number
 

@@ -74,6 +74,6 @@ def finite(value: Any, field: str) -> float:
             f"{field} must be a finite number",
             field=field,
             value=value,
-            remedy="Return numbers; give a failed attempt a low reward instead of NaN",
+            remedy="Return numbers; give a failed attempt a low reward instead of NaN.",
         )
     return number

@@ -30,7 +30,7 @@ class Tools:
                 kind="unknown_tool",
                 field="tools",
                 value=name,
-                remedy=f"Declare it under `tools.{name}` in the job",
+                remedy=f"Declare it under `tools.{name}` in the job.",
             )
         try:
             payload = json.dumps(arguments, allow_nan=False)
@@ -40,6 +40,6 @@ class Tools:
                 kind="bad_arguments",
                 field=f"tools.{name}",
                 value=arguments,
-                remedy="Pass strings, finite numbers, booleans, None, lists and dicts only",
+                remedy="Pass strings, finite numbers, booleans, None, lists and dicts only.",
             ) from error
         return json.loads(await self._backend.invoke(name, payload))
