@@ -21,12 +21,14 @@ Claim = store_pb.ClaimMicroBatchResponse
 _SLACK_SECONDS = 20.0
 # Between two attempts to reach a store that the channel's own retries did not reach.
 _PAUSE_SECONDS = 1.0
+_RELEASE_SECONDS = 3.0
 
 
 class StepClaims:
-    """Everything that one claimant holds of one policy's step.
+    """Everything that one attempt at one policy's step holds.
 
-    A store that is away is waited for: the caller's deadline ends the wait.
+    Each attempt is a claimant of its own, so that a late answer to an earlier one is not
+    taken for its own.     A store that is away is waited for: the caller's deadline ends the wait.
     """
 
     def __init__(
@@ -34,10 +36,13 @@ class StepClaims:
     ) -> None:
         self._stub = stub
         self._where: dict[str, Any] = {"job_id": job_id, "policy": policy, "step": step}
-        self._claimant = claimant
+        self._claimant = f"{claimant}/{new_id()[:8]}"
         self._lease = lease
         # When the oldest lease was last known to be extended.
         self._extended = time.monotonic()
+        self._asking: asyncio.Task[Claim] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._closed = False
         self.claim_ids: list[str] = []
 
     @property
@@ -51,7 +56,15 @@ class StepClaims:
         return next((c for c in commits if c.policy == self._where["policy"]), None)
 
     async def claim(self, samples: int, tokens: int, wait: float) -> Claim:
-        """Lease a micro-batch; waits in the store until one is ready or there is nothing more."""
+        """Lease a micro-batch; waits in the store until one is ready or there is nothing more.
+
+        A caller that is cancelled does not take the question back: the store may still answer
+        it with samples, which `close` then returns.
+        """
+        self._asking = asyncio.create_task(self._ask(samples, tokens, wait))
+        return await asyncio.shield(self._asking)
+
+    async def _ask(self, samples: int, tokens: int, wait: float) -> Claim:
         while True:
             asked = time.monotonic()
             # One id per question: the store answers a repeated one as it did the first time.
@@ -73,8 +86,7 @@ class StepClaims:
                 if not self.claim_ids:
                     self._extended = asked
                 self.claim_ids.append(response.claim_id)
-                return response
-            if response.outcome == Claim.OUTCOME_EXHAUSTED:
+            if response.outcome != Claim.OUTCOME_WAIT or self._closed:
                 return response
 
     async def renew(self) -> None:
@@ -108,22 +120,41 @@ class StepClaims:
             if counts.policy == self._where["policy"]
         )
 
-    async def release(self, *, everybody: bool = False, timeout: float | None = None) -> None:
-        """Give back what this claimant (or everybody: they are superseded) holds."""
+    async def supersede(self) -> None:
+        """Give back what anybody holds of the step; they can no longer commit it."""
+        await self._patiently(lambda: self._stub.ReleaseClaims(self._release_request("")))
+
+    async def close(self) -> None:
+        """Give everything back, also what is being claimed right now; that is not waited for."""
+        self._closed = True
+        await self._give_back()
+        if self._asking is not None and not self._asking.done():
+            self._leaving = asyncio.create_task(self._give_back_late(self._asking))
+
+    async def settled(self) -> None:
+        """Wait until the last claim under way was answered and given back."""
+        if self._leaving is not None:
+            await asyncio.wait({self._leaving})
+
+    async def _give_back_late(self, asking: asyncio.Task[Claim]) -> None:
+        await asyncio.wait({asking})
+        failed = asking.cancelled() or asking.exception() is not None
+        if not failed and asking.result().outcome == Claim.OUTCOME_CLAIMED:
+            await self._give_back()
+
+    async def _give_back(self) -> None:
         self.claim_ids.clear()
-        request = store_pb.ReleaseClaimsRequest(
-            **self._where,
-            request_id=new_id("release"),
-            claimant="" if everybody else self._claimant,
-        )
-        if timeout is None:
-            await self._patiently(lambda: self._stub.ReleaseClaims(request))
-            return
         try:
-            await self._stub.ReleaseClaims(request, timeout=timeout)
+            request = self._release_request(self._claimant)
+            await self._stub.ReleaseClaims(request, timeout=_RELEASE_SECONDS)
         except TroupeError as error:
             # The leases run out by themselves.
             log.warning("claims not released", error=str(error), **self._where)
+
+    def _release_request(self, claimant: str) -> store_pb.ReleaseClaimsRequest:
+        return store_pb.ReleaseClaimsRequest(
+            **self._where, request_id=new_id("release"), claimant=claimant
+        )
 
     async def commit(
         self,
@@ -156,6 +187,8 @@ class StepClaims:
             try:
                 return await call()
             except (Unavailable, DeadlineExceeded) as error:
+                if self._closed:
+                    raise
                 log.warning("experience store away", error=str(error), **self._where)
             await asyncio.sleep(_PAUSE_SECONDS)
 

@@ -18,6 +18,11 @@ _HUB_REMEDY = (
 )
 
 
+def import_transformers() -> None:
+    """Take the seconds that this needs before the first policy is waited for."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
 def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
     """The model of `policy` with its first weights: float32, evaluation mode, on the CPU.
 

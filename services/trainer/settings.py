@@ -14,9 +14,9 @@ class TrainerSettings(ServiceSettings):
 
     trainer_device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where policies are trained; `auto`: on the GPU if there is one."""
-    trainer_lease_seconds: float = Field(default=60, gt=0)
+    trainer_lease_seconds: float = Field(default=30, gt=0)
     """How long claimed samples stay with a worker that no longer answers."""
-    trainer_claim_wait_seconds: float = Field(default=5, gt=0)
+    trainer_claim_wait_seconds: float = Field(default=2, gt=0)
     """How long one claim waits in the store before it is made again."""
     trainer_orphan_seconds: float = Field(default=120, gt=0)
     """How long a step goes on although nobody watches it; then it is given up."""

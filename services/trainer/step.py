@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import structlog
 
@@ -27,7 +26,6 @@ log = structlog.get_logger("troupe.trainer")
 _ATTEMPTS = 3
 # A binding that was superseded notices within this time.
 _RENEW_SECONDS = 5.0
-_RELEASE_SECONDS = 3.0
 
 
 class StepRun:
@@ -38,14 +36,15 @@ class StepRun:
         binding: Binding,
         step: int,
         version: int,
-        claims: StepClaims,
+        make_claims: Callable[[], StepClaims],
         compute: Compute,
         settings: TrainerSettings,
     ) -> None:
         self.step = step
         self.binding = binding
         self._version = version
-        self._claims = claims
+        self._make_claims = make_claims
+        self._claims = make_claims()
         self._compute = compute
         self._settings = settings
         self._micro_batches = self._samples = self._tokens = 0
@@ -99,6 +98,10 @@ class StepRun:
         self._task.cancel()
         await asyncio.wait({self._task})
 
+    async def settled(self) -> None:
+        """After `cancel`: wait until the store has no question of ours left to answer."""
+        await self._claims.settled()
+
     def _event(self) -> trainer_pb2.StepEvent:
         return trainer_pb2.StepEvent(
             state=self.binding.state,
@@ -134,8 +137,7 @@ class StepRun:
         """Back to the committed version with empty hands."""
         self._stop.set()
         binding = self.binding
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._claims.release(timeout=_RELEASE_SECONDS)
+        await self._claims.close()
         try:
             await self._compute.run(binding.reset)
         except TroupeError as error:
@@ -159,7 +161,7 @@ class StepRun:
             )
         await self._compute.run(self.binding.reset)
         # Whoever trained this step before us is superseded: it can no longer commit.
-        await self._claims.release(everybody=True)
+        await self._claims.supersede()
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return await self._attempt()
@@ -170,7 +172,8 @@ class StepRun:
                 taken = not self._claims.lapsed or attempt == _ATTEMPTS
                 await self._compute.run(self.binding.reset)
                 self.binding.move(pb.BINDING_STATE_IDLE)
-                await self._claims.release()
+                await self._claims.close()
+                self._claims = self._make_claims()
                 if taken or await self._claims.contested():
                     raise self._lost(error) from error
                 log.warning("leases ran out, the step begins again", error=str(error))

@@ -14,6 +14,7 @@ from services.chassis.telemetry import Telemetry
 from services.trainer.binding import Binding
 from services.trainer.claims import StepClaims
 from services.trainer.compute import Compute, choose_device
+from services.trainer.policy_model import import_transformers
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepRun
 from troupe.job import JobSpec
@@ -58,7 +59,7 @@ class TrainerWorker:
         self._steps = telemetry.counter("troupe_trainer_steps", "Steps.", [*labels, "outcome"])
 
     async def start(self) -> None:
-        """Open channels; nothing is called yet."""
+        """Open channels (nothing is called yet) and warm up."""
         settings = self._settings
         store = connect(settings.experience_store_address, settings.client())
         orchestrator = connect(settings.orchestrator_address, settings.client())
@@ -66,10 +67,15 @@ class TrainerWorker:
         await self._exit.enter_async_context(orchestrator)
         self._store = experience_store_pb2_grpc.ExperienceStoreStub(store)
         self._orchestrator = orchestrator_pb2_grpc.OrchestratorStub(orchestrator)
+        self._spawn(self._compute.run(import_transformers))
 
     async def stop(self) -> None:
         """Give all steps up, so that their samples are free at once for another worker."""
-        await asyncio.gather(*(run.cancel() for run in self._runs.values()))
+        runs = list(self._runs.values())
+        await asyncio.gather(*(run.cancel() for run in runs))
+        leaving = [asyncio.create_task(run.settled()) for run in runs]
+        if leaving:
+            await asyncio.wait(leaving, timeout=self._settings.trainer_claim_wait_seconds + 1)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -186,15 +192,13 @@ class TrainerWorker:
             await run.cancel()
 
     def _start_run(self, binding: Binding, step: int, version: int) -> StepRun:
-        claims = StepClaims(
-            self._store,
-            binding.job_id,
-            binding.policy,
-            step,
-            binding.claimant,
-            self._settings.trainer_lease_seconds,
-        )
-        run = StepRun(binding, step, version, claims, self._compute, self._settings)
+        lease = self._settings.trainer_lease_seconds
+
+        def make_claims() -> StepClaims:
+            where = (binding.job_id, binding.policy, step, binding.claimant)
+            return StepClaims(self._store, *where, lease)
+
+        run = StepRun(binding, step, version, make_claims, self._compute, self._settings)
         self._spawn(self._after(binding, run))
         return run
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,17 @@ async def stage(
         job_id = new_id("job")
         channel = await stack.enter_async_context(connect(store_address))
         yield TrainingStage(job_id, tokenizer, tmp_path, channel, start)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)]
+    if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield mount
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)

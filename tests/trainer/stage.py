@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,13 @@ class Trainer:
 
     def __init__(self, server: Any, channel: Any, job_id: str) -> None:
         self.server = server
-        self.worker = server.service.worker
         self.stub = trainer_pb2_grpc.TrainerStub(channel)
         self._job = job_id
+
+    @property
+    def worker(self) -> Any:
+        """The worker, where it runs in this process."""
+        return self.server.service.worker
 
     async def bind(
         self, spec: JobSpec, policy: str = "solver", version: int = 0, checksum: str = ""
@@ -195,3 +200,11 @@ class TrainingStage:
     def weights(self, ref: pb.WeightsRef) -> dict[str, torch.Tensor]:
         """Published weights, verified."""
         return self.transfer.get(ref.key, expected_checksum=ref.checksum)[0]
+
+
+def fill_up(disk: Path, leave: int) -> Path:
+    """Write a file that leaves this many bytes of room; delete it to have the room back."""
+    ballast = disk / "ballast"
+    room = os.statvfs(disk)
+    ballast.write_bytes(b"x" * (room.f_bavail * room.f_bsize - leave))
+    return ballast

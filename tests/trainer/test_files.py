@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from services.trainer.checkpoint import checkpoint_path, save_checkpoint
 from services.trainer.policy_model import load_model, load_tokenizer
 from services.trainer.state import StateStore, TrainingState
 from tests.support.training import make_spec, tiny_config
+from tests.trainer.stage import fill_up
 from troupe.rpc import DataLoss, FailedPrecondition, ResourceExhausted
 from troupe.transfer import checksum_of
 
@@ -24,20 +22,6 @@ def make_state(version: int, size: int = 8) -> TrainingState:
     weights = {"w": torch.randn(size, size, generator=generator), "b": torch.ones(3)}
     moments = {"exp_avg/w": torch.randn(size, size), "step/w": torch.tensor(float(version))}
     return TrainingState(version, checksum_of(weights), weights, moments)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount")
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount)]
-    if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
-        pytest.skip("mounting is not allowed here")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
 
 
 def test_state_round_trip(tmp_path: Path) -> None:
@@ -97,6 +81,7 @@ def test_damaged_state_is_refused(tmp_path: Path, name: str, damage: str) -> Non
 def test_a_full_disk_leaves_the_previous_state(small_disk: Path) -> None:
     store = StateStore(small_disk, "job", "solver")
     store.save(make_state(1))
+    ballast = fill_up(small_disk, 100_000)
     with pytest.raises(ResourceExhausted) as caught:
         store.save(make_state(2, size=200))
     assert caught.value.kind == "storage_full"
@@ -106,6 +91,7 @@ def test_a_full_disk_leaves_the_previous_state(small_disk: Path) -> None:
     # Nothing is left behind that would keep the disk full.
     (directory,) = small_disk.glob("job/state/*")
     assert [path.name[:3] for path in directory.iterdir()] == ["v1-"]
+    ballast.unlink()
     store.save(make_state(2))
 
 
@@ -140,8 +126,7 @@ def test_a_full_disk_leaves_older_checkpoints(small_disk: Path, tokenizer: Path)
     weights = {n: p.detach() for n, p in model.named_parameters()}
     paths = [checkpoint_path(small_disk, "job", "solver", version) for version in (1, 2)]
     save_checkpoint(paths[0], model, weights, fast, keep=2)
-    used = sum(file.stat().st_size for file in paths[0].iterdir())
-    (small_disk / "ballast").write_bytes(b"x" * max(0, 256 * 1024 - 2 * used))
+    fill_up(small_disk, 50_000)
     with pytest.raises(ResourceExhausted) as caught:
         save_checkpoint(paths[1], model, weights, fast, keep=1)
     assert caught.value.kind == "storage_full"

@@ -1,0 +1,228 @@
+"""Workers that die, disks that fill, leases that run out, watchers that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from xxhash import xxh3_64_intdigest
+
+from services.trainer.checkpoint import checkpoint_path
+from tests.trainer.stage import Trainer, TrainingStage, fill_up
+from troupe.rpc import (
+    Aborted,
+    DeadlineExceeded,
+    FailedPrecondition,
+    ResourceExhausted,
+    Unavailable,
+    connect,
+)
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+
+async def test_a_full_disk_fails_the_step_and_not_the_policy(
+    stage: TrainingStage, small_disk: Path
+) -> None:
+    spec = stage.spec()
+    trainer = await stage.trainer(data_dir=small_disk)
+    await stage.open()
+    first = await trainer.bind(spec)
+    before = {n: t.clone() for n, t in stage.weights(first).items()}
+    await stage.play(stage.first_model(spec))
+    ballast = fill_up(small_disk, 40_000)
+    with pytest.raises(ResourceExhausted) as caught:
+        await trainer.run(0, 0)
+    assert (caught.value.kind, caught.value.field) == ("storage_full", "data_dir")
+    with pytest.raises(ResourceExhausted, match="no room for a checkpoint"):
+        await trainer.checkpoint(0)
+    assert not checkpoint_path(small_disk, stage.job_id, "solver", 0).exists()
+    binding = trainer.worker._bindings[(stage.job_id, "solver")]
+    assert all(torch.equal(before[n], t) for n, t in binding.learner.weights().items())
+    assert (await trainer.statuses())[0].state == pb.BINDING_STATE_IDLE
+    # With room again the same step succeeds, and every sample counts once.
+    ballast.unlink()
+    commit = await trainer.run(0, 0)
+    assert (commit.weights.version, commit.num_samples) == (1, 8)
+    await trainer.checkpoint(1)
+
+
+async def test_leases_that_ran_out_begin_the_step_again(
+    stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = stage.spec()
+    trainer = await stage.trainer(trainer_lease_seconds=1.0)
+    await stage.open()
+    await trainer.bind(spec)
+    rollouts = stage.rollouts(stage.first_model(spec))
+    for query, trajectory, samples in rollouts[:4]:
+        await stage.append(query, trajectory, samples)
+    running = asyncio.create_task(trainer.events(0, 0))
+    await trainer.trained(4)
+    time.sleep(2.5)  # noqa: ASYNC251 - the worker's own event loop is held up, as if suspended
+    for query, trajectory, samples in rollouts[4:]:
+        await stage.append(query, trajectory, samples)
+    commit = (await running)[-1].commit
+    assert commit.num_samples == 8
+    assert commit.metrics["samples"] == 8
+
+
+async def test_a_step_that_never_fills_up_ends(stage: TrainingStage) -> None:
+    spec = stage.spec(limits={"step_seconds": 0.5})
+    trainer = await stage.trainer()
+    await stage.open()
+    await trainer.bind(spec)
+    with pytest.raises(DeadlineExceeded, match=r"did not end within 0\.5 s") as caught:
+        await trainer.run(0, 0)
+    assert caught.value.field == "limits.step_seconds"
+    assert (await trainer.statuses())[0].state == pb.BINDING_STATE_IDLE
+
+
+async def test_a_step_that_nobody_watches_is_given_up(stage: TrainingStage) -> None:
+    spec = stage.spec()
+    trainer = await stage.trainer(trainer_orphan_seconds=0.3)
+    await stage.open()
+    await trainer.bind(spec)
+    rollouts = stage.rollouts(stage.first_model(spec))
+    for query, trajectory, samples in rollouts[:4]:
+        await stage.append(query, trajectory, samples)
+    watching = asyncio.create_task(trainer.events(0, 0))
+    await trainer.trained(4)
+    watching.cancel()
+    async with asyncio.timeout(20):
+        while (await trainer.statuses())[0].state != pb.BINDING_STATE_IDLE:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    # A claim that was under way is given back when it is answered.
+    request = store_pb.GetStepRequest(job_id=stage.job_id, step=0)
+    async with asyncio.timeout(20):
+        while (await stage.store.GetStep(request)).counts[0].claimed:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    for query, trajectory, samples in rollouts[4:]:
+        await stage.append(query, trajectory, samples)
+    assert (await trainer.run(0, 0)).num_samples == 8
+
+
+async def test_binding_again_ends_the_step(stage: TrainingStage) -> None:
+    spec = stage.spec()
+    trainer = await stage.trainer()
+    await stage.open()
+    first = await trainer.bind(spec)
+    running = asyncio.create_task(trainer.events(0, 0))
+    while (await trainer.statuses())[0].state != pb.BINDING_STATE_ACCUMULATING:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert await trainer.bind(spec, checksum=first.checksum) == first
+    with pytest.raises(Aborted, match="given up"):
+        await running
+    await stage.play(stage.first_model(spec))
+    assert (await trainer.run(0, 0)).num_samples == 8
+
+
+async def test_a_step_of_another_version_asks_for_a_binding(stage: TrainingStage) -> None:
+    spec = stage.spec()
+    trainer = await stage.trainer()
+    await stage.open()
+    await trainer.bind(spec)
+    with pytest.raises(FailedPrecondition) as caught:
+        await trainer.run(0, 5)
+    assert caught.value.kind == "not_bound"
+
+
+async def test_a_malformed_sample_is_named(stage: TrainingStage) -> None:
+    spec = stage.spec()
+    trainer = await stage.trainer()
+    await stage.open()
+    await trainer.bind(spec)
+    for query, trajectory, samples in stage.rollouts(stage.first_model(spec)):
+        data = bytearray(samples[0].response_ids.data)
+        data[0] = 200
+        samples[0].response_ids.data = bytes(data)
+        samples[0].response_ids.checksum = xxh3_64_intdigest(bytes(data))
+        await stage.append(query, trajectory, samples)
+    with pytest.raises(FailedPrecondition) as caught:
+        await trainer.run(0, 0)
+    assert caught.value.kind == "malformed_sample"
+    assert "outside the policy's vocabulary of 64" in caught.value.message
+    assert str(caught.value.value).startswith("q")
+
+
+class Process:
+    """`python -m services.trainer`."""
+
+    def __init__(self, stage: TrainingStage, store_address: str) -> None:
+        self._ports = stage.root / "ports"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "services.trainer"],
+            env={
+                **os.environ,
+                "TROUPE_EXPERIENCE_STORE_ADDRESS": store_address,
+                "TROUPE_ORCHESTRATOR_ADDRESS": "127.0.0.1:1",
+                "TROUPE_DATA_DIR": str(stage.root / "runs"),
+                "TROUPE_TRANSFER_DIR": str(stage.root / "transfer"),
+                "TROUPE_PORT_FILE": str(self._ports),
+                "TROUPE_PARENT_PID": str(os.getpid()),
+            },
+        )
+
+    async def address(self) -> str:
+        async with asyncio.timeout(60):
+            while not self._ports.exists():
+                assert self._process.poll() is None
+                await asyncio.sleep(0.02)
+        return f"127.0.0.1:{self._ports.read_text().split()[0]}"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+
+async def test_a_killed_worker_is_replaced_and_nothing_counts_twice(
+    stage: TrainingStage, store_address: str
+) -> None:
+    """Killed after its first step, in the middle of its second."""
+    spec = stage.spec()
+    process = Process(stage, store_address)
+    try:
+        async with connect(await process.address()) as channel:
+            one, two = Trainer(None, channel, stage.job_id), await stage.trainer()
+            await stage.open()
+            await one.bind(spec)
+            await stage.play(stage.first_model(spec))
+            first = await one.run(0, 0)
+            await stage.open(1, version=1)
+            rollouts = stage.rollouts(stage.first_model(spec), step=1)
+            for query, trajectory, samples in rollouts[:4]:
+                await stage.append(query, trajectory, samples, 1)
+            running = asyncio.create_task(one.events(1, 1))
+            await one.trained(4)
+            process.kill()
+            await asyncio.gather(running, return_exceptions=True)
+            await two.bind(spec, version=1, checksum=first.weights.checksum)
+            for query, trajectory, samples in rollouts[4:]:
+                await stage.append(query, trajectory, samples, 1)
+            commit = await two.run(1, 1)
+            assert commit.num_samples == commit.metrics["samples"] == 8
+            assert commit.weights.version == 2
+    finally:
+        process.kill()
+
+
+async def test_a_worker_that_stops_gives_its_samples_back(stage: TrainingStage) -> None:
+    spec = stage.spec()
+    trainer = await stage.trainer()
+    await stage.open()
+    await trainer.bind(spec)
+    for query, trajectory, samples in stage.rollouts(stage.first_model(spec))[:4]:
+        await stage.append(query, trajectory, samples)
+    running = asyncio.create_task(trainer.events(0, 0))
+    await trainer.trained(4)
+    await trainer.server.close()
+    assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], Unavailable)
+    request = store_pb.GetStepRequest(job_id=stage.job_id, step=0)
+    counts = (await stage.store.GetStep(request)).counts[0]
+    assert (counts.ready, counts.claimed) == (4, 0)
