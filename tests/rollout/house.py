@@ -70,7 +70,11 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def make_spec(workflow: str = "team", **changes: Any) -> dict[str, Any]:
-    """A job specification; `changes` are merged into it, section by section."""
+    """A job specification; `changes` are merged into it, section by section.
+
+    Only plays of a team get a second policy with engines of its own: the tests are many.
+    """
+    pair = workflow in ("team", "branches")
     policy = {
         "model": {"config": CONFIG, "tokenizer": tokenizer_path()},
         "engine": {"max_context": 384, "max_running": 16},
@@ -81,9 +85,9 @@ def make_spec(workflow: str = "team", **changes: Any) -> dict[str, Any]:
         "tasks": {"source": f"{PLAYS}:make_tasks"},
         "agents": {
             "solver": {"policy": "big", "sampling": {"max_new_tokens": 8}},
-            "checker": {"policy": "small", "sampling": {"max_new_tokens": 8}},
+            "checker": {"policy": "small" if pair else "big", "sampling": {"max_new_tokens": 8}},
         },
-        "policies": {"big": policy, "small": policy},
+        "policies": {"big": policy, "small": policy} if pair else {"big": policy},
         "pipeline": {"steps": 1, "queries_per_step": 2, "group_size": 2},
         "limits": {"turn_seconds": 20, "trajectory_seconds": 30},
     }

@@ -123,7 +123,7 @@ async def test_updates_roll_over_the_replicas_under_load(house: House, workshop:
 
 
 async def test_an_update_is_idempotent_by_version(house: House, workshop: Workshop) -> None:
-    await house.prepare("one_turn")
+    await house.prepare("team")
     [engine] = workshop.engines["big"]
     ref = house.publish("big", 1)
     await asyncio.gather(house.update(ref), house.update(ref))
