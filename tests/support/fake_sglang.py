@@ -42,7 +42,6 @@ class Faults:
 
     never_answer: bool = False
     cut_reply: bool = False
-    break_connection: bool = False
     unhealthy: bool = False
     ignore_weights: bool = False
     """Accepts an update and keeps the old weights: every rival's worst bug."""
@@ -66,6 +65,7 @@ class FakeSglang:
     def __init__(self, config: dict[str, Any], *, old: bool = False) -> None:
         self.old = old
         self.faults = Faults()
+        self.server: Running
         self.seen: list[str] = []
         self.version = "default"
         self.paused = False
@@ -164,8 +164,6 @@ class FakeSglang:
         @app.middleware("http")
         async def note(request: Request, call_next: Any) -> Any:
             self.seen.append(request.url.path)
-            if self.faults.break_connection:
-                raise ConnectionResetError("broken on purpose")
             return await call_next(request)
 
         @app.get("/get_model_info" if self.old else "/model_info")
@@ -270,26 +268,51 @@ class FakeSglang:
             return _outcome(True, "Success")
 
 
+class Running:
+    """A double being served on one loopback port, which it keeps across crashes."""
+
+    def __init__(self, fake: FakeSglang) -> None:
+        self._fake = fake
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+
+    async def start(self) -> None:
+        """Listen."""
+        settings = uvicorn.Config(
+            self._fake.app, port=self.port, log_level="critical", lifespan="off"
+        )
+        self._server = uvicorn.Server(settings)
+        self._task = asyncio.create_task(self._server.serve())
+        async with asyncio.timeout(10):
+            while not self._server.started:  # noqa: ASYNC110 - uvicorn offers no event
+                await asyncio.sleep(0.01)
+
+    async def crash(self) -> None:
+        """Stop listening and cut every connection."""
+        server, task = self._server, self._task
+        if server is None or task is None:
+            return
+        self._server = self._task = None
+        server.should_exit = server.force_exit = True
+        for listener in server.servers:
+            listener.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        await task
+
+
 @asynccontextmanager
 async def serve(fake: FakeSglang) -> AsyncIterator[str]:
-    """Serve `fake` on a free loopback port of this event loop; yields its URL."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    settings = uvicorn.Config(
-        fake.app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(settings)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    async with asyncio.timeout(10):
-        while not server.started:  # noqa: ASYNC110 - uvicorn offers no event
-            await asyncio.sleep(0.01)
+    """Serve `fake` in this event loop; yields its URL. `fake.server` can crash and start again."""
+    fake.server = Running(fake)
+    await fake.server.start()
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{fake.server.port}"
     finally:
-        server.should_exit = True
-        server.force_exit = True
-        await task
+        await fake.server.crash()
 
 
 def _refusal(message: str) -> Response:

@@ -27,6 +27,6 @@ def make_engine(
         from services.rollout.engines.embedded import EmbeddedEngine
 
         return EmbeddedEngine(engine_id, policy_name, policy_spec, threads=threads)
-    from services.rollout.engines.sglang import SglangEngine
+    from services.rollout.engines.sglang.engine import SglangEngine
 
     return SglangEngine(engine_id, policy_name, policy_spec, replica=replica, work_dir=work_dir)

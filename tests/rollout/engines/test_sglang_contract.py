@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from services.rollout.engines.base import Generation, SamplingParams
-from services.rollout.engines.sglang import SglangEngine
 from services.rollout.engines.sglang.client import Refused, SglangClient
+from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.loading import Updates
 from tests.rollout.engines.models import (
     CONFIG,
@@ -170,7 +170,8 @@ async def test_updates_under_load_lose_no_turn_and_no_version(
     url: str, updates: Updates, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     real = "real" in request.node.name
-    rounds = (50 if updates == "disk" else 10) if real else 4
+    # One core runs the double, its clients and their checks.
+    rounds, crowd, longest = (50 if updates == "disk" else 10, 8, 120) if real else (3, 4, 60)
     models = [make_model(seed) for seed in range(3)]
     engine, transfer = await attached(url, updates), transfer_in(tmp_path)
     await engine.update_weights(publish(transfer, models[0], 0), transfer)
@@ -182,12 +183,12 @@ async def test_updates_under_load_lose_no_turn_and_no_version(
         turn = 0
         while not ended.is_set():
             ids = [rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 30))]
-            length = rng.randint(1, 120)
+            length = rng.randint(1, longest)
             answers.append((ids, await ask(engine, f"p{n}-{turn}", ids, max_new_tokens=length)))
             assert len(answers[-1][1].token_ids) <= length
             turn += 1
 
-    players = [asyncio.ensure_future(player(n)) for n in range(8)]
+    players = [asyncio.ensure_future(player(n)) for n in range(crowd)]
     exposed = []
     for version in range(1, rounds + 1):
         await asyncio.sleep(0.2)

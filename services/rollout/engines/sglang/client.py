@@ -79,6 +79,8 @@ class SglangClient:
             base_url=self.url,
             timeout=httpx.Timeout(CONTROL_SECONDS, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            # A proxy meant for the outside world must not get between us and our engines.
+            trust_env=False,
         )
 
     async def close(self) -> None:

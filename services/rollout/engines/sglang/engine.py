@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -64,6 +65,8 @@ class SglangEngine(EngineFront):
         # Clear while the server must not be given turns.
         self._open = asyncio.Event()
         self._open.set()
+        # The version that the server held when the gate was opened last, verified or not.
+        self._loaded: int | None = None
         self._updates = 0
         self._misses = 0
         self._queued = 0
@@ -196,7 +199,10 @@ class SglangEngine(EngineFront):
         self._updates += 1
         try:
             return await self._server.updater.run(
-                untied(tensors, self._server.layout), ref, changed=changed, gate=self._gate
+                untied(tensors, self._server.layout),
+                ref,
+                changed=changed,
+                gate=partial(self._gate, ref.version),
             )
         except ServerGone as error:
             await self._lost(error)
@@ -208,8 +214,9 @@ class SglangEngine(EngineFront):
                 str(error), field="engine", value=self.engine_id, remedy="Repeat the update."
             ) from error
 
-    def _gate(self, is_open: bool) -> None:
+    def _gate(self, version: int, is_open: bool) -> None:
         if is_open:
+            self._loaded = version
             self._open.set()
         else:
             self._open.clear()
@@ -237,13 +244,13 @@ class SglangEngine(EngineFront):
         """Ask until the response is complete: an update may make that more than once."""
         while True:
             await self._open.wait()
-            before, updates = self.version, self._updates
+            asked_of, updates = self._loaded, self._updates
             turn.started_at = turn.started_at or time.monotonic()
             prompt = turn.prompt_ids + turn.token_ids
             meta = await self._server.client.generate(_rid(turn), prompt, sampling_of(turn))
             # Tokens of weights that are not verified yet must not get out.
             await self._settled.wait()
-            reply = parse(meta, before, self.version)
+            reply = parse(meta, asked_of, steady=updates == self._updates)
             if reply.versions is None:
                 turn.restart()
                 continue

@@ -45,10 +45,10 @@ def sampling_of(turn: Turn) -> dict[str, Any]:
     return sampling
 
 
-def parse(meta: dict[str, Any], before: int | None, after: int | None) -> Reply:
-    """Read `meta_info`; `before` and `after` are our versions when it was asked and answered.
+def parse(meta: dict[str, Any], asked_of: int | None, *, steady: bool) -> Reply:
+    """Read `meta_info` of a request that was sent when the server held version `asked_of`.
 
-    Raises `BrokenReply`.
+    `steady`: no update has begun since. Raises `BrokenReply`.
     """
     try:
         # An abort before prefill has no log-probs at all.
@@ -56,26 +56,17 @@ def parse(meta: dict[str, Any], before: int | None, after: int | None) -> Reply:
         tokens = [int(row[1]) for row in rows]
         logprobs = [float(row[0]) for row in rows]
         finish = meta["finish_reason"]
-        reason = str(finish["type"])
-        spans = meta.get("weight_versions")
-        if spans:
-            versions = _spread([(_number(s["version"]), s["start"], s["end"]) for s in spans])
-        else:
-            versions = [_number(meta.get("weight_version"))] * len(tokens)
-            if before != after and tokens:
-                return Reply(tokens, logprobs, None, reason, "", 0)
+        versions = _versions(meta, len(tokens), asked_of, steady)
         count = meta.get("completion_tokens", len(tokens))
-        if count != len(tokens) or len(versions) != len(tokens):
-            raise BrokenReply(
-                f"{count} tokens, {len(tokens)} log-probs and {len(versions)} versions"
-            )
-        # Servers without a version of ours: only one can have served.
-        if None in versions and after is None:
-            raise BrokenReply("tokens of unknown version")
-        known = [after if version is None else version for version in versions]
-        cached = int(meta.get("cached_tokens") or 0)
+        if count != len(tokens) or (versions is not None and len(versions) != len(tokens)):
+            raise BrokenReply(f"{count} tokens, but {len(tokens)} log-probs")
         return Reply(
-            tokens, logprobs, [v for v in known if v is not None], reason, _text(finish), cached
+            tokens,
+            logprobs,
+            versions,
+            reason=str(finish["type"]),
+            message=str(finish.get("message") or ""),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise BrokenReply(f"not the answer to a generation: {error!r}") from error
@@ -89,22 +80,21 @@ def prompt_logprobs(meta: dict[str, Any]) -> list[float]:
         raise BrokenReply(f"no log-probs of the prompt: {error!r}") from error
 
 
-def _spread(spans: list[tuple[int | None, int, int]]) -> list[int | None]:
-    versions: list[int | None] = []
-    for version, start, end in spans:
-        if start != len(versions):
-            raise BrokenReply(f"version spans do not join at token {len(versions)}")
-        versions.extend([version] * (end - start))
-    return versions
-
-
-def _number(version: Any) -> int | None:
-    """Our version number; None for a server's own name ("default")."""
-    try:
-        return int(version)
-    except (TypeError, ValueError):
-        return None
-
-
-def _text(finish: dict[str, Any]) -> str:
-    return str(finish.get("message") or "")
+def _versions(
+    meta: dict[str, Any], count: int, asked_of: int | None, steady: bool
+) -> list[int] | None:
+    """The version of each token; None when the server does not say where it changed."""
+    spans = meta.get("weight_versions")
+    if spans:
+        versions: list[int] = []
+        for span in spans:
+            if span["start"] != len(versions):
+                raise BrokenReply(f"version spans do not join at token {len(versions)}")
+            versions.extend([int(span["version"])] * (span["end"] - span["start"]))
+        return versions
+    # Older releases name the version that was loaded at the end.
+    label = meta.get("weight_version")
+    unchanged = str(label) == str(asked_of) if str(label).isdecimal() else steady
+    if count == 0 or (unchanged and asked_of is not None):
+        return [asked_of or 0] * count
+    return None

@@ -1,0 +1,91 @@
+"""A launched server: its log, its end, and that it does not outlive us."""
+
+# ruff: noqa: ASYNC110, ASYNC220, ASYNC240 - these tests watch processes and files
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from services.rollout.engines.sglang.process import ServerProcess, free_port
+
+STUBBORN = "trap '' TERM; echo up; sleep 600 & echo $!; wait; sleep 600"
+
+
+def exists(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def until_written(log: Path, lines: int) -> list[str]:
+    async with asyncio.timeout(10):
+        while not log.exists() or len(log.read_text().splitlines()) < lines:
+            await asyncio.sleep(0.01)
+    return log.read_text().splitlines()
+
+
+async def test_log_exit_code_and_tail(tmp_path: Path) -> None:
+    process = ServerProcess(["/bin/sh", "-c", "seq 20; echo oops >&2; exit 7"], tmp_path / "l/log")
+    assert process.exit_code is None
+    await process.start()
+    async with asyncio.timeout(10):
+        while process.running:
+            await asyncio.sleep(0.01)
+    assert process.exit_code == 7
+    assert process.tail().splitlines()[-1] == "oops"
+    assert len(process.tail().splitlines()) == 8
+    await process.stop()
+
+
+async def test_stop_ends_the_whole_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rollout.engines.sglang.process.TERM_SECONDS", 0.2)
+    process = ServerProcess(["/bin/sh", "-c", STUBBORN], tmp_path / "log")
+    await process.start()
+    child = int((await until_written(tmp_path / "log", 2))[1])
+    assert exists(child)
+    await process.stop()
+    assert not process.running
+    async with asyncio.timeout(5):
+        while exists(child):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_server_dies_with_the_rollout_process(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    owner = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import asyncio, pathlib\n"
+            "from services.rollout.engines.sglang.process import ServerProcess\n"
+            "async def main():\n"
+            f"    command = ['/bin/sh', '-c', 'echo $$; exec sleep 600']\n"
+            f"    await ServerProcess(command, pathlib.Path({str(log)!r})).start()\n"
+            "    await asyncio.sleep(600)\n"
+            "asyncio.run(main())\n",
+        ]
+    )
+    try:
+        server = int((await until_written(log, 1))[0])
+        assert exists(server)
+    finally:
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait(10)
+    deadline = time.monotonic() + 5
+    while exists(server) and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    assert not exists(server)
+
+
+def test_free_ports_differ() -> None:
+    assert len({free_port() for _ in range(20)}) > 10
