@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+
+import uvloop
 
 from services.chassis.app import run
 from services.chassis.settings import ServiceSettings
 from services.experience_store.server import make_service
 
 if __name__ == "__main__":
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     sys.exit(run(make_service, ServiceSettings))

@@ -11,7 +11,8 @@ from typing import Final
 
 from services.experience_store.claims import cause_text, lost
 from services.experience_store.notices import Notices
-from services.experience_store.records import LETTER_OF, commit_bytes, parse_commit, reason_kind
+from services.experience_store.records import LETTER_OF, commit_bytes, parse_commit
+from services.experience_store.requests import clean_reason
 from services.experience_store.steps import Steps
 from services.experience_store.tables import Tables
 from troupe.rpc import FailedPrecondition, InvalidArgument
@@ -45,7 +46,6 @@ class Commits:
         """
         await self._tables.check_policy(job, commit.policy)
         applied = commit.outcome == store_pb.STEP_OUTCOME_APPLIED
-        reason = reason_kind(commit.reason) or "step_skipped"
         version = commit.weights.version if commit.HasField("weights") else -1
         distinct = list(dict.fromkeys(claims))
         outcome, *rest = await self._steps.on_table(
@@ -55,7 +55,7 @@ class Commits:
             commit.step,
             claimant,
             _TARGETS[commit.outcome],
-            reason,
+            clean_reason(commit.reason) or "step_skipped",
             version,
             int(applied),
             commit_bytes(commit),

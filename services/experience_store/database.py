@@ -35,9 +35,10 @@ RETRIES: Final = RetryPolicy(max_attempts=3, initial_backoff=0.05, max_backoff=0
 START_BACKOFF: Final = RetryPolicy(initial_backoff=0.1, max_backoff=2.0)
 # Streams, effect replication of scripts that read the clock, and UNLINK are all there from here on.
 OLDEST_VERSION: Final = (6, 2)
-# Connections wait for a free one rather than fail: appends come in bursts of hundreds.
+# Redis does one thing at a time: a burst of hundreds of appends waits here, not in its sockets.
 MAX_CONNECTIONS: Final = 32
 
+# TimeoutError is an OSError.
 _UNREACHABLE: Final = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
 
 
@@ -58,12 +59,13 @@ class Database:
         self._timeout = timeout
         self._retries = retries
         self._scripts = load_scripts()
+        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         try:
-            self._pool = aioredis.BlockingConnectionPool.from_url(
+            self._pool = aioredis.ConnectionPool.from_url(
                 url,
-                max_connections=MAX_CONNECTIONS,
-                timeout=timeout,
-                socket_timeout=timeout,
+                # Bounded in `_send`: redis-py's own way (asyncio.wait_for) swallows cancellation
+                # on Python 3.11, and makes a task of every write.
+                socket_timeout=None,
                 socket_connect_timeout=timeout,
                 retry=Retry(NoBackoff(), 0),
                 protocol=2,
@@ -120,18 +122,22 @@ class Database:
                     raise self._typed(reply) from reply
             return replies
 
-        return await self._retries.run(attempt, None)
+        try:
+            return await attempt(None)
+        except Unavailable:
+            return await self._retries.run(attempt, self._timeout)
 
     async def _send(self, commands: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
-        if len(commands) == 1:
-            try:
-                return [await self._redis.execute_command(*commands[0])]
-            except exceptions.ResponseError as error:
-                return [error]
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            return list(await pipe.execute(raise_on_error=False))
+        async with self._slots, asyncio.timeout(self._timeout):
+            if len(commands) == 1:
+                try:
+                    return [await self._redis.execute_command(*commands[0])]
+                except exceptions.ResponseError as error:
+                    return [error]
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                return list(await pipe.execute(raise_on_error=False))
 
     async def wait_ready(self) -> dict[str, str]:
         """Wait, without end, until Redis answers; returns what it says about itself.

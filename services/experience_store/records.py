@@ -101,14 +101,6 @@ class Ending:
         return Ending(*text.split("\t"))
 
 
-def reason_kind(reason: str) -> str:
-    """What a reason is counted under: `workflow_raised: ...` -> `workflow_raised`.
-
-    The text after it names one failure and would make the counts grow without bound.
-    """
-    return reason.partition(":")[0].strip()[:64]
-
-
 def commit_bytes(commit: store_pb.StepCommit) -> bytes:
     """What Redis holds of a commit; `num_samples` is put before it by the script."""
     return commit.SerializeToString(deterministic=True)

@@ -32,11 +32,13 @@ class Script:
 
     name: str
     text: str
+    sha: str
+    """What EVALSHA calls it."""
 
-    @property
-    def sha(self) -> str:
-        """What EVALSHA calls it."""
-        return hashlib.sha1(self.text.encode()).hexdigest()
+    @staticmethod
+    def of(name: str, text: str) -> Script:
+        """The script, with its digest."""
+        return Script(name, text, hashlib.sha1(text.encode()).hexdigest())
 
 
 def load_scripts() -> dict[str, Script]:
@@ -49,4 +51,4 @@ def load_scripts() -> dict[str, Script]:
     job, policy = read("job"), lua_transitions() + read("policy")
     texts = {name: job + read(name) for name in _JOB_SCRIPTS}
     texts |= {name: policy + read(name) for name in _POLICY_SCRIPTS}
-    return {name: Script(name, text) for name, text in texts.items()}
+    return {name: Script.of(name, text) for name, text in texts.items()}

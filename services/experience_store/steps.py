@@ -15,7 +15,7 @@ from typing import Any, Final
 from services.experience_store.database import Call, Database
 from services.experience_store.keys import JobKeys, PolicyKeys
 from services.experience_store.notices import Notices
-from services.experience_store.records import Ending, parse_commit, reason_kind
+from services.experience_store.records import Ending, parse_commit
 from services.experience_store.tables import Table, Tables
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -165,7 +165,6 @@ class Steps:
 
     async def carry_out(self, table: Table, step: int, trajectory: str, ending: Ending) -> None:
         """Bring one decided ending into all tables. Repeatable."""
-        reason = reason_kind(ending.reason)
         await self.on_tables(
             table.job,
             step,
@@ -173,7 +172,7 @@ class Steps:
                 Call(
                     "append_rows",
                     PolicyKeys(table.job, policy).base,
-                    (step, trajectory, ending.query, ending.attempt, ending.state, reason),
+                    (step, trajectory, ending.query, ending.attempt, ending.state, ending.reason),
                 )
                 for policy in table.policies
             ],

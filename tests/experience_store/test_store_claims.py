@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from tests.support.experience import Response, Stage, ids_of
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
 
-CLAIMED, WAIT, EXHAUSTED = (
-    Response.OUTCOME_CLAIMED,
-    Response.OUTCOME_WAIT,
-    Response.OUTCOME_EXHAUSTED,
-)
+import pytest
+
+from services.experience_store.database import Database
+from services.experience_store.store import Store
+from tests.support.experience import Response, Stage, ids_of, make_sample, make_stage
+from troupe.rpc import FailedPrecondition, NotFound, TroupeError, new_id
+
+CLAIMED = Response.OUTCOME_CLAIMED
+WAIT = Response.OUTCOME_WAIT
+EXHAUSTED = Response.OUTCOME_EXHAUSTED
+
+
+@pytest.fixture
+async def replica(redis_url: str) -> AsyncIterator[Store]:
+    """A second process' store on the same Redis."""
+    store = Store(Database(redis_url))
+    await store.start()
+    yield store
+    await store.stop()
+
+
+def refused(error: pytest.ExceptionInfo[TroupeError], kind: str) -> bool:
+    return error.value.kind == kind and error.value.remedy is not None
 
 
 async def test_a_step_from_append_to_commit(stage: Stage) -> None:
@@ -25,3 +46,222 @@ async def test_a_step_from_append_to_commit(stage: Stage) -> None:
     assert (commit.num_samples, existed) == (4, False)
     assert await stage.counts() == {"trained": 4}
     assert await stage.counts("checker") == {"ready": 4}
+
+
+async def test_a_group_is_claimable_only_when_all_its_trajectories_have_ended(
+    stage: Stage,
+) -> None:
+    await stage.append("q1", "q1-s0-t0")
+    assert await stage.counts() == {"pending": 1}
+    await stage.append("q1", "q1-s0-t1")
+    assert await stage.counts() == {"ready": 2}
+    # A full micro-batch need not wait for the rest of the step, a smaller one does.
+    assert (await stage.claim(samples=3)).outcome == WAIT
+    response = await stage.claim(samples=2)
+    assert ids_of(response) == ["q1_1_q1-s0-t0", "q1_1_q1-s0-t1"]
+
+
+async def test_samples_come_in_order_of_their_ids_whatever_the_order_of_arrival(
+    stage: Stage,
+) -> None:
+    for query, trajectory in reversed(stage.trajectories):
+        await stage.append(query, trajectory)
+    first = ids_of(await stage.claim(samples=3))
+    rest = ids_of(await stage.claim(samples=3))
+    assert first + rest == sorted(first + rest)
+    assert len(rest) == 1, "the last micro-batch of a sealed step is smaller"
+
+
+async def test_tokens_bound_a_claim(stage: Stage) -> None:
+    for number, (query, trajectory) in enumerate(stage.trajectories):
+        tokens = (10, 20, 50, 10)[number]
+        await stage.append(query, trajectory, [make_sample(query, 0, trajectory, tokens=tokens)])
+    sizes = []
+    while (response := await stage.claim(tokens=35)).outcome == CLAIMED:
+        sizes.append(len(response.samples))
+    # 10 + 20 fit; 50 alone is over the bound, but a claim holds at least one sample.
+    assert sizes == [2, 1, 1]
+    assert response.outcome == EXHAUSTED
+
+
+async def test_enough_tokens_are_a_full_micro_batch(stage: Stage) -> None:
+    await stage.append("q0", "q0-s0-t0", [make_sample("q0", 0, "q0-s0-t0", tokens=30)])
+    await stage.append("q0", "q0-s0-t1", [make_sample("q0", 0, "q0-s0-t1", tokens=30)])
+    assert (await stage.claim(tokens=61)).outcome == WAIT
+    assert len((await stage.claim(tokens=60)).samples) == 2
+
+
+async def test_a_repeated_claim_returns_the_same_samples(stage: Stage) -> None:
+    await stage.append_all()
+    first = await stage.claim(claim="c1", samples=2)
+    second = await stage.claim(claim="c2", samples=2)
+    assert await stage.claim(claim="c1", samples=2) == first
+    assert set(ids_of(first)).isdisjoint(ids_of(second))
+    with pytest.raises(FailedPrecondition) as error:
+        await stage.claim("somebody else", claim="c1")
+    assert refused(error, "claim_lost")
+
+
+async def test_what_others_hold_is_waited_for(stage: Stage) -> None:
+    await stage.append_all()
+    await stage.claim("one", samples=3)
+    assert (await stage.claim("two", claim="c2")).outcome == CLAIMED
+    assert (await stage.claim("two")).outcome == WAIT
+    assert (await stage.claim("one")).outcome == WAIT
+    assert await stage.release("one") == 3
+    assert (await stage.claim("two", claim="c3")).outcome == CLAIMED
+    assert (await stage.claim("two")).outcome == EXHAUSTED
+
+
+async def test_a_waiting_claim_is_woken_by_the_last_trajectory(stage: Stage) -> None:
+    *most, (query, trajectory) = stage.trajectories
+    for early in most:
+        await stage.append(*early)
+    waiting = asyncio.create_task(stage.claim(wait=30))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await stage.append(query, trajectory)
+    response = await asyncio.wait_for(waiting, 10)
+    assert len(response.samples) == 4
+
+
+async def test_a_waiting_claim_is_woken_by_another_replica(stage: Stage, replica: Store) -> None:
+    waiting = asyncio.create_task(stage.claim(wait=30))
+    await asyncio.sleep(0.05)
+    other = Stage(replica, stage.job, stage.policies, stage.queries, stage.group_size)
+    await other.append_all()
+    assert len((await asyncio.wait_for(waiting, 10)).samples) == 4
+
+
+async def test_a_waiting_claim_hears_its_own_process_without_pubsub(redis_url: str) -> None:
+    store = Store(Database(redis_url))  # never started: it hears nothing from Redis
+    stage = await make_stage(store, new_id("job"))
+    waiting = asyncio.create_task(stage.claim(wait=30))
+    await asyncio.sleep(0.05)
+    await stage.append_all()
+    assert len((await asyncio.wait_for(waiting, 10)).samples) == 4
+    await store.stop()
+
+
+async def test_a_waiting_claim_is_woken_when_a_lease_runs_out(stage: Stage) -> None:
+    await stage.append_all()
+    assert len((await stage.claim("zombie", lease=0.2)).samples) == 4
+    started = time.monotonic()
+    response = await stage.claim("trainer", wait=30)
+    assert len(response.samples) == 4
+    assert 0.1 < time.monotonic() - started < 20
+
+
+async def test_a_wait_ends_by_its_deadline_without_asking_again(stage: Stage) -> None:
+    asked = Counter[str]()
+    original = stage.store.database.run_each
+
+    async def counting(calls):  # type: ignore[no-untyped-def]
+        asked.update(call.script for call in calls)
+        return await original(calls)
+
+    stage.store.database.run_each = counting  # type: ignore[method-assign]
+    assert (await stage.claim(wait=0.5)).outcome == WAIT
+    assert asked["claim"] <= 2, "once, and once more at the deadline"
+
+
+async def test_a_stopping_store_lets_waiters_go(stage: Stage) -> None:
+    waiting = asyncio.create_task(stage.claim(wait=60))
+    await asyncio.sleep(0.05)
+    await stage.store.notices.stop()
+    assert (await asyncio.wait_for(waiting, 10)).outcome == WAIT
+
+
+async def test_an_expired_claim_is_lost_and_its_claimant_begins_again(stage: Stage) -> None:
+    await stage.append_all()
+    await stage.claim("slow", claim="c1", lease=0.01)
+    await asyncio.sleep(0.05)
+    assert await stage.counts() == {"ready": 4}
+    for call in (stage.claim("slow", claim="c1"), stage.claim("slow"), stage.renew("slow")):
+        with pytest.raises(FailedPrecondition) as error:
+            await call
+        assert refused(error, "claim_lost")
+    with pytest.raises(FailedPrecondition) as error:
+        await stage.commit(["c1"], "slow")
+    assert refused(error, "claim_lost")
+    assert await stage.release("slow") == 0
+    assert len((await stage.claim("slow", claim="c2")).samples) == 4
+    assert not (await stage.commit(["c2"], "slow"))[1]
+
+
+async def test_renewed_leases_outlive_their_first_expiry(stage: Stage) -> None:
+    await stage.append_all()
+    await stage.claim(claim="c1", samples=2, lease=0.4)
+    await stage.claim(claim="c2", samples=2, lease=0.4)
+    assert await stage.renew("trainer", lease=60) == 2
+    await asyncio.sleep(0.5)
+    assert await stage.counts() == {"claimed": 4}
+    await stage.commit(["c1", "c2"])
+
+
+async def test_a_superseded_claimant_is_refused_once_somebody_took_over(stage: Stage) -> None:
+    await stage.append_all()
+    await stage.claim("zombie", claim="old")
+    assert await stage.release("") == 4
+    assert (await stage.claim("heir", claim="new")).outcome == CLAIMED
+    for call in (
+        stage.claim("zombie"),
+        stage.renew("zombie"),
+        stage.commit(["old"], "zombie"),
+        stage.commit(["new"], "zombie"),
+    ):
+        with pytest.raises(FailedPrecondition) as error:
+            await call
+        assert refused(error, "claim_lost")
+    await stage.commit(["new"], "heir")
+
+
+async def test_a_claimant_that_supersedes_everybody_may_itself_go_on(stage: Stage) -> None:
+    await stage.append_all()
+    await stage.claim("trainer", claim="before")
+    await stage.release("")
+    response = await stage.claim("trainer", claim="after")
+    assert len(response.samples) == 4
+    await stage.commit(["after"])
+
+
+async def test_an_empty_step_is_exhausted_at_once(stage: Stage) -> None:
+    for query, trajectory in stage.trajectories:
+        await stage.fail(query, trajectory)
+    assert (await stage.claim()).outcome == EXHAUSTED
+
+
+async def test_unknown_steps_and_policies_are_named(stage: Stage) -> None:
+    with pytest.raises(NotFound) as missing:
+        await stage.claim(policy="nobody")
+    assert "checker, solver" in str(missing.value)
+    stage.step = 7
+    with pytest.raises(FailedPrecondition) as error:
+        await stage.claim()
+    assert refused(error, "step_not_open")
+
+
+async def test_many_claimants_never_share_a_sample(store: Store) -> None:
+    queries = tuple(f"q{number}" for number in range(12))
+    stage = await make_stage(
+        store, new_id("job"), policies=("solver",), queries=queries, group_size=4
+    )
+
+    async def train(claimant: str) -> list[str]:
+        seen: list[str] = []
+        while True:
+            response = await stage.claim(claimant, samples=5, wait=0.5)
+            if response.outcome == CLAIMED:
+                seen += ids_of(response)
+            elif (await stage.counts()) == {"claimed": 48}:
+                return seen
+
+    async def roll_out(part: int) -> None:
+        for query, trajectory in stage.trajectories[part::3]:
+            await stage.append(query, trajectory)
+
+    results = await asyncio.gather(
+        *(roll_out(part) for part in range(3)), *(train(f"t{number}") for number in range(6))
+    )
+    claimed = [sample for seen in results[3:] for sample in seen or []]
+    assert len(claimed) == len(set(claimed)) == 48

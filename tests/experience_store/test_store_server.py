@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -13,12 +12,8 @@ from services.experience_store.server import make_service
 from tests.support.experience import make_sample
 from troupe import tensors
 from troupe.rpc import (
-    AlreadyExists,
     ClientSettings,
-    FailedPrecondition,
-    InvalidArgument,
     NotFound,
-    TroupeError,
     connect,
     new_id,
 )
@@ -49,9 +44,7 @@ class Client:
             "query_ids": ["q0"],
             "group_size": 2,
         }
-        return store_pb.OpenStepRequest(
-            request_id=new_id(), job_id=self.job, **(values | fields)
-        )
+        return store_pb.OpenStepRequest(request_id=new_id(), job_id=self.job, **(values | fields))
 
     def append_request(
         self, query: str, trajectory: str, **fields: object
@@ -134,8 +127,6 @@ async def test_a_step_from_tables_to_commit(client: Client) -> None:
     assert reopened.existed
     assert sorted(reopened.ended_trajectory_ids) == ["q0-t0", "q0-t1"]
 
-    await client.stub.DropTables(
-        store_pb.DropTablesRequest(request_id=new_id(), job_id=client.job)
-    )
+    await client.stub.DropTables(store_pb.DropTablesRequest(request_id=new_id(), job_id=client.job))
     with pytest.raises(NotFound):
         await client.stub.GetStep(store_pb.GetStepRequest(job_id=client.job, step=0))

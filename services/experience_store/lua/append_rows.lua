@@ -1,6 +1,6 @@
 -- Carries out in this table what was decided about a trajectory: its staged rows enter the table,
 -- and its query is one trajectory nearer to being complete. Repeatable.
--- ARGV: step, trajectory, query, attempt, how it ended, reason counted (or '')
+-- ARGV: step, trajectory, query, attempt, how it ended, why (or '')
 if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
 end
@@ -23,12 +23,12 @@ if text then
       count('P', 1)
     else
       -- Another trajectory has a sample of this id: its row must not be replaced.
-      redis.call('HINCRBY', DROPPED, 'sample_id_taken', 1)
+      count_dropped('sample_id_taken')
     end
   end
 end
 if reason ~= '' then
-  redis.call('HINCRBY', DROPPED, reason, 1)
+  count_dropped(reason)
 end
 redis.call('HINCRBY', QUERIES, query, 1)
 count('ended', 1)

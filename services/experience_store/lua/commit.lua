@@ -1,6 +1,6 @@
 -- Ends a policy's step: every sample that was not dropped must be held by the claims named here;
 -- they become TRAINED (or DROPPED when the step was skipped) and payloads are freed.
--- ARGV: step, claimant, to ('T', 'D', or '' for a step without samples), reason counted, 
+-- ARGV: step, claimant, to ('T', 'D', or '' for a step without samples), reason,
 --       version (-1: unchanged), whether it must rise (0/1), commit, claim...
 local stored = redis.call('HGET', COMMITS, STEP_NUMBER)
 if stored then

@@ -108,10 +108,16 @@ local function move(sample, record, to)
   changes('counts')
 end
 
+-- A reason is counted by what precedes its first colon (`workflow_raised: ...`): the text after it
+-- names one failure, and would make the counts grow without bound.
+local function count_dropped(reason)
+  redis.call('HINCRBY', DROPPED, reason:match('^[^:]*'):sub(1, 64), 1)
+end
+
 local function drop(sample, record, reason)
   record[F.reason] = reason
   move(sample, record, 'D')
-  redis.call('HINCRBY', DROPPED, reason, 1)
+  count_dropped(reason)
 end
 
 local function record_of(sample)

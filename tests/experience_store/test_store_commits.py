@@ -1,0 +1,122 @@
+"""Commits: all samples of a step or none, once, and the version only rises."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.experience_store.store import Store
+from tests.support.experience import Stage, make_stage
+from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
+from troupe.v1 import experience_store_pb2 as store_pb
+
+SKIPPED = store_pb.STEP_OUTCOME_SKIPPED
+EMPTY = store_pb.STEP_OUTCOME_EMPTY
+
+
+async def kind_of(call: object) -> str:
+    with pytest.raises((FailedPrecondition, InvalidArgument)) as error:
+        await call  # type: ignore[misc]
+    return error.value.kind
+
+
+async def test_the_first_commit_stays(stage: Stage) -> None:
+    await stage.append_all()
+    await stage.claim(claim="c1")
+    first, existed = await stage.commit(["c1"])
+    assert not existed
+    assert (first.num_samples, first.weights.version) == (4, 1)
+    assert dict(first.metrics) == {"loss/policy": 0.5}
+    for claims, claimant, version in ((["c1"], "trainer", 1), ([], "zombie", 9)):
+        again, existed = await stage.commit(claims, claimant, version=version)
+        assert existed
+        assert again == first
+
+
+async def test_racing_commits_have_one_winner(stage: Stage) -> None:
+    await stage.append_all()
+    await stage.claim(claim="c1")
+    results = await asyncio.gather(*(stage.commit(["c1"]) for _ in range(8)))
+    assert [existed for _, existed in results].count(False) == 1
+
+
+async def test_a_commit_needs_every_sample_of_the_step(stage: Stage) -> None:
+    *most, last = stage.trajectories
+    for trajectory in most:
+        await stage.append(*trajectory)
+    await stage.claim(claim="c1", samples=2)
+    assert await kind_of(stage.commit(["c1"])) == "step_unsealed"
+    await stage.append(*last)
+    assert await kind_of(stage.commit(["c1"])) == "step_incomplete"
+    await stage.claim("other", claim="c2")
+    assert await kind_of(stage.commit(["c1"])) == "step_incomplete"
+    assert await kind_of(stage.commit(["c1", "c2"])) == "claim_lost"
+    await stage.release("other")
+    await stage.claim(claim="c3")
+    assert await kind_of(stage.commit(["c1", "c1"])) == "step_incomplete"
+    assert await kind_of(stage.commit(["c1", "c3", "never made"])) == "claim_lost"
+    assert await stage.counts() == {"claimed": 4}, "a refused commit changes nothing"
+    assert (await stage.commit(["c1", "c3"]))[0].num_samples == 4
+
+
+async def test_payloads_are_freed_with_the_commit(stage: Stage) -> None:
+    await stage.append_all()
+    await stage.claim(claim="c1")
+    await stage.commit(["c1"])
+    keys = {
+        key.decode().rpartition("}:0:")[2]
+        for key in await stage.store.database.execute("KEYS", f"*{{{stage.job}/solver}}:0:*")
+    }
+    assert keys == {"step", "ended", "queries", "book", "members"}
+    rows = await stage.store.database.execute("KEYS", f"*{{{stage.job}/checker}}:0:rows:*")
+    assert len(rows) == 4, "the other policy's rows are still needed"
+
+
+async def test_a_skipped_step_drops_its_samples_and_keeps_the_version(stage: Stage) -> None:
+    await stage.append_all()
+    await stage.claim(claim="c1")
+    commit, _ = await stage.commit(["c1"], outcome=SKIPPED, reason="nan_loss: inf", version=0)
+    assert (commit.num_samples, commit.reason) == (4, "nan_loss: inf")
+    status = await stage.store.steps.status(stage.job, 0)
+    assert await stage.counts() == {"dropped": 4}
+    assert dict(status.counts[1].drop_reasons) == {"nan_loss": 4}
+
+
+async def test_the_outcome_must_fit_the_samples(stage: Stage) -> None:
+    for query, trajectory in stage.trajectories:
+        await stage.fail(query, trajectory)
+    assert await kind_of(stage.commit([])) == "invalid_argument"
+    commit, existed = await stage.commit([], outcome=EMPTY, version=0)
+    assert (commit.num_samples, commit.outcome, existed) == (0, EMPTY, False)
+    await stage.open(1)
+    await stage.append_all()
+    assert await kind_of(stage.commit([], outcome=EMPTY, version=0)) == "step_incomplete"
+    await stage.claim(claim="c1")
+    assert await kind_of(stage.commit(["c1"], outcome=EMPTY, version=0)) == "invalid_argument"
+
+
+async def test_a_version_never_goes_backwards(stage: Stage) -> None:
+    for step, version in ((0, 5), (1, 6)):
+        if step:
+            await stage.open(step)
+        await stage.append_all()
+        await stage.claim(claim=f"c{step}")
+        if step:
+            assert await kind_of(stage.commit([f"c{step}"], version=4)) == "version_backwards"
+            assert await kind_of(stage.commit([f"c{step}"], version=5)) == "version_backwards"
+        await stage.commit([f"c{step}"], version=version)
+    await stage.open(2)
+    await stage.append_all()
+    await stage.claim(claim="c2")
+    await stage.commit(["c2"], version=6, outcome=SKIPPED, reason="nan_loss")
+
+
+async def test_policies_commit_independently(store: Store) -> None:
+    stage = await make_stage(store, new_id("job"))
+    await stage.append_all()
+    for policy in stage.policies:
+        await stage.claim(claim=f"c-{policy}", policy=policy)
+        await stage.commit([f"c-{policy}"], policy=policy)
+    status = await store.steps.status(stage.job, 0)
+    assert [commit.policy for commit in status.commits] == ["checker", "solver"]

@@ -1,0 +1,178 @@
+"""The store dies at any Redis round trip; whoever comes next finds k or k+1, never half."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from services.experience_store.database import Database
+from services.experience_store.store import Store
+from tests.support.experience import Response, Stage, ids_of, make_sample
+from troupe.rpc import new_id
+
+POLICIES = ("checker", "solver")
+QUERIES = ("q0", "q1")
+
+
+class CrashError(Exception):
+    """The process is gone."""
+
+
+class CrashingDatabase(Database):
+    """Dies at its `fatal`-th round trip: before, after, or in the middle of sending it."""
+
+    def __init__(self, url: str, fatal: int, moment: str) -> None:
+        super().__init__(url)
+        self.trips = 0
+        self._fatal = fatal
+        self._moment = moment
+
+    async def execute_each(
+        self, commands: Sequence[Sequence[Any]], *, missing_scripts: Sequence[Any] = ()
+    ) -> list[Any]:
+        self.trips += 1
+        if self.trips != self._fatal:
+            return await super().execute_each(commands, missing_scripts=missing_scripts)
+        # "middle": only the first command of a pipeline arrives.
+        arriving = {"before": 0, "middle": 1, "after": len(commands)}[self._moment]
+        if arriving:
+            await super().execute_each(
+                commands[:arriving], missing_scripts=missing_scripts[:arriving]
+            )
+        raise CrashError
+
+
+class Life:
+    """One step of a job, each call repeated by another process when the first one dies."""
+
+    def __init__(self, url: str, fatal: int, moment: str, *, rerun: bool) -> None:
+        self._url = url
+        self._rerun = rerun
+        self._database = CrashingDatabase(url, fatal, moment)
+        self.crashed = 0
+        self.stage = Stage(Store(self._database), new_id("job"), POLICIES, QUERIES, 2)
+
+    async def call(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        try:
+            return await call()
+        except CrashError:
+            self.crashed += 1
+            await self.stage.store.database.close()
+            self.stage.store = Store(Database(self._url))
+            return await call()
+
+    async def close(self) -> None:
+        await self.stage.store.database.close()
+
+    async def append(self, query: str, trajectory: str) -> None:
+        stage = self.stage
+        ids = [new_id("append") for _ in range(2)]
+        crashed = self.crashed
+
+        async def attempt() -> None:
+            number = self.crashed - crashed
+            # Who repeats the call is the same client, or one that rolled out anew.
+            again = number if self._rerun else 0
+            rows = [
+                make_sample(query, 10 * again + turn, trajectory, policy=policy, reward=None)
+                for turn, policy in enumerate(stage.policies)
+            ]
+            await stage.append(query, trajectory, rows, attempt=ids[again])
+
+        await self.call(attempt)
+
+    async def run(self) -> dict[str, list[str]]:
+        """Play the step to its end; returns the samples trained per policy."""
+        stage = self.stage
+        await self.call(lambda: stage.store.tables.create(stage.job, POLICIES, []))
+        await self.call(lambda: stage.open(0))
+        for query, trajectory in stage.trajectories:
+            await self.append(query, trajectory)
+        trained = {}
+        for policy in POLICIES:
+            listed, _ = await self.call(
+                lambda p=policy: stage.store.samples.page(stage.job, p, 0, None, 50, "")
+            )
+            for sample in listed:
+                name = sample.sample_id
+                await self.call(
+                    lambda p=policy, n=name: stage.fill(n, policy=p, reward=float(len(n)))
+                )
+            claims: dict[str, list[str]] = {}
+            while True:
+                claim = f"claim-{policy}-{len(claims)}"
+                response: Response = await self.call(
+                    lambda p=policy, c=claim: stage.claim(claim=c, policy=p, samples=3, wait=10)
+                )
+                if response.outcome == Response.OUTCOME_EXHAUSTED:
+                    break
+                claims[claim] = ids_of(response)
+            assert await self.call(lambda p=policy: stage.renew("trainer", policy=p)) == 2
+            commit, _ = await self.call(lambda p=policy, c=tuple(claims): stage.commit(c, policy=p))
+            trained[policy] = [sample for samples in claims.values() for sample in samples]
+            assert commit.num_samples == len(trained[policy])
+        return trained
+
+
+@pytest.fixture
+async def trips(redis_url: str) -> int:
+    """Round trips of an undisturbed life."""
+    life = Life(redis_url, 0, "before", rerun=False)
+    await life.run()
+    await life.close()
+    return life._database.trips
+
+
+@pytest.mark.parametrize("rerun", [False, True])
+@pytest.mark.parametrize("moment", ["before", "middle", "after"])
+async def test_a_crash_at_any_round_trip_loses_and_doubles_nothing(
+    redis_url: str, trips: int, moment: str, rerun: bool
+) -> None:
+    for fatal in range(1, trips + 1):
+        life = Life(redis_url, fatal, moment, rerun=rerun)
+        trained = await life.run()
+        assert life.crashed == 1, f"trip {fatal} of {trips}"
+        for turn, policy in enumerate(POLICIES):
+            origin = [sample.split("_") for sample in trained[policy]]
+            assert len(origin) == 4
+            assert {(query, name) for query, _, name in origin} == set(life.stage.trajectories)
+            assert all(int(number) % 10 == turn for _, number, _ in origin)
+        # Both tables hold rows of the same run of each trajectory.
+        runs = [
+            {sample.split("_")[2]: int(sample.split("_")[1]) // 10 for sample in samples}
+            for samples in trained.values()
+        ]
+        assert runs[0] == runs[1]
+        database = life.stage.store.database
+        left = await database.execute("KEYS", f"*{{{life.stage.job}/*}}:0:*")
+        assert {key.decode().rpartition("}:0:")[2] for key in left} <= {
+            *("step", "ended", "queries", "book", "members", "dropped"),
+        }
+        await life.stage.store.tables.drop(life.stage.job)
+        assert await database.execute("KEYS", f"*{life.stage.job}*") == []
+        await life.close()
+
+
+async def test_nobody_repeats_the_call_and_the_sweeper_completes_it(redis_url: str) -> None:
+    for moment in ("before", "middle", "after"):
+        life = Life(redis_url, 0, moment, rerun=False)
+        stage = life.stage
+        await stage.store.tables.create(stage.job, POLICIES, [])
+        await stage.open(0)
+        *most, last = stage.trajectories
+        for query, trajectory in most:
+            await stage.append(query, trajectory)
+        # Stage and decide arrive; carrying out does not, or only in one table.
+        life._database._fatal = life._database.trips + 3
+        with pytest.raises(CrashError):
+            await stage.append(*last)
+        await life.close()
+        survivor = Store(Database(redis_url), sweep_seconds=0.05)
+        await survivor.start()
+        stage.store = survivor
+        for policy in POLICIES:
+            response = await stage.claim(policy=policy, wait=20)
+            assert len(response.samples) == 4
+        await survivor.stop()
