@@ -152,6 +152,13 @@ class Binding:
         else:
             self.learner.discard()
 
+    def leave(self) -> None:
+        """Let published versions go that nobody needs any more: all but the newest. Blocking.
+
+        Bind publishes again what is missing, wherever the policy is bound next.
+        """
+        self._publication.prune(self.version, keep=1)
+
     def save_checkpoint(self, version: int) -> tuple[str, int]:
         """Write the checkpoint of a kept version: its path and bytes. Blocking, in any thread.
 

@@ -185,6 +185,7 @@ class TrainerWorker:
             binding = self._bindings.pop(key, None)
             if binding is not None:
                 binding.move(pb.BINDING_STATE_RELEASED)
+                await self._compute.run(binding.leave)
 
     async def _cancel_run(self, key: Key) -> None:
         run = self._runs.pop(key, None)

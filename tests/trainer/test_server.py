@@ -321,7 +321,10 @@ async def test_a_checkpoint_loads_with_transformers(stage: TrainingStage) -> Non
     assert new.parts[-4:] == (stage.job_id, "checkpoints", "solver", "v2")
     assert not old.exists()
     assert await trainer.checkpoint(2) == new
+    await trainer.release()
+    assert stage.transfer.keys() == [f"{stage.job_id}/solver/weights@2"]
     assert weights is not None
+    await trainer.bind(spec, version=2, checksum=weights.checksum)
     loaded = AutoModelForCausalLM.from_pretrained(new)
     assert checksum_of(dict(loaded.named_parameters())) == weights.checksum
     assert len(AutoTokenizer.from_pretrained(new)) == 64
