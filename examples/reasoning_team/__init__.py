@@ -1,0 +1,1 @@
+"""A solver and a checker, two policies of different size, on four reasoning_gym datasets."""
