@@ -50,7 +50,8 @@ class Jobs:
         `job_id` is another job's.
         """
         try:
-            spec = parse_job(text)
+            # In a thread: YAML takes its time, and other calls should not have to.
+            spec = await asyncio.to_thread(parse_job, text)
         except JobSpecError as error:
             raise _explain(error) from error
         job_id = job_id or job_id_of(spec.name, request_id or new_id())

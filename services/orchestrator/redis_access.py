@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -10,19 +10,24 @@ from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    MasterDownError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
 
-from troupe.rpc import Unavailable
+from troupe.rpc import Internal, RetryPolicy, TroupeError, Unavailable
 
 _PREFIX: Final = "troupe:orchestrator"
 _LUA: Final = Path(__file__).parent / "lua"
-# A Redis that restarts is back within seconds: about 20 s of patience, then the call fails.
-_RETRIES: Final = 12
-_BACKOFF_CAP: Final = 2.0
+_RETRY: Final = RetryPolicy(max_attempts=1000, initial_backoff=0.05, max_backoff=1.0)
 _TIMEOUT: Final = 10.0
+# States of a Redis that pass: full, loading its data, a replica, unable to write its log.
+_PASSING: Final = (OutOfMemoryError, ReadOnlyError, MasterDownError)
+_PASSING_CODES: Final = ("MISCONF", "BUSY", "NOREPLICAS")
 
 INDEX: Final = f"{_PREFIX}:jobs"
 Value = str | bytes | int | float
@@ -86,49 +91,62 @@ def _shown(url: str) -> str:
 
 
 class RedisAccess:
-    """Runs commands and scripts; what fails says which Redis and what to do."""
+    """Runs commands and scripts; what fails says which Redis and what to do.
 
-    def __init__(self, url: str) -> None:
+    A Redis that is away is asked again for `patience` seconds: one that restarts is back by then.
+    All scripts, and all commands used here, may be sent twice.
+    """
+
+    def __init__(self, url: str, *, patience: float = 20.0) -> None:
         self.address = _shown(url)
-        self.client = Redis.from_url(
+        self._patience = patience
+        # Repeating is the business of troupe.rpc.RetryPolicy.
+        self._client = Redis.from_url(
             url,
-            retry=Retry(ExponentialBackoff(cap=_BACKOFF_CAP, base=0.05), _RETRIES),
-            retry_on_error=[RedisConnectionError, RedisTimeoutError],
+            retry=Retry(NoBackoff(), 0),
             socket_timeout=_TIMEOUT,
             socket_connect_timeout=_TIMEOUT,
+            client_name="troupe-orchestrator",
         )
         self._scripts: dict[str, Any] = {
-            path.stem: self.client.register_script(path.read_text(encoding="utf-8"))
+            path.stem: self._client.register_script(path.read_text(encoding="utf-8"))
             for path in _LUA.glob("*.lua")
         }
         # redis-py leaves it untyped.
-        self._execute: Any = self.client.execute_command
+        self._execute: Any = self._client.execute_command
 
     async def ping(self) -> None:
-        """Raise `Unavailable` unless Redis answers."""
+        """Raise `RedisUnavailable` unless Redis answers."""
         await self.call("PING")
 
     async def call(self, *command: Value) -> Any:
-        """One command. Replies are bytes."""
-        try:
-            return await self._execute(*command)
-        except RedisError as error:
-            raise self._explain(error) from error
+        """The reply of one command. Text is bytes."""
+        return await self._repeat(lambda: self._execute(*command))
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
-        """One script of `lua/`, atomically."""
-        try:
-            return await self._scripts[script](keys=keys, args=args)
-        except RedisError as error:
-            raise self._explain(error) from error
+        """The reply of one script of `lua/`, atomically."""
+        return await self._repeat(lambda: self._scripts[script](keys=keys, args=args))
 
     async def close(self) -> None:
         """Close the connections."""
-        await self.client.aclose()
+        await self._client.aclose()
 
-    def _explain(self, error: RedisError) -> RedisUnavailable:
+    async def _repeat(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        async def attempt(_left: float | None) -> Any:
+            try:
+                return await call()
+            except (RedisError, OSError) as error:
+                raise self._typed(error) from error
+
+        return await _RETRY.run(attempt, self._patience)
+
+    def _typed(self, error: Exception) -> TroupeError:
+        text = str(error) or type(error).__name__
+        passing = isinstance(error, _PASSING) or text.startswith(_PASSING_CODES)
+        if isinstance(error, ResponseError) and not passing:
+            return Internal(f"Redis refuses a command: {text}", kind="redis_error")
         return RedisUnavailable(
-            f"Redis does not do its work: {error or type(error).__name__}",
+            f"Redis does not do its work: {text}",
             field="redis_url",
             value=self.address,
             remedy="Start Redis there or set TROUPE_REDIS_URL; jobs continue when it is back.",

@@ -151,6 +151,7 @@ class WorkerRegistry:
         """Stop noticing and close every channel."""
         if self._watch is not None:
             self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         for worker in list(self._workers.values()):
             self._forget(worker)
         await asyncio.gather(*self._closing, return_exceptions=True)

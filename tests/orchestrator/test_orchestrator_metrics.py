@@ -1,0 +1,141 @@
+"""What trajectories add up to, and where it is written."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.orchestrator.metrics import Tally, commit_metrics, percentile
+from services.orchestrator.sinks import JsonLines, Sinks
+from tests.support.cluster import job_yaml
+from troupe.job import parse_job
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2 as ro
+
+
+def ended(
+    rewards: dict[str, float] | None = None, reason: str = "", **turn: float
+) -> ro.TrajectoryEvent:
+    event = ro.TrajectoryEvent(trajectory_id="t", reason=reason, rewards=rewards or {})
+    event.state = pb.TRAJECTORY_STATE_FAILED if reason else pb.TRAJECTORY_STATE_COMPLETED
+    event.turns.add(
+        agent="solver",
+        policy="big",
+        response_tokens=int(turn.get("tokens", 10)),
+        generate_seconds=turn.get("seconds", 1.0),
+        queue_seconds=turn.get("queue", 0.5),
+        versions=[pb.VersionSpan(version=int(turn.get("version", 3)), start=0, end=10)],
+    )
+    return event
+
+
+def test_a_tally_names_metrics_as_the_field_does() -> None:
+    tally = Tally(["solver", "checker"], {"big": 4})
+    tally.add(ended({"solver": 1.0, "checker": 0.0, "team": 1.0}, tokens=30))
+    tally.add(ended({"solver": 0.0, "checker": 1.0, "team": 0.0}, version=4))
+    tally.add(ended(reason="deadline: 9 s", seconds=3.0))
+    assert (tally.completed, tally.failed, tally.ended) == (2, 1, 3)
+    assert tally.values(2.0) == {
+        "trajectories/completed": 2,
+        "trajectories/failed": 1,
+        "reward/solver/mean": 0.5,
+        "reward/checker/mean": 0.5,
+        "reward/mean": 0.5,
+        "team/mean": 0.5,
+        "response_length/solver": pytest.approx(50 / 3),
+        "rollout/seconds": 2.0,
+        "rollout/tokens_per_second": 25.0,
+        "rollout/turn_seconds/mean": pytest.approx(6.5 / 3),
+        "rollout/turn_seconds/p95": 3.5,
+        "rollout/queue_seconds/mean": 0.5,
+        "staleness/mean": pytest.approx(2 / 3),
+    }
+    assert tally.scores() == {
+        "reward/checker": 0.5,
+        "reward/solver": 0.5,
+        "team_success": 0.5,
+        "trajectories/failed": 1.0,
+    }
+    assert tally.most_common_reason == "deadline: 9 s"
+
+
+def test_an_agent_called_team_is_an_agent() -> None:
+    tally = Tally(["team"], {})
+    tally.add(ended({"team": 1.0}))
+    assert tally.scores() == {"reward/team": 1.0}
+
+
+def test_an_empty_tally_has_no_means() -> None:
+    values = Tally(["solver"], {}).values(0.0)
+    assert values == {"trajectories/completed": 0, "trajectories/failed": 0}
+
+
+def test_trainers_metrics_come_under_their_policy() -> None:
+    commit = es.StepCommit(
+        policy="big",
+        outcome=es.STEP_OUTCOME_SKIPPED,
+        num_samples=8,
+        metrics={"loss/policy": math.nan, "grad_norm": 2.0},
+    )
+    assert commit_metrics([commit]) == {"big/grad_norm": 2.0, "big/samples": 8, "big/skipped": 1}
+
+
+@given(st.lists(st.floats(0, 100), min_size=1), st.floats(0, 1))
+def test_a_percentile_is_one_of_the_values(values: list[float], fraction: float) -> None:
+    found = percentile(values, fraction)
+    assert found in values
+    assert sum(value <= found for value in values) >= fraction * len(values) - 1e-9
+
+
+def rows(*steps: int) -> list[orch.MetricsLogged]:
+    return [orch.MetricsLogged(step=step, values={"reward/mean": step / 10}) for step in steps]
+
+
+async def test_json_lines_catch_up_after_a_crash(tmp_path: Path) -> None:
+    spec = parse_job(job_yaml())
+    path = tmp_path / "metrics.jsonl"
+    JsonLines(path).write(rows(0, 1))
+    with path.open("a") as file:
+        file.write('{"step": 2, "rewa')  # cut off by a crash
+    sinks = Sinks(spec, "job", tmp_path)
+    assert await sinks.open(rows(0, 1, 2, 3)) == []
+    assert await sinks.write(rows(4)[0]) == []
+    await sinks.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[2] == {"step": 2, "reward/mean": 0.2}
+
+
+async def test_tensorboard_events_without_torch_or_tensorflow(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    spec = parse_job(job_yaml(logging__tensorboard=True))
+    sinks = Sinks(spec, "job", tmp_path)
+    assert await sinks.open(rows(0, 1)) == []
+    assert await sinks.write(rows(2)[0]) == []
+    await sinks.close()
+    assert "tensorflow" not in sys.modules
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Tensors("reward/mean")] == [0, 1, 2]
+
+
+async def test_a_sink_that_is_missing_is_reported(tmp_path: Path) -> None:
+    spec = parse_job(job_yaml(logging__wandb_project="troupe"))
+    sinks = Sinks(spec, "job", tmp_path)
+    (trouble,) = await sinks.open([])
+    assert "pip install wandb" in trouble
+    await sinks.close()
+
+
+async def test_a_full_disk_is_reported(tmp_path: Path) -> None:
+    spec = parse_job(job_yaml())
+    sinks = Sinks(spec, "job", tmp_path / "nowhere")
+    (trouble,) = await sinks.write(rows(1)[0])
+    assert "JsonLines" in trouble

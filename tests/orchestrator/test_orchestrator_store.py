@@ -1,0 +1,226 @@
+"""What Redis holds of a job: its state machine, its log, its ledger; nothing twice."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from services.orchestrator.event_log import EventLog
+from services.orchestrator.job_store import JobStore, Superseded
+from services.orchestrator.ledger import Ledger
+from services.orchestrator.records import JobRecord
+from services.orchestrator.redis_access import RedisAccess, RedisUnavailable
+from tests.support.cluster import job_yaml
+from tests.support.fake_trainer import weights_of
+from tests.support.redis_server import free_port
+from troupe import states
+from troupe.job import parse_job
+from troupe.rpc import FailedPrecondition, NotFound, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import orchestrator_pb2 as orch
+
+
+@dataclass
+class Desk:
+    """The durable parts, on the shared Redis."""
+
+    redis: RedisAccess
+    log: EventLog
+    store: JobStore
+    ledger: Ledger
+
+    async def make(self, state: pb.JobState.ValueType = pb.JOB_STATE_SUBMITTED) -> JobRecord:
+        record = JobRecord(
+            job_id=new_id("job"),
+            request_id="r",
+            spec_json=parse_job(job_yaml()).model_dump_json(),
+            directory=Path("/tmp/nowhere"),
+            created_at=time.time(),
+            state=state,
+        )
+        assert await self.store.create(record)
+        return record
+
+
+async def until(good: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not good():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def desk(redis_url: str) -> AsyncIterator[Desk]:
+    redis = RedisAccess(redis_url)
+    log = EventLog(redis)
+    yield Desk(redis, log, JobStore(redis, log), Ledger(redis))
+    await redis.close()
+
+
+async def test_a_record_comes_back_as_it_was(desk: Desk) -> None:
+    record = replace(
+        await desk.make(),
+        job_id=new_id("job"),
+        problem=pb.Problem(kind="k", message="m"),
+        before={"reward/solver": 0.25},
+        step=3,
+    )
+    await desk.store.create(record)
+    assert await desk.store.get(record.job_id) == record
+    assert not await desk.store.create(replace(record, step=0)), "the first one stays"
+    assert record.job_id in await desk.store.ids()
+    with pytest.raises(NotFound):
+        await desk.store.get("nobody")
+
+
+@pytest.mark.parametrize("source", list(states.JOB))
+async def test_the_state_machine_is_the_table(desk: Desk, source: pb.JobState.ValueType) -> None:
+    for target in states.JOB:
+        job_id = (await desk.make(source)).job_id
+        count = len(await desk.log.page(job_id, ""))
+        if states.allowed(states.JOB, source, target):  # type: ignore[arg-type]
+            moved = await desk.store.move(job_id, target)  # type: ignore[arg-type]
+            assert moved.state == target
+            (event,) = (await desk.log.page(job_id, ""))[count:]
+            assert event.state.state == target
+            continue
+        if source == target:
+            await desk.store.move(job_id, target)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(FailedPrecondition):
+                await desk.store.move(job_id, target)  # type: ignore[arg-type]
+        assert (await desk.store.get(job_id)).state == source
+        assert len(await desk.log.page(job_id, "")) == count
+
+
+async def test_of_many_at_once_one_moves_it(desk: Desk) -> None:
+    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+    targets = (pb.JOB_STATE_SUCCEEDED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLING)
+    results = await asyncio.gather(
+        *(desk.store.move(job_id, target) for target in targets), return_exceptions=True
+    )
+    assert sum(not isinstance(result, Exception) for result in results) == 1
+    assert len(await desk.log.page(job_id, "")) == 2
+
+
+async def test_only_the_newest_runner_writes(desk: Desk) -> None:
+    job_id = (await desk.make()).job_id
+    old = await desk.store.adopt(job_id)
+    new = await desk.store.adopt(job_id)
+    with pytest.raises(Superseded, match="another orchestrator"):
+        await desk.store.move(job_id, pb.JOB_STATE_STARTING, epoch=old)
+    with pytest.raises(Superseded):
+        await desk.store.finish_step(job_id, old, 0, {})
+    with pytest.raises(Superseded):
+        await desk.store.note_checkpoint(job_id, old, 1, None)
+    await desk.store.move(job_id, pb.JOB_STATE_STARTING, epoch=new)
+
+
+async def test_a_step_is_finished_once(desk: Desk) -> None:
+    job_id = (await desk.make()).job_id
+    epoch = await desk.store.adopt(job_id)
+    assert await desk.store.finish_step(job_id, epoch, 0, {"reward/mean": 0.5})
+    assert not await desk.store.finish_step(job_id, epoch, 0, {"reward/mean": 0.7})
+    assert await desk.store.finish_step(job_id, epoch, 1, {"kl": 0.1})
+    assert (await desk.store.get(job_id)).step == 2
+    assert [row.step for row in await desk.store.metrics(job_id)] == [1, 2]
+    assert await desk.store.latest(job_id) == {"reward/mean": 0.5, "kl": 0.1}
+
+
+async def test_a_problem_goes_when_the_job_is_resumed(desk: Desk) -> None:
+    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+    problem = pb.Problem(kind="engine_died", message="it died")
+    record = await desk.store.move(job_id, pb.JOB_STATE_FAILED, problem=problem)
+    assert record.problem == problem
+    assert record.ended_at > 0
+    record = await desk.store.move(job_id, pb.JOB_STATE_SUBMITTED)
+    assert record.problem is None
+    assert record.ended_at == 0
+
+
+async def test_a_follower_reads_pages_and_then_waits(desk: Desk) -> None:
+    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+    for n in range(600):
+        await desk.log.notice(job_id, orch.Notice.SEVERITY_INFO, str(n))
+    seen: list[orch.JobEvent] = []
+
+    async def running() -> bool:
+        return False
+
+    async def follow() -> None:
+        async for event in desk.log.follow(job_id, "", running):
+            seen.append(event)  # noqa: PERF401
+
+    task = asyncio.create_task(follow())
+    await until(lambda: len(seen) == 601)
+    desk.log.show(job_id, orch.Activity(text="rolling out"))
+    await until(lambda: seen[-1].HasField("activity"))
+    await desk.store.move(job_id, pb.JOB_STATE_SUCCEEDED)
+    await asyncio.wait_for(task, 10)
+    assert [e.notice.text for e in seen if e.HasField("notice")] == [str(n) for n in range(600)]
+    assert seen[-1].state.state == pb.JOB_STATE_SUCCEEDED
+    ids = [event.event_id for event in seen if event.event_id]
+    assert ids == sorted(set(ids), key=lambda i: tuple(map(int, i.split("-"))))
+
+
+async def test_of_activities_a_slow_follower_gets_the_newest(desk: Desk) -> None:
+    job_id = (await desk.make(pb.JOB_STATE_RUNNING)).job_id
+
+    async def running() -> bool:
+        return False
+
+    following = desk.log.follow(job_id, "", running)
+    await anext(following)
+    for n in range(1000):
+        desk.log.show(job_id, orch.Activity(text=str(n)))
+    assert (await anext(following)).activity.text == "999"
+    assert desk.log.activity(job_id) == "999"
+    await following.aclose()  # type: ignore[attr-defined]
+    assert not desk.log._waiting
+
+
+def commit(step: int, version: int, outcome: es.StepOutcome.ValueType) -> es.StepCommit:
+    return es.StepCommit(
+        policy="solver", step=step, outcome=outcome, weights=weights_of("j", "solver", version)
+    )
+
+
+async def test_the_ledger_moves_one_step_at_a_time(desk: Desk) -> None:
+    job_id = (await desk.make()).job_id
+    applied, skipped = es.STEP_OUTCOME_APPLIED, es.STEP_OUTCOME_SKIPPED
+    with pytest.raises(FailedPrecondition, match="cannot follow"):
+        await desk.ledger.commit(job_id, commit(0, 1, applied))
+    for _ in range(2):
+        entry = await desk.ledger.open(job_id, weights_of("j", "solver", 0))
+        assert (entry.done, entry.weights.version) == (0, 0)
+    moves = itertools.chain.from_iterable(
+        itertools.repeat(one, 2)
+        for one in (commit(0, 1, applied), commit(1, 1, skipped), commit(2, 2, applied))
+    )
+    for one in moves:
+        entry = await desk.ledger.commit(job_id, one)
+        assert (entry.done, entry.weights.version) == (one.step + 1, one.weights.version)
+    late = await desk.ledger.commit(job_id, commit(0, 1, applied))
+    assert late.done == 3, "an old report changes nothing"
+    versions = await desk.ledger.versions(job_id, "solver")
+    assert [(one.step, one.weights.version) for one in versions] == [(0, 0), (1, 1), (2, 1), (3, 2)]
+    empty = es.StepCommit(policy="solver", step=3, outcome=es.STEP_OUTCOME_EMPTY)
+    assert (await desk.ledger.commit(job_id, empty)).weights.version == 2
+    with pytest.raises(NotFound):
+        await desk.ledger.commit("nobody", commit(0, 1, applied))
+
+
+async def test_a_redis_that_is_not_there_is_named_without_its_password() -> None:
+    port = free_port()
+    redis = RedisAccess(f"redis://:secret@127.0.0.1:{port}/0", patience=0.1)
+    with pytest.raises(RedisUnavailable) as caught:
+        await redis.ping()
+    text = str(caught.value)
+    assert f"redis://127.0.0.1:{port}/0" in text
+    assert "secret" not in text
+    assert "TROUPE_REDIS_URL" in text
+    await redis.close()

@@ -1,0 +1,121 @@
+"""The registry of workers: joining, beating, being lost, being replaced."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.orchestrator.faults import Patience
+from services.orchestrator.settings import OrchestratorSettings
+from services.orchestrator.workers import Worker, WorkerRegistry
+from troupe.rpc import DeadlineExceeded, Unavailable
+from troupe.v1 import orchestrator_pb2 as orch
+
+ROLLOUT, TRAINER = orch.WORKER_KIND_ROLLOUT, orch.WORKER_KIND_TRAINER
+
+
+def beat(worker_id: str = "w", port: int = 1, *, draining: bool = False) -> orch.HeartbeatRequest:
+    return orch.HeartbeatRequest(
+        worker_id=worker_id, address=f"127.0.0.1:{port}", kind=ROLLOUT, draining=draining
+    )
+
+
+@pytest.fixture
+async def registry() -> AsyncIterator[WorkerRegistry]:
+    settings = OrchestratorSettings(heartbeat_seconds=0.02, lost_after_beats=3)
+    registry = WorkerRegistry(settings)
+    registry.start()
+    yield registry
+    await registry.close()
+
+
+def only(registry: WorkerRegistry) -> Worker:
+    (worker,) = registry.all()
+    return worker
+
+
+async def test_a_worker_that_falls_silent_is_lost(registry: WorkerRegistry) -> None:
+    assert registry.beat(beat()) == 0.02
+    worker = only(registry)
+    assert registry.usable(ROLLOUT) == [worker]
+    assert registry.usable(TRAINER) == []
+    with pytest.raises(Unavailable, match=r"rollout worker w at .* was lost") as caught:
+        async with worker.while_alive():
+            await asyncio.sleep(10)
+    assert caught.value.kind == "worker_lost"
+    assert registry.usable(ROLLOUT) == []
+    assert registry.all() == [worker], "it can still be looked at"
+    with pytest.raises(Unavailable):
+        async with worker.while_alive():
+            raise AssertionError("it is lost")
+
+
+async def test_a_worker_that_beats_is_kept(registry: WorkerRegistry) -> None:
+    registry.beat(beat())
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+        registry.beat(beat())
+    assert only(registry).alive
+
+
+async def test_a_worker_that_comes_back_is_another(registry: WorkerRegistry) -> None:
+    registry.beat(beat())
+    lost = only(registry)
+    lost.lose()
+    registry.beat(beat())
+    assert only(registry) is not lost
+    assert only(registry).alive
+
+
+async def test_a_successor_at_the_same_address_takes_over_at_once(
+    registry: WorkerRegistry,
+) -> None:
+    registry.beat(beat("old"))
+    old = only(registry)
+    registry.beat(beat("new"))
+    assert not old.alive
+    assert only(registry).worker_id == "new"
+
+
+async def test_a_draining_worker_gets_nothing_new(registry: WorkerRegistry) -> None:
+    registry.beat(beat())
+    changed = asyncio.ensure_future(registry.change())
+    await asyncio.sleep(0)
+    registry.beat(beat(draining=True))
+    await asyncio.wait_for(changed, 1)
+    assert registry.usable(ROLLOUT) == []
+    assert only(registry).alive
+
+
+async def test_while_alive_leaves_other_timeouts_alone(registry: WorkerRegistry) -> None:
+    registry.beat(beat())
+
+    async def own() -> None:
+        async with only(registry).while_alive():
+            raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        await own()
+
+
+async def test_waiting_names_what_is_missing(registry: WorkerRegistry) -> None:
+    patience = Patience("waiting for workers", 0.05, "workers_timeout_seconds")
+    with pytest.raises(DeadlineExceeded, match="waiting for a rollout and a trainer worker"):
+        await registry.wait_for((ROLLOUT, TRAINER), patience)
+
+
+async def test_a_stalled_orchestrator_does_not_blame_its_workers() -> None:
+    now = 0.0
+    settings = OrchestratorSettings(heartbeat_seconds=0.02, lost_after_beats=3)
+    registry = WorkerRegistry(settings, clock=lambda: now)
+    registry.start()
+    registry.beat(beat())
+    await asyncio.sleep(0.015)
+    now += 100.0  # this process was stopped
+    await asyncio.sleep(0.03)
+    assert only(registry).alive
+    for _ in range(10):
+        now += 0.01
+        await asyncio.sleep(0.012)
+    assert not only(registry).alive
+    await registry.close()
