@@ -20,7 +20,8 @@ class Gate:
         self._one_query = one_query
         self._current: str | None = None
         self._inside = 0
-        self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
+        # By query, the one that waits longest first. Not `one_query`: all under one name.
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     @property
     def inside(self) -> int:
@@ -31,7 +32,8 @@ class Gate:
     async def enter(self, query_id: str) -> AsyncIterator[None]:
         """Wait for a place, and hold it."""
         ticket: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((query_id, ticket))
+        queue = query_id if self._one_query else ""
+        self._waiting.setdefault(queue, deque()).append(ticket)
         self._admit()
         try:
             await ticket
@@ -43,18 +45,21 @@ class Gate:
             self._admit()
 
     def _admit(self) -> None:
+        """Constant time per ticket: whole steps wait here."""
         if self._inside == 0:
             self._current = None
-        kept: deque[tuple[str, asyncio.Future[None]]] = deque()
         while self._waiting and self._free > 0:
-            query_id, ticket = self._waiting.popleft()
-            if ticket.done():  # cancelled while it waited
-                continue
-            if self._one_query and self._current not in (None, query_id):
-                kept.append((query_id, ticket))
-                continue
-            self._current = query_id
-            self._free -= 1
-            self._inside += 1
-            ticket.set_result(None)
-        self._waiting = kept + self._waiting
+            if self._current is None:
+                self._current = next(iter(self._waiting))
+            queue = self._waiting.get(self._current)
+            if queue is None:  # the next query waits until this one has left
+                return
+            ticket = queue.popleft()
+            if not queue:
+                del self._waiting[self._current]
+            if not ticket.done():  # else it was cancelled while it waited
+                self._free -= 1
+                self._inside += 1
+                ticket.set_result(None)
+            elif self._inside == 0:
+                self._current = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.rollout.engines.base import SamplingParams
-from services.rollout.jobs import PreparedJob
 from services.rollout.policy import ServedPolicy
+from services.rollout.prepared import PreparedJob
 from services.rollout.router import Home
 from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, TroupeError
 from troupe.rpc.ids import new_id

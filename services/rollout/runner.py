@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from services.rollout.jobs import PreparedJob
+from services.rollout.prepared import PreparedJob
 from services.rollout.store import TrajectoryLog
 from services.rollout.trajectory import Trajectory
 from troupe.rpc.errors import TroupeError, Unavailable

@@ -12,8 +12,9 @@ from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
 from services.rollout.engines.factory import make_engine
 from services.rollout.generation import generate
-from services.rollout.jobs import EngineFactory, JobTable
+from services.rollout.jobs import JobTable
 from services.rollout.metrics import RolloutMetrics
+from services.rollout.preparation import EngineFactory, Preparation
 from services.rollout.runner import Runner
 from services.rollout.settings import RolloutSettings
 from services.rollout.store import TrajectoryLog
@@ -45,12 +46,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         client = settings.client(retry=_PATIENT)
         self._store = connect(settings.experience_store_address, client)
         self._reward = connect(settings.reward_address, client)
-        self._jobs = JobTable(
+        preparation = Preparation(
             Transfer(settings.transfer_dir),
             reward_pb2_grpc.RewardStub(self._reward),
             settings.worker_id,
             make or partial(make_engine, threads=settings.threads),
         )
+        self._jobs = JobTable(preparation, settings.worker_id)
         self._runner = Runner(
             TrajectoryLog(experience_store_pb2_grpc.ExperienceStoreStub(self._store))
         )

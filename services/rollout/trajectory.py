@@ -3,49 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
 
 from services.rollout import records, scoring
-from services.rollout.jobs import PreparedJob
+from services.rollout.prepared import PreparedJob
 from services.rollout.rewards import TrajectoryTools
 from services.rollout.store import TrajectoryLog
 from services.rollout.turns import TurnBackend
-from services.rollout.watchdog import IN_WORKFLOW, WorkflowBlockedError
+from services.rollout.workflow_call import FATAL, bounded, call_workflow
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
 from troupe.states import TRAJECTORY, check
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
-from troupe.workflow import Agents, Query, ToolError, Tools, Turn, TurnError, WorkflowError
+from troupe.workflow import Agents, Query, Tools, Turn, WorkflowError
 
 log = structlog.get_logger(__name__)
 
 Emit = Callable[[rollout.TrajectoryEvent], None]
 
-# A workflow that does not end when it is cancelled is left behind after this long.
-_GRACE_SECONDS = 2.0
 _REASON_LIMIT = 1000
-# Faults of the job's own code or configuration: the next trajectory would end the same way.
-_FATAL = frozenset(
-    {
-        "chat_template",
-        "entrypoint",
-        "reward_bad_type",
-        "reward_missing",
-        "reward_not_importable",
-        "reward_unknown_agent",
-        "tool_not_importable",
-        "tool_unknown_tool",
-        "unknown_agent",
-    }
-)
-# The event loop keeps only weak references to tasks.
-_abandoned: set[asyncio.Future[Any]] = set()
 
 
 class Trajectory:
@@ -85,7 +65,7 @@ class Trajectory:
                 samples = await self._play()
             except WorkflowError as error:
                 reason = f"{error.kind}: {error.message}"[:_REASON_LIMIT]
-                problem = _problem(error) if error.kind in _FATAL else None
+                problem = _problem(error) if error.kind in FATAL else None
                 log.info("a trajectory failed", reason=reason)
                 if ticket.purpose == rollout.Ticket.PURPOSE_TRAIN:
                     await self._store.fail(
@@ -128,31 +108,33 @@ class Trajectory:
             query = Query(ticket.query_id, ticket.split, ticket.index, data)
             waits_for = "the workflow"
             toolbox = Tools(job.spec.tools, tools)
-            given = await _call_workflow(job, ticket.trajectory_id, query, agents, toolbox)
+            given = await call_workflow(job.workflow, ticket.trajectory_id, query, agents, toolbox)
             return query, given
 
+        def late() -> WorkflowError:
+            pending = backend.pending
+            return WorkflowError(
+                f"not done within limits.trajectory_seconds = {limits.trajectory_seconds:g} s; "
+                f"after {len(agents.turns)} turns it was waiting for {waits_for}"
+                + (f", which was waiting for {', '.join(pending)}" if pending else ""),
+                kind="deadline",
+            )
+
         try:
-            query, given = await _bounded(play(), deadline)
+            query, given = await bounded(play(), deadline, late)
             self._turns = agents.close()
             self._metrics = query.metrics
             self._move(pb.TRAJECTORY_STATE_SCORING)
             self._emit(self._event(None))
             waits_for = "its reward functions"
             rewards = scoring.check_rewards(given, roles.keys(), "the workflow")
-            parts = await _bounded(
+            parts = await bounded(
                 scoring.call_functions(
                     list(job.spec.rewards), tools, query, self._turns, rewards, roles.keys()
                 ),
                 deadline,
+                late,
             )
-        except TimeoutError as error:
-            pending = backend.pending
-            raise WorkflowError(
-                f"not done within limits.trajectory_seconds = {limits.trajectory_seconds:g} s; "
-                f"after {len(agents.turns)} turns it was waiting for {waits_for}"
-                + (f", which was waiting for {', '.join(pending)}" if pending else ""),
-                kind="deadline",
-            ) from error
         finally:
             self._turns = agents.close()
             backend.close()
@@ -191,79 +173,6 @@ class Trajectory:
             event.metrics.update(self._metrics)
             event.turns.extend(records.transcript_of(self._turns))
         return event
-
-
-async def _call_workflow(
-    job: PreparedJob, trajectory_id: str, query: Query, agents: Agents, tools: Tools
-) -> Any:
-    """Run the user's function; whatever it raises becomes a `WorkflowError`."""
-    IN_WORKFLOW.set(trajectory_id)
-    try:
-        return await job.workflow(query, agents, tools)
-    except WorkflowBlockedError as error:
-        raise WorkflowError(
-            f"it {error}",
-            kind="workflow_blocked",
-            field="workflow",
-            remedy="Await instead of blocking; put heavy work into a tool or asyncio.to_thread.",
-        ) from error
-    except (TurnError, ToolError) as error:
-        # Not a fault of the workflow: it did not catch what the world did to it.
-        if isinstance(error, ToolError):
-            error.kind = f"tool_{error.kind}"
-        raise
-    except WorkflowError as error:
-        if error.kind in _FATAL:
-            raise
-        raise _raised(error) from error
-    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-        raise _raised(error) from error
-
-
-def _raised(error: BaseException) -> WorkflowError:
-    frames = traceback.extract_tb(error.__traceback__)
-    # The innermost frame outside of Troupe is where its author has to look.
-    own = [f for f in frames if "/troupe/workflow/" not in f.filename][-1:]
-    at = f" ({own[0].filename.rsplit('/', 1)[-1]}:{own[0].lineno} in {own[0].name})" if own else ""
-    return WorkflowError(f"{type(error).__name__}: {error}{at}", kind="workflow_raised")
-
-
-async def _bounded(work: Awaitable[Any], deadline: float) -> Any:
-    """Result of `work`, or `TimeoutError` at `deadline` (event loop's time), even if it refuses
-    to be cancelled: then it is left behind."""
-    task = asyncio.ensure_future(work)
-    try:
-        left = deadline - asyncio.get_running_loop().time()
-        await asyncio.wait({task}, timeout=max(0.0, left))
-    finally:
-        ended = task.done()
-        if not ended:
-            task.cancel()
-            await _let_go(task)
-    if not ended:
-        raise TimeoutError
-    if task.cancelled():  # by itself: we have not
-        raise WorkflowError("CancelledError: the workflow cancelled itself", kind="workflow_raised")
-    return task.result()
-
-
-async def _let_go(task: asyncio.Future[Any]) -> None:
-    """Wait for a cancelled task a little; one that does not end is closed where it stands."""
-    await asyncio.wait({task}, timeout=_GRACE_SECONDS)
-    if not task.done():
-        log.warning("a workflow does not end when cancelled")
-        assert isinstance(task, asyncio.Task)
-        with contextlib.suppress(RuntimeError, WorkflowError):  # it refuses even this; or said so
-            task.get_coro().close()
-        task.cancel()
-        await asyncio.wait({task}, timeout=_GRACE_SECONDS)
-    if task.done():
-        if not task.cancelled():
-            task.exception()  # seen
-        return
-    log.error("a workflow catches everything that could end it; it is left behind")
-    _abandoned.add(task)
-    task.add_done_callback(_abandoned.discard)
 
 
 def _problem(error: WorkflowError) -> pb.Problem:

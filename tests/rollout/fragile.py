@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from services.rollout.engines.base import Generation
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed, UpdateFailed
+from services.rollout.engines.turns import Turn
 from troupe.job import PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
@@ -20,6 +22,7 @@ class FragileEngine(EmbeddedEngine):
         self.failing_updates = 0
         self.update_delay = 0.0
         self.updates: list[int] = []
+        self.hanging = False
 
     def pull_plug(self) -> None:
         """Die now, with all turns in hand."""
@@ -30,6 +33,11 @@ class FragileEngine(EmbeddedEngine):
             self.failing_starts -= 1
             raise EngineStartFailed("not today", remedy="Try tomorrow.")
         await super().start()
+
+    async def _serve(self, turn: Turn) -> Generation:
+        if self.hanging:
+            await asyncio.Event().wait()
+        return await super()._serve(turn)
 
     async def update_weights(self, ref: pb.WeightsRef, transfer: Transfer) -> float:
         if self.failing_updates:

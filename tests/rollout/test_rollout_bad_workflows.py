@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout import trajectory
+from services.rollout import workflow_call
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
 from troupe.v1 import common_pb2 as common
@@ -76,25 +76,16 @@ async def test_a_workflow_that_never_returns_ends_at_its_deadline(house: House) 
     assert [t.agent for t in event.turns] == ["solver"]  # what it said until then is shown
 
 
-async def test_the_deadline_names_the_turn_that_it_waited_for(house: House) -> None:
-    await house.prepare("long_winded", limits={"trajectory_seconds": 0.15, "turn_seconds": 9})
-    event = await house.run_one()
-    assert event.state == FAILED
-    assert event.reason.startswith("deadline: ")
-    engines = await house.prepare("long_winded", limits={"trajectory_seconds": 0.15})
-    assert {e.running for e in engines.engines} == {0}
-
-
 async def test_a_workflow_that_refuses_to_be_cancelled_is_closed(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.trajectory._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("services.rollout.workflow_call.GRACE_SECONDS", 0.2)
     await house.prepare("refuses_to_end", **QUICK)
     began = time.monotonic()
     event = await house.run_one()
     assert event.reason.startswith("deadline: ")
     assert time.monotonic() - began < 5
-    assert not trajectory._abandoned
+    assert not workflow_call.abandoned
 
 
 @pytest.mark.parametrize("workflow", ["blocks", "spins"])

@@ -102,6 +102,25 @@ async def test_without_any_engine_the_turn_ends_at_its_deadline_and_says_so(
     assert "DEAD (the plug was pulled)" in event.reason
 
 
+async def test_an_engine_that_never_answers_ends_with_the_turn_or_the_trajectory(
+    house: House, workshop: Workshop
+) -> None:
+    await house.prepare("one_turn", limits={"turn_seconds": 0.4})
+    workshop.engines["big"][-1].hanging = True
+    event = await house.run_one()
+    assert event.reason.startswith(
+        "deadline: a turn of policy 'big' was not generated within 0.4 s; "
+    )
+    await house.prepare("one_turn", limits={"trajectory_seconds": 0.4})
+    engine = workshop.engines["big"][-1]
+    engine.hanging = True
+    event = await house.run_one()
+    # The turn is bounded by what is left of the trajectory: either deadline may be named.
+    assert event.reason.startswith("deadline: ")
+    assert "solver" in event.reason or "policy 'big'" in event.reason
+    assert engine.load().running + engine.load().waiting == 0
+
+
 async def test_updates_roll_over_the_replicas_under_load(house: House, workshop: Workshop) -> None:
     await house.prepare("long_winded", policies={"big": {"engine": {"replicas": 2}}})
     engines = workshop.engines["big"]

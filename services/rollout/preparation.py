@@ -1,0 +1,176 @@
+"""Prepares a job: loads its code, checks it, starts its engines."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+from services.rollout.engines.base import Engine
+from services.rollout.gate import Gate
+from services.rollout.policy import ServedPolicy
+from services.rollout.prepared import PreparedJob
+from services.rollout.queries import QuerySource
+from services.rollout.rewards import JobFunctions
+from services.rollout.tokenizers import Language, load_language, stop_ids
+from troupe.job import JobSpec, JobSpecError, PolicySpec, parse_job
+from troupe.rpc.errors import InvalidArgument
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as pb
+from troupe.workflow import EntrypointError, Role, Sampling, WorkflowError, load_workflow
+
+if TYPE_CHECKING:
+    from troupe.v1.reward_pb2_grpc import RewardAsyncStub
+
+log = structlog.get_logger(__name__)
+
+
+class EngineFactory(Protocol):
+    """Makes an engine that has not been started (`engines.factory.make_engine`)."""
+
+    def __call__(
+        self, engine_id: str, policy_name: str, policy_spec: PolicySpec, *, replica: int
+    ) -> Engine: ...
+
+
+class Preparation:
+    """What it takes to prepare jobs on this worker."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        rewards: RewardAsyncStub,
+        worker_id: str,
+        make_engine: EngineFactory,
+    ) -> None:
+        self._transfer = transfer
+        self._rewards = rewards
+        self._worker_id = worker_id
+        self._make_engine = make_engine
+
+    async def make(
+        self, job_id: str, spec: JobSpec, refs: Mapping[str, pb.WeightsRef]
+    ) -> PreparedJob:
+        """A job whose engines serve `refs`.
+
+        Raises `TroupeError` naming the field of the job at fault, or what an engine raised that
+        did not come up; nothing is left running then.
+        """
+        # What is quick to check comes first: an engine may take minutes to start.
+        languages: dict[str, Language] = {}
+        for name, policy in spec.policies.items():
+            languages[name] = await asyncio.to_thread(
+                load_language, policy.model, f"policies.{name}.model"
+            )
+        roles = {name: _role(spec, name, languages) for name in spec.agents}
+        queries = QuerySource(spec.tasks)
+        try:
+            workflow = await asyncio.to_thread(load_workflow, spec.workflow)
+            await queries.load("train")
+            if spec.evaluation.queries:
+                await queries.load("held_out")
+        except EntrypointError as error:
+            raise _invalid(error) from error
+        functions = JobFunctions(self._rewards, job_id, spec)
+        await functions.register()
+        policies = {}
+        for name, policy in spec.policies.items():
+            # In a thread: it imports an engine's libraries, which takes seconds.
+            engines = await asyncio.to_thread(self._engines, job_id, name, policy)
+            policies[name] = ServedPolicy(
+                name, languages[name], engines, self._transfer, policy.engine, refs[name]
+            )
+        try:
+            outcomes = await asyncio.gather(
+                *(policy.bring_up() for policy in policies.values()), return_exceptions=True
+            )
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        except BaseException:  # a cancelled preparation, too, leaves no engine behind
+            await asyncio.gather(*(p.release("preparation failed") for p in policies.values()))
+            raise
+        # What is loaded by now stays. With torch and transformers a full collection that walks it
+        # stops the process for a quarter of a second, again and again.
+        gc.collect()
+        gc.freeze()
+        log.info("job prepared", job_id=job_id, policies=sorted(policies))
+        return PreparedJob(
+            job_id=job_id,
+            spec=spec,
+            workflow=workflow,
+            queries=queries,
+            functions=functions,
+            policies=policies,
+            roles=roles,
+            gate=Gate(
+                spec.limits.max_concurrent_trajectories,
+                one_query=spec.pipeline.mode == "serial",
+            ),
+        )
+
+    def _engines(self, job_id: str, name: str, policy: PolicySpec) -> list[Engine]:
+        urls = policy.engine.urls
+        count = len(urls) if urls else policy.engine.replicas
+        return [
+            self._make_engine(
+                f"{job_id}.{name}.{number}@{self._worker_id}", name, policy, replica=number
+            )
+            for number in range(count)
+        ]
+
+
+def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
+    agent = spec.agents[name]
+    language = languages[agent.policy]
+    sampling = agent.sampling
+    return Role(
+        name=name,
+        policy=agent.policy,
+        tokenizer=language.chat,
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            stop_token_ids=stop_ids(sampling.stop, language, f"agents.{name}.sampling.stop"),
+        ),
+        system_prompt=agent.system_prompt,
+    )
+
+
+def parse_spec(spec_json: str) -> JobSpec:
+    """The specification in a request. Raises `InvalidArgument` naming its first fault."""
+    try:
+        return parse_job(spec_json)
+    except JobSpecError as error:
+        first = error.problems[0]
+        raise InvalidArgument(
+            first.message, field=first.field, value=first.value, remedy=first.remedy
+        ) from error
+
+
+def by_policy(spec: JobSpec, weights: Sequence[pb.WeightsRef]) -> dict[str, pb.WeightsRef]:
+    """One reference per policy of the job. Raises `InvalidArgument` when one is missing."""
+    refs = {ref.policy: ref for ref in weights}
+    for name in spec.policies:
+        if name not in refs:
+            raise InvalidArgument(
+                f"no weights are given for policy '{name}'",
+                field="weights",
+                remedy="Give one reference per policy, frozen ones included.",
+            )
+    return {name: refs[name] for name in spec.policies}
+
+
+def _invalid(error: WorkflowError) -> InvalidArgument:
+    return InvalidArgument(
+        error.message,
+        kind=error.kind,
+        field=error.field,
+        value=error.value,
+        remedy=error.remedy,
+    )

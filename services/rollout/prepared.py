@@ -1,0 +1,69 @@
+"""A job that this worker is prepared for: everything that its trajectories share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from services.rollout.gate import Gate
+from services.rollout.policy import ServedPolicy
+from services.rollout.queries import QuerySource
+from services.rollout.rewards import JobFunctions
+from troupe.job import JobSpec
+from troupe.rpc.errors import InvalidArgument
+from troupe.v1 import rollout_pb2 as rollout
+from troupe.workflow import Role, Workflow
+
+
+@dataclass(frozen=True)
+class PreparedJob:
+    """A job whose engines run and whose code is loaded."""
+
+    job_id: str
+    spec: JobSpec
+    workflow: Workflow
+    queries: QuerySource
+    functions: JobFunctions
+    policies: Mapping[str, ServedPolicy]
+    roles: Mapping[str, Role]
+    gate: Gate
+    policy_of: Mapping[str, ServedPolicy] = field(init=False)
+    """The served policy of each agent."""
+    evaluation_roles: Mapping[str, Role] = field(init=False)
+    trained: frozenset[str] = field(init=False)
+    """Names of the policies that are trained."""
+
+    def __post_init__(self) -> None:
+        temperature = self.spec.evaluation.temperature
+        derived = {
+            "policy_of": {n: self.policies[a.policy] for n, a in self.spec.agents.items()},
+            "trained": frozenset(self.spec.trained_policies),
+            "evaluation_roles": self.roles
+            if temperature is None
+            else {
+                name: replace(role, sampling=replace(role.sampling, temperature=temperature))
+                for name, role in self.roles.items()
+            },
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def policy(self, name: str) -> ServedPolicy:
+        """A policy by name. Raises `InvalidArgument` naming the known ones."""
+        try:
+            return self.policies[name]
+        except KeyError:
+            raise InvalidArgument(
+                f"job {self.job_id} has no policy '{name}'",
+                field="policy",
+                value=name,
+                remedy=f"Known: {', '.join(sorted(self.policies))}.",
+            ) from None
+
+    def statuses(self, worker_id: str) -> list[rollout.EngineStatus]:
+        """One per engine."""
+        return [
+            status
+            for policy in self.policies.values()
+            for status in policy.statuses(self.job_id, worker_id)
+        ]

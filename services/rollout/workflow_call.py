@@ -1,0 +1,110 @@
+"""Calls the user's workflow: whatever it raises, however it refuses to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import structlog
+
+from services.rollout.watchdog import IN_WORKFLOW, WorkflowBlockedError
+from troupe.workflow import Agents, Query, ToolError, Tools, TurnError, Workflow, WorkflowError
+
+log = structlog.get_logger(__name__)
+
+# A workflow that does not end when it is cancelled is closed, and then left behind.
+GRACE_SECONDS: Final = 2.0
+# Faults of the job's own code or configuration: the next trajectory would end the same way.
+FATAL: Final = frozenset(
+    {
+        "chat_template",
+        "entrypoint",
+        "reward_bad_type",
+        "reward_missing",
+        "reward_not_importable",
+        "reward_unknown_agent",
+        "tool_not_importable",
+        "tool_unknown_tool",
+        "unknown_agent",
+    }
+)
+# The event loop keeps only weak references to tasks.
+abandoned: set[asyncio.Future[Any]] = set()
+
+
+async def call_workflow(
+    workflow: Workflow, trajectory_id: str, query: Query, agents: Agents, tools: Tools
+) -> Any:
+    """Run the user's function; whatever it raises becomes a `WorkflowError`."""
+    IN_WORKFLOW.set(trajectory_id)
+    try:
+        return await workflow(query, agents, tools)
+    except WorkflowBlockedError as error:
+        raise WorkflowError(
+            f"it {error}",
+            kind="workflow_blocked",
+            field="workflow",
+            remedy="Await instead of blocking; put heavy work into a tool or asyncio.to_thread.",
+        ) from error
+    except (TurnError, ToolError) as error:
+        # Not a fault of the workflow: it did not catch what the world did to it.
+        if isinstance(error, ToolError):
+            error.kind = f"tool_{error.kind}"
+        raise
+    except WorkflowError as error:
+        if error.kind in FATAL:
+            raise
+        raise _raised(error) from error
+    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+        raise _raised(error) from error
+
+
+def _raised(error: BaseException) -> WorkflowError:
+    frames = traceback.extract_tb(error.__traceback__)
+    # The innermost frame outside of Troupe is where its author has to look.
+    own = [f for f in frames if "/troupe/workflow/" not in f.filename][-1:]
+    at = f" ({own[0].filename.rsplit('/', 1)[-1]}:{own[0].lineno} in {own[0].name})" if own else ""
+    return WorkflowError(f"{type(error).__name__}: {error}{at}", kind="workflow_raised")
+
+
+async def bounded(work: Awaitable[Any], deadline: float, late: Callable[[], WorkflowError]) -> Any:
+    """Result of `work`. At `deadline` (event loop's time) raises `late()`, which is asked before
+    anything is cancelled; also when `work` refuses to be: then it is left behind."""
+    task = asyncio.ensure_future(work)
+    error: WorkflowError | None = None
+    try:
+        left = deadline - asyncio.get_running_loop().time()
+        await asyncio.wait({task}, timeout=max(0.0, left))
+        if not task.done():
+            error = late()
+    finally:
+        if not task.done():
+            task.cancel()
+            await _let_go(task)
+    if error is not None:
+        raise error
+    if task.cancelled():  # by itself: we have not
+        raise WorkflowError("CancelledError: the workflow cancelled itself", kind="workflow_raised")
+    return task.result()
+
+
+async def _let_go(task: asyncio.Future[Any]) -> None:
+    """Wait for a cancelled task a little; one that does not end is closed where it stands."""
+    await asyncio.wait({task}, timeout=GRACE_SECONDS)
+    if not task.done():
+        log.warning("a workflow does not end when cancelled")
+        assert isinstance(task, asyncio.Task)
+        with contextlib.suppress(RuntimeError, WorkflowError):  # it refuses even this; or said so
+            task.get_coro().close()
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE_SECONDS)
+    if task.done():
+        if not task.cancelled():
+            task.exception()  # seen
+        return
+    log.error("a workflow catches everything that could end it; it is left behind")
+    abandoned.add(task)
+    task.add_done_callback(abandoned.discard)
