@@ -91,7 +91,7 @@ def make_plan(
             seen = seen & (k_back >= q_back.unsqueeze(1))
             source = (q_back < q_len[rows].unsqueeze(1)).view(-1).nonzero().squeeze(-1)
             target = target[source]
-        mask = torch.zeros(seen.shape).masked_fill_(~seen, _MASKED)
+        mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, _MASKED)
         if q > 1:
             mask = mask.unsqueeze(1).expand(b, repeat, q, k).reshape(b, repeat * q, k)
         keys = slice(start, start + b * k)

@@ -61,6 +61,8 @@ class EmbeddedEngine(EngineFront):
                 return
             if self.state == pb.ENGINE_STATE_STOPPED:
                 raise EngineDied(self.engine_id, "it was stopped")
+            if self._batcher is not None:  # its thread may hang: do not wait for it
+                await asyncio.to_thread(self._batcher.stop, 0.0)
             seconds = self._spec.engine.start_timeout_seconds
             loop = asyncio.get_running_loop()
             try:

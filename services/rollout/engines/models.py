@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ from transformers.initialization import no_init_weights
 
 from services.rollout.engines.errors import EngineStartFailed
 from troupe.job.spec import ModelSpec
+
+# Building a model sets process-wide defaults of torch and transformers for a moment.
+_BUILDING = threading.Lock()
 
 
 def load_config(model: ModelSpec, policy: str) -> PretrainedConfig:
@@ -52,7 +56,7 @@ def load_config(model: ModelSpec, policy: str) -> PretrainedConfig:
 def skeleton(config: PretrainedConfig, dtype: str, policy: str) -> PreTrainedModel:
     """A causal LM of `config` whose weights are not set yet, in evaluation mode."""
     try:
-        with no_init_weights():
+        with _BUILDING, no_init_weights():
             model = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
             )
