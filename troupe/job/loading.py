@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +12,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from troupe.job.spec import JobSpec
+
+# YAML is parsed at a hundred kilobytes per second; specifications have a few.
+MAX_BYTES = 1 << 20
+# Written out. Aliases make a few lines of YAML stand for more values than any memory holds.
+_MAX_VALUES = 200_000
 
 
 @dataclass(frozen=True)
@@ -39,40 +45,85 @@ def load_job(path: str | Path) -> JobSpec:
     """Read and validate a YAML file. Raises `JobSpecError`."""
     source = Path(path)
     try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobSpecError(
-            [FieldProblem(str(source), "", f"cannot be read: {error}", "Check the path.")]
-        ) from error
-    return parse_job(text)
+        with source.open("rb") as file:
+            text = file.read(MAX_BYTES + 1).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _unreadable(str(source), f"is not UTF-8 text: {error.reason}") from error
+    except (OSError, ValueError) as error:  # ValueError: a path that no system can have
+        reason = getattr(error, "strerror", None) or error
+        raise _unreadable(str(source), f"cannot be read: {reason}", "Check the path.") from error
+    return parse_job(text, str(source))
 
 
-def parse_job(text: str) -> JobSpec:
-    """Validate YAML (or JSON) text. Raises `JobSpecError`."""
-    try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "the file"
-        problem = getattr(error, "problem", None) or "not valid YAML"
-        raise JobSpecError(
-            [FieldProblem(where, "", str(problem), "Mend the YAML syntax there.")]
-        ) from error
+def parse_job(text: str, source: str = "the job") -> JobSpec:
+    """Validate YAML (or JSON) text; `source` is what errors call it. Raises `JobSpecError`."""
+    raw = _read(text, source)
+    if raw is None:
+        raise _unreadable(source, "is empty")
     if not isinstance(raw, dict):
-        raise JobSpecError(
-            [
-                FieldProblem(
-                    "the file",
-                    "",
-                    f"must be a mapping, not {type(raw).__name__}",
-                    "Start from an example; `troupe job schema` lists the fields.",
-                )
-            ]
-        )
+        raise _unreadable(source, f"must be a mapping, not {type(raw).__name__}")
     try:
         return JobSpec.model_validate(raw)
     except ValidationError as error:
         raise JobSpecError([_explain(raw, e) for e in error.errors()]) from error
+
+
+def _read(text: str, source: str) -> Any:
+    """What the text says, as plain values of a bounded size."""
+    if len(text) > MAX_BYTES:
+        raise _unreadable(
+            source,
+            f"is longer than {MAX_BYTES:,} bytes",
+            "Keep data out of it: let `tasks.source` read them from files.",
+        )
+    try:
+        if text.lstrip().startswith("{"):
+            try:  # what services pass on is JSON; this is a hundred times as fast
+                return json.loads(text)
+            except ValueError:
+                pass
+        raw = yaml.safe_load(text)
+        _count(raw, {}, set(), source)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else source
+        problem = getattr(error, "problem", None) or "not valid YAML"
+        raise _unreadable(where, str(problem), "Mend the YAML syntax there.") from error
+    except JobSpecError:
+        raise
+    except ValueError as error:  # YAML's own conversions: 2026-13-45 is no date
+        raise _unreadable(source, str(error), "Quote the value to make it a string.") from error
+    except RecursionError as error:
+        raise _unreadable(source, "is nested too deeply") from error
+    return raw
+
+
+def _count(value: Any, known: dict[int, int], open_: set[int], source: str) -> int:
+    """Values that `value` consists of when it is written out, aliases and all."""
+    children = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    )
+    if id(value) in open_:
+        raise _unreadable(source, "contains itself through an alias", "Remove the alias.")
+    if id(value) not in known:
+        open_.add(id(value))
+        known[id(value)] = 1 + sum(_count(child, known, open_, source) for child in children)
+        open_.remove(id(value))
+    if known[id(value)] > _MAX_VALUES:
+        raise _unreadable(
+            source,
+            f"stands for more than {_MAX_VALUES:,} values",
+            "Keep data out of it: let `tasks.source` read them from files.",
+        )
+    return known[id(value)]
+
+
+def _unreadable(
+    where: str,
+    message: str,
+    remedy: str = "Start from an example; `troupe job schema` lists the fields.",
+) -> JobSpecError:
+    return JobSpecError([FieldProblem(where, "", message, remedy)])
 
 
 def _explain(raw: Any, error: Any) -> FieldProblem:

@@ -6,10 +6,12 @@ and editors show it.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 _ENTRYPOINT = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 NAME = r"^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"
@@ -17,12 +19,23 @@ NAME = r"^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"
 
 class _Section(BaseModel):
     # An unknown field is nearly always a misspelt one: refuse it instead of ignoring it.
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+    # Infinity and NaN are no numbers of JSON, in which services pass the specification on.
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
+    )
 
 
 def _check_entrypoint(value: str) -> str:
     if not _ENTRYPOINT.match(value):
         raise ValueError("must look like 'package.module:attribute'")
+    return value
+
+
+def _check_json(value: Any) -> Any:
+    try:
+        json.dumps(to_jsonable_python(value), allow_nan=False)
+    except (ValueError, PydanticSerializationError) as error:
+        raise ValueError(f"must consist of JSON values: {error}") from error
     return value
 
 
@@ -39,6 +52,8 @@ class ModelSpec(_Section):
     """Hub revision (branch, tag or commit) of `path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Floating-point type of the weights in trainer and engines."""
+
+    _json = field_validator("config")(_check_json)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -164,6 +179,7 @@ class TasksSpec(_Section):
     """Keyword arguments of `source`."""
 
     _source = field_validator("source")(_check_entrypoint)
+    _json = field_validator("args")(_check_json)
 
 
 class AlgorithmSpec(_Section):
@@ -196,8 +212,8 @@ class PipelineSpec(_Section):
     """Optimizer steps per trained policy."""
     queries_per_step: int = Field(ge=1)
     """Queries in a global batch."""
-    group_size: int = Field(default=8, ge=1)
-    """Trajectories per query."""
+    group_size: int = Field(default=8, ge=1, le=4096)
+    """Trajectories per query. They start together, on one rollout worker."""
     micro_batch_samples: int = Field(default=32, ge=1)
     """Samples whose gradient is computed at once."""
     micro_batch_tokens: int = Field(default=0, ge=0)

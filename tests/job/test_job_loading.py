@@ -1,0 +1,107 @@
+"""Job files as people write them, and as nobody should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from troupe.job import JobSpecError, load_job, parse_job
+
+JOB: dict[str, Any] = {
+    "name": "team",
+    "workflow": "a.b:play",
+    "tasks": {"source": "a.b:Tasks"},
+    "agents": {"solver": {"policy": "solver"}},
+    "policies": {"solver": {"model": {"path": "/models/solver"}}},
+    "pipeline": {"steps": 3, "queries_per_step": 2},
+}
+
+
+def written(**changes: Any) -> str:
+    """The job with fields replaced by dotted name (`__` for the dot)."""
+    spec = yaml.safe_load(yaml.safe_dump(JOB))
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        section = spec
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return yaml.safe_dump(spec)
+
+
+def fault(text: str) -> str:
+    with pytest.raises(JobSpecError) as caught:
+        parse_job(text)
+    return str(caught.value)
+
+
+def test_yaml_and_the_json_of_services_are_the_same_job() -> None:
+    spec = parse_job(written())
+    assert parse_job(spec.model_dump_json()) == spec
+    # Not JSON, though it begins like it.
+    assert parse_job(yaml.safe_dump(JOB, default_flow_style=True)).name == "team"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"piplines": {}}, "piplines = {}: Extra inputs are not permitted. Did you mean"),
+        ({"pipeline__stps": 1}, "pipeline.stps = 1: .* Did you mean `steps`"),
+        ({"pipeline__steps": 0}, "pipeline.steps = 0: .*greater than or equal to 1"),
+        ({"pipeline__group_size": 10**6}, "pipeline.group_size = 1000000: .*less than or equal"),
+        ({"policies__solver__optimizer__lr": float("inf")}, "optimizer.lr = inf: .*finite"),
+        ({"limits__turn_seconds": float("nan")}, "limits.turn_seconds = nan"),
+        ({"agents__solver__policy": "solvr"}, "agents.solver.policy: 'solvr' is not a policy"),
+        ({"policies__solver__trainable": False}, "policies: none is trainable"),
+        ({"tasks__args": {"x": b"\xff"}}, "tasks.args: must consist of JSON values"),
+    ],
+)
+def test_a_bad_field_is_named_with_its_value(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobSpecError, match=message):
+        parse_job(written(**change))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the job: is empty. Start from an example"),
+        ("# nothing\n", "the job: is empty"),
+        ("- a\n", "the job: must be a mapping, not list"),
+        ("a: [\n", "line 2, column 1: "),
+        ("a: 2026-13-45\n", "the job: month must be in 1..12. Quote the value"),
+        ("[" * 20_000, "the job: is nested too deeply"),
+        ('{"a": ' * 20_000, "the job: is nested too deeply"),
+        ("a: &a [*a]\n", "the job: contains itself through an alias"),
+        ("a: " + "x" * (1 << 20), "the job: is longer than 1,048,576 bytes"),
+    ],
+)
+def test_what_is_no_job_at_all_is_told(text: str, message: str) -> None:
+    assert message in fault(text)
+
+
+def test_aliases_are_welcome_but_not_without_end() -> None:
+    agents = {"agents": {"a": (one := {"policy": "solver"}), "b": one}}
+    text = yaml.safe_dump(JOB | agents)
+    assert "*id001" in text
+    assert set(parse_job(text).agents) == {"a", "b"}
+    laughs = ["x0: &x0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    laughs += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]" for n in range(1, 30)]
+    assert "stands for more than 200,000 values" in fault("\n".join(laughs))
+
+
+def test_a_file_is_named_when_it_cannot_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    for make, message in (
+        (lambda: None, f"{file}: cannot be read: No such file or directory. Check the path."),
+        (lambda: file.write_bytes(b"\xff\xfe"), f"{file}: is not UTF-8 text"),
+        (lambda: file.write_text(""), f"{file}: is empty"),
+    ):
+        make()
+        with pytest.raises(JobSpecError) as caught:
+            load_job(file)
+        assert message in str(caught.value)
+    with pytest.raises(JobSpecError, match="cannot be read"):
+        load_job("a\0b")
