@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,8 @@ class JobContext:
     spec: JobSpec
     spec_json: str
     directory: Path
+    # Steps and evaluations in which trajectories failed, by kind of reason.
+    complaints: Counter[str] = field(default_factory=Counter)
 
     async def info(self, text: str) -> None:
         """Log something worth knowing."""

@@ -41,6 +41,7 @@ class EvaluationRunner:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
             await self._recent.flush()
+        await report_failures(self._job, self._name, self.tally, len(self._plan))
         values = self.tally.values(time.monotonic() - began)
         return {f"evaluation/{name}": value for name, value in values.items()}
 
@@ -83,4 +84,20 @@ def check_failures(job: JobContext, name: str, tally: Tally, total: int) -> None
             field="limits.max_failed_fraction",
             value=limit,
             remedy="Mend the cause; `ListTrajectories` shows the failed ones. Then resume the job.",
+        )
+
+
+async def report_failures(job: JobContext, name: str, tally: Tally, total: int) -> None:
+    """Say that some trajectories failed, though not too many: the first time, the 2nd, 4th, ..."""
+    if not tally.failed:
+        return
+    reason = tally.most_common_reason
+    kind = reason.partition(":")[0]
+    job.complaints[kind] += 1
+    count = job.complaints[kind]
+    if count & (count - 1) == 0:
+        again = f" (for the {count}th time)" if count > 2 else " (again)" if count == 2 else ""
+        await job.warn(
+            f"{name}: {tally.failed} of {total} trajectories failed{again}, "
+            f"most of them so: {reason}"
         )

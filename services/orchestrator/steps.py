@@ -9,7 +9,7 @@ from collections.abc import Collection
 from services.orchestrator.context import JobContext
 from services.orchestrator.dispatch import Dispatch
 from services.orchestrator.engines import Engines
-from services.orchestrator.evaluation import check_failures
+from services.orchestrator.evaluation import check_failures, report_failures
 from services.orchestrator.faults import Patience, together
 from services.orchestrator.metrics import Tally, commit_metrics
 from services.orchestrator.training import Trainers
@@ -84,6 +84,7 @@ class StepRunner:
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
             await self._recent.flush()
+        await report_failures(self._job, self._name, self._tally, self._total)
         values = self._tally.values(self._rollout_seconds)
         values |= commit_metrics(self._commits.values())
         values["step/seconds"] = time.monotonic() - began

@@ -171,6 +171,12 @@ async def test_some_failures_are_borne(cluster: Cluster) -> None:
     job_id = await cluster.submit(job_yaml())
     await finish(cluster, job_id)
     assert (await cluster.job(job_id)).metrics["trajectories/failed"] == 2
+    # Borne, but not in silence; nor told at every step.
+    told = [text for text in await cluster.notices(job_id) if "deadline: 9 s" in text]
+    assert told == [
+        "step 1: 2 of 4 trajectories failed, most of them so: deadline: 9 s",
+        "step 2: 2 of 4 trajectories failed (again), most of them so: deadline: 9 s",
+    ]
 
 
 async def test_a_fault_of_the_job_itself_fails_it(cluster: Cluster) -> None:
