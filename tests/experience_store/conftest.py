@@ -6,10 +6,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.chassis.server import serve
+from services.chassis.settings import ServiceSettings
 from services.experience_store.database import Database
+from services.experience_store.server import make_service
 from services.experience_store.store import Store
 from tests.support.experience import Stage, make_stage
-from troupe.rpc import new_id
+from tests.support.experience_client import Client
+from troupe.rpc import ClientSettings, connect, new_id
+from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 
 @pytest.fixture
@@ -25,3 +30,13 @@ async def store(redis_url: str) -> AsyncIterator[Store]:
 async def stage(store: Store) -> Stage:
     """A job of two policies with step 0 open: queries q0 and q1, two trajectories each."""
     return await make_stage(store, new_id("job"))
+
+
+@pytest.fixture
+async def client(redis_url: str) -> AsyncIterator[Client]:
+    """Calls to a served store."""
+    settings = ServiceSettings(redis_url=redis_url, drain_seconds=0.2, stream_drain_seconds=0)
+    async with serve(make_service, settings) as server:
+        channel = connect(server.address, ClientSettings())
+        yield Client(store_grpc.ExperienceStoreStub(channel))
+        await channel.close(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,37 +84,47 @@ class Life:
 
         await self.call(attempt)
 
+    async def train(self, policy: str) -> list[str]:
+        """Fill the rewards, claim everything, commit; returns the samples trained."""
+        stage = self.stage
+
+        async def listed() -> list[str]:
+            page, _ = await stage.store.samples.page(stage.job, policy, 0, None, 50, "")
+            return [sample.sample_id for sample in page]
+
+        async def fill(name: str) -> None:
+            await stage.fill(name, policy=policy, reward=float(len(name)))
+
+        async def claim(name: str) -> Response:
+            return await stage.claim(claim=name, policy=policy, samples=3, wait=10)
+
+        for name in await self.call(listed):
+            await self.call(partial(fill, name))
+        claims: dict[str, list[str]] = {}
+        while True:
+            name = f"claim-{policy}-{len(claims)}"
+            response = await self.call(partial(claim, name))
+            if response.outcome == Response.OUTCOME_EXHAUSTED:
+                break
+            claims[name] = ids_of(response)
+        assert await self.call(partial(stage.renew, "trainer", policy=policy)) == 2
+        commit, _ = await self.call(partial(stage.commit, list(claims), policy=policy))
+        trained = [sample for samples in claims.values() for sample in samples]
+        assert commit.num_samples == len(trained)
+        return trained
+
     async def run(self) -> dict[str, list[str]]:
         """Play the step to its end; returns the samples trained per policy."""
         stage = self.stage
-        await self.call(lambda: stage.store.tables.create(stage.job, POLICIES, []))
-        await self.call(lambda: stage.open(0))
+
+        async def create() -> None:
+            await stage.store.tables.create(stage.job, POLICIES, [])
+
+        await self.call(create)
+        await self.call(partial(stage.open, 0))
         for query, trajectory in stage.trajectories:
             await self.append(query, trajectory)
-        trained = {}
-        for policy in POLICIES:
-            listed, _ = await self.call(
-                lambda p=policy: stage.store.samples.page(stage.job, p, 0, None, 50, "")
-            )
-            for sample in listed:
-                name = sample.sample_id
-                await self.call(
-                    lambda p=policy, n=name: stage.fill(n, policy=p, reward=float(len(n)))
-                )
-            claims: dict[str, list[str]] = {}
-            while True:
-                claim = f"claim-{policy}-{len(claims)}"
-                response: Response = await self.call(
-                    lambda p=policy, c=claim: stage.claim(claim=c, policy=p, samples=3, wait=10)
-                )
-                if response.outcome == Response.OUTCOME_EXHAUSTED:
-                    break
-                claims[claim] = ids_of(response)
-            assert await self.call(lambda p=policy: stage.renew("trainer", policy=p)) == 2
-            commit, _ = await self.call(lambda p=policy, c=tuple(claims): stage.commit(c, policy=p))
-            trained[policy] = [sample for samples in claims.values() for sample in samples]
-            assert commit.num_samples == len(trained[policy])
-        return trained
+        return {policy: await self.train(policy) for policy in POLICIES}
 
 
 @pytest.fixture

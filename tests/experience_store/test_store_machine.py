@@ -7,9 +7,9 @@ past.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import pytest
@@ -19,7 +19,6 @@ from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -28,6 +27,7 @@ from services.experience_store.database import Database
 from services.experience_store.records import STATE_OF, Record
 from services.experience_store.store import Store
 from tests.support.experience import Response, Stage, ids_of, make_sample
+from tests.support.experience_model import Model, Row
 from troupe import states
 from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -40,88 +40,6 @@ ENDINGS: list[list[float | None]] = [[1.0], [None], [0.0, 1.0], [None, 0.0], []]
 APPLIED = store_pb.STEP_OUTCOME_APPLIED
 SKIPPED = store_pb.STEP_OUTCOME_SKIPPED
 EMPTY = store_pb.STEP_OUTCOME_EMPTY
-
-
-@dataclass
-class Row:
-    """What the model knows of a sample."""
-
-    query: str
-    reward: float | None
-    state: str = "P"
-
-
-@dataclass
-class Model:
-    """One step of one policy."""
-
-    queries: tuple[str, ...]
-    group_size: int
-    ended: dict[str, str] = field(default_factory=dict)
-    rows: dict[str, Row] = field(default_factory=dict)
-    live: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
-    fenced: dict[str, str] = field(default_factory=dict)
-    owner: str | None = None
-    committed: str | None = None
-
-    def ripen(self) -> None:
-        """Complete groups become ready."""
-        for query in self.queries:
-            members = [row for row in self.rows.values() if row.query == query]
-            ended = sum(1 for of in self.ended.values() if of == query)
-            pending = [row for row in members if row.state == "P"]
-            if ended == self.group_size and all(row.reward is not None for row in pending):
-                for row in pending:
-                    row.state = "R"
-
-    @property
-    def sealed(self) -> bool:
-        return len(self.ended) == len(self.queries) * self.group_size
-
-    def ids(self, state: str) -> list[str]:
-        return sorted(name for name, row in self.rows.items() if row.state == state)
-
-    @property
-    def may_train(self) -> bool:
-        """Claims came before: otherwise most lives would be short and undisturbed."""
-        idle = self.sealed and not self.ids("P") and self.committed is None
-        return idle and (bool(self.known_claims) or not self.rows)
-
-    @property
-    def known_claims(self) -> list[str]:
-        return sorted({*self.live, *self.lost})
-
-    def held(self, claimant: str) -> list[str]:
-        return [name for by, names in self.live.values() if by == claimant for name in names]
-
-    def lose(self, claim: str, why: str) -> None:
-        claimant, names = self.live.pop(claim)
-        self.lost[claim] = claimant
-        for name in names:
-            self.rows[name].state = "R"
-        if why == "expired":
-            self.fenced[claimant] = why
-
-    def is_fenced(self, claimant: str) -> bool:
-        why = self.fenced.get(claimant)
-        if why == "superseded":
-            return self.owner not in (None, claimant)
-        return why is not None
-
-    def outcome_of_claim(self, claimant: str, size: int) -> tuple[str, list[str]]:
-        """What a fresh claim must answer."""
-        if self.committed is not None:
-            return "EXHAUSTED", []
-        if self.is_fenced(claimant):
-            return "LOST", []
-        ready = self.ids("R")
-        final = self.sealed and not self.ids("P")
-        if len(ready) >= size or (ready and final):
-            return "CLAIMED", ready[:size]
-        if final and len(self.ids("C")) == len(self.held(claimant)):
-            return "EXHAUSTED", []
-        return "WAIT", []
 
 
 class Life(RuleBasedStateMachine):
@@ -139,6 +57,8 @@ class Life(RuleBasedStateMachine):
         self.delivered: dict[str, list[str]] = {}
         self.trained = Counter[str]()
         self.version = 0
+        # Names must be the same in every run of an example.
+        self.numbers = itertools.count()
 
     def do(self, call: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(call)
@@ -156,17 +76,36 @@ class Life(RuleBasedStateMachine):
         self.do(self.store.tables.create(self.stage.job, [POLICY], []))
         self.do(self.stage.open(0))
 
+    @rule(data=st.data())
+    def act(self, data: st.DataObject) -> None:
+        """One call out of those that mean something now, the likelier the more often named."""
+        model, actions = self.model, ["claim"]
+        if model.committed is not None:
+            actions = ["next_step", "next_step", "too_late"]
+        else:
+            actions += ["append"] * 4 + ["roll_out"] if not model.sealed else ["commit"]
+            actions += ["end_again"] if model.ended else []
+            actions += ["fill_pending"] * 4 + ["drop"] if model.ids("P") else []
+            actions += ["claim"] * 3 + ["fill_any"] if model.rows else []
+            actions += ["repeat_claim", "renew", "release"] if model.known_claims else []
+            actions += ["supersede", "zombie_commit"] if model.known_claims else []
+            actions += ["expire"] if model.live else []
+            actions += ["train"] * 2 if model.may_train else []
+        getattr(self, data.draw(st.sampled_from(actions), "action"))(data)
+
     # -- rollout and rewards
 
-    @precondition(lambda self: not self.model.sealed)
-    @rule(data=st.data(), rewards=st.sampled_from([*ENDINGS, None]))
-    def append(self, data: st.DataObject, rewards: list[float | None] | None) -> None:
-        self.end(self.pick(data, ended=False), rewards)
+    def append(self, data: st.DataObject) -> None:
+        self.end(self.pick(data, ended=False), data.draw(st.sampled_from([*ENDINGS, None])))
 
-    @precondition(lambda self: self.model.ended and self.model.committed is None)
-    @rule(data=st.data(), rewards=st.sampled_from([[1.0], None]))
-    def end_again(self, data: st.DataObject, rewards: list[float | None] | None) -> None:
-        self.end(self.pick(data, ended=True), rewards)
+    def roll_out(self, data: st.DataObject) -> None:
+        rewards = data.draw(st.sampled_from(ENDINGS))
+        for place in self.stage.trajectories:
+            if place[1] not in self.model.ended:
+                self.end(place, rewards)
+
+    def end_again(self, data: st.DataObject) -> None:
+        self.end(self.pick(data, ended=True), data.draw(st.sampled_from([[1.0], None])))
 
     def pick(self, data: st.DataObject, *, ended: bool) -> tuple[str, str]:
         places = self.stage.trajectories
@@ -192,13 +131,9 @@ class Life(RuleBasedStateMachine):
                 self.model.rows[row.sample_id] = Row(query, reward)
             self.model.ripen()
 
-    @precondition(lambda self: self.model.ids("P"))
-    @rule(data=st.data(), reward=st.sampled_from([0.0, 0.5]))
-    def fill_pending(self, data: st.DataObject, reward: float) -> None:
-        self.fill(data.draw(st.sampled_from(self.model.ids("P"))), reward)
+    def fill_pending(self, data: st.DataObject) -> None:
+        self.fill(data.draw(st.sampled_from(self.model.ids("P"))), 0.25)
 
-    @precondition(lambda self: self.model.rows and self.model.committed is None)
-    @rule(data=st.data())
     def fill_any(self, data: st.DataObject) -> None:
         self.fill(data.draw(st.sampled_from(sorted(self.model.rows))), 0.75)
 
@@ -210,8 +145,6 @@ class Life(RuleBasedStateMachine):
             row.reward = reward
             self.model.ripen()
 
-    @precondition(lambda self: self.model.ids("P"))
-    @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.model.rows)))
         row = self.model.rows[name]
@@ -226,10 +159,11 @@ class Life(RuleBasedStateMachine):
 
     # -- claims
 
-    @precondition(lambda self: self.model.rows and self.model.committed is None)
-    @rule(claimant=CLAIMANTS, size=st.integers(1, 4))
-    def claim(self, claimant: str, size: int) -> None:
-        name = new_id("claim")
+    def claim(self, data: st.DataObject) -> None:
+        self.claim_as(data.draw(CLAIMANTS), data.draw(st.integers(1, 4)))
+
+    def claim_as(self, claimant: str, size: int) -> None:
+        name = f"c{next(self.numbers)}"
         outcome, expected = self.model.outcome_of_claim(claimant, size)
         if outcome == "LOST":
             with pytest.raises(FailedPrecondition, match="lost"):
@@ -241,11 +175,7 @@ class Life(RuleBasedStateMachine):
         if outcome == "CLAIMED":
             self.check_group_rewards(response)
             self.delivered[name] = expected
-            self.model.live[name] = (claimant, expected)
-            self.model.fenced.pop(claimant, None)
-            self.model.owner = self.model.owner or claimant
-            for sample in expected:
-                self.model.rows[sample].state = "C"
+            self.model.take(name, claimant, expected)
 
     def check_group_rewards(self, response: Response) -> None:
         for claimed in response.samples:
@@ -254,9 +184,8 @@ class Life(RuleBasedStateMachine):
             rows = [self.model.rows[name] for name in group]
             assert list(claimed.group_rewards) == [r.reward for r in rows if r.state != "D"]
 
-    @precondition(lambda self: self.model.committed is None and self.model.known_claims)
-    @rule(data=st.data(), claimant=CLAIMANTS)
-    def repeat_claim(self, data: st.DataObject, claimant: str) -> None:
+    def repeat_claim(self, data: st.DataObject) -> None:
+        claimant = data.draw(CLAIMANTS)
         name = data.draw(st.sampled_from(self.model.known_claims))
         if self.model.live.get(name, ("", []))[0] == claimant:
             response = self.do(self.stage.claim(claimant, claim=name))
@@ -265,77 +194,57 @@ class Life(RuleBasedStateMachine):
             with pytest.raises(FailedPrecondition, match="lost"):
                 self.do(self.stage.claim(claimant, claim=name))
 
-    @precondition(lambda self: self.model.known_claims)
-    @rule(claimant=CLAIMANTS)
-    def renew(self, claimant: str) -> None:
-        if self.model.committed is None and self.model.is_fenced(claimant):
+    def renew(self, data: st.DataObject) -> None:
+        claimant = data.draw(CLAIMANTS)
+        if self.model.is_fenced(claimant):
             with pytest.raises(FailedPrecondition, match="lost"):
                 self.do(self.stage.renew(claimant))
-            return
-        number = sum(1 for by, _ in self.model.live.values() if by == claimant)
-        assert self.do(self.stage.renew(claimant)) == number
+        else:
+            held = len(self.model.claims_of(claimant))
+            assert self.do(self.stage.renew(claimant)) == held
 
-    @precondition(lambda self: self.model.live)
-    @rule(data=st.data())
     def expire(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.model.live)))
         leases = f"troupe:{{{self.stage.job}/{POLICY}}}:{self.stage.step}:leases"
         self.do(self.database.execute("ZADD", leases, "XX", 0, name))
-        self.model.lose(name, "expired")
+        self.model.expire(name)
 
-    @precondition(lambda self: self.model.known_claims)
-    @rule(claimant=CLAIMANTS)
-    def release(self, claimant: str) -> None:
-        model = self.model
-        assert self.do(self.stage.release(claimant)) == len(model.held(claimant))
-        if model.committed is None:
-            for name in [n for n, (by, _) in model.live.items() if by == claimant]:
-                model.lose(name, "released")
-            # Whom somebody superseded stays out; any other claimant starts afresh.
-            if not (model.fenced.get(claimant) == "superseded" and model.is_fenced(claimant)):
-                model.fenced.pop(claimant, None)
+    def release(self, data: st.DataObject) -> None:
+        self.release_as(data.draw(CLAIMANTS))
 
-    @precondition(lambda self: self.model.known_claims)
-    @rule()
-    def supersede(self) -> None:
-        model = self.model
-        held = sum(len(names) for _, names in model.live.values())
+    def release_as(self, claimant: str) -> None:
+        held = len(self.model.held(claimant))
+        assert self.do(self.stage.release(claimant)) == held
+        self.model.release(claimant)
+
+    def supersede(self, data: st.DataObject) -> None:
+        held = sum(len(names) for _, names in self.model.live.values())
         assert self.do(self.stage.release("")) == held
-        if model.committed is None:
-            known = {by for by, _ in model.live.values()} | set(model.lost.values())
-            for name in list(model.live):
-                model.lose(name, "superseded")
-            model.fenced |= dict.fromkeys(known, "superseded")
-            model.owner = None
+        self.model.supersede()
 
     # -- commits
 
-    @precondition(lambda self: self.model.sealed and self.model.committed is None)
-    @rule(claimant=CLAIMANTS, outcome=st.sampled_from([APPLIED, APPLIED, SKIPPED, EMPTY]))
-    def commit(self, claimant: str, outcome: store_pb.StepOutcome.ValueType) -> None:
-        """With all live claims of a claimant."""
-        self.try_commit(claimant, outcome, self.claims_of(claimant))
+    def commit(self, data: st.DataObject) -> None:
+        claimant = data.draw(CLAIMANTS)
+        outcome = data.draw(st.sampled_from([APPLIED, SKIPPED, EMPTY]))
+        self.try_commit(claimant, outcome, self.model.claims_of(claimant))
 
-    @precondition(lambda self: self.model.known_claims)
-    @rule(data=st.data(), claimant=CLAIMANTS)
-    def zombie_commit(self, data: st.DataObject, claimant: str) -> None:
+    def zombie_commit(self, data: st.DataObject) -> None:
         """Among the claims may be a lost one, or somebody else's."""
+        claimant = data.draw(CLAIMANTS)
         stale = data.draw(st.sampled_from(self.model.known_claims))
-        self.try_commit(claimant, APPLIED, [*self.claims_of(claimant), stale])
+        self.try_commit(claimant, APPLIED, [*self.model.claims_of(claimant), stale])
 
-    @precondition(lambda self: self.model.may_train)
-    @rule(claimant=CLAIMANTS, size=st.integers(1, 3), usable=st.booleans())
-    def train(self, claimant: str, size: int, usable: bool) -> None:
-        """What a trainer does that is not disturbed."""
-        self.release(claimant)
+    def train(self, data: st.DataObject) -> None:
+        """What a trainer does that starts afresh and is not disturbed."""
+        claimant = data.draw(CLAIMANTS)
+        self.release_as(claimant)
+        size = data.draw(st.integers(1, 3))
         while self.model.outcome_of_claim(claimant, size)[0] == "CLAIMED":
-            self.claim(claimant, size)
-        outcome = APPLIED if usable else SKIPPED
+            self.claim_as(claimant, size)
+        outcome = data.draw(st.sampled_from([APPLIED, APPLIED, SKIPPED]))
         outcome = outcome if self.model.ids("C") else EMPTY
-        self.try_commit(claimant, outcome, self.claims_of(claimant))
-
-    def claims_of(self, claimant: str) -> list[str]:
-        return [name for name, (by, _) in self.model.live.items() if by == claimant]
+        self.try_commit(claimant, outcome, self.model.claims_of(claimant))
 
     def try_commit(
         self, claimant: str, outcome: store_pb.StepOutcome.ValueType, names: list[str]
@@ -353,33 +262,24 @@ class Life(RuleBasedStateMachine):
             assert existed
             assert store_pb.StepOutcome.Name(commit.outcome) == model.committed
             return
-        mine = all(name in model.live and model.live[name][0] == claimant for name in names)
-        samples = {s for name in set(names) if mine for s in model.live[name][1]}
-        everything = {name for name, row in model.rows.items() if row.state != "D"}
-        fits = (outcome == EMPTY) == (not samples)
-        fenced = model.is_fenced(claimant)
-        if not (mine and not fenced and model.sealed and samples == everything and fits):
+        if not model.may_commit(claimant, names, empty=outcome == EMPTY):
             with pytest.raises((FailedPrecondition, InvalidArgument)):
                 self.do(call)
             return
         commit, existed = self.do(call)
         assert not existed
-        assert commit.num_samples == len(samples)
-        model.committed = store_pb.StepOutcome.Name(outcome)
         gradient = [sample for name in set(names) for sample in self.delivered[name]]
-        assert Counter(gradient) == Counter(everything), "each once, none missing"
-        for sample in samples:
-            model.rows[sample].state = "D" if outcome == SKIPPED else "T"
+        kept = [name for name, row in model.rows.items() if row.state != "D"]
+        assert Counter(gradient) == Counter(kept), "each once, none missing"
+        assert commit.num_samples == len(gradient)
         if outcome == APPLIED:
             self.version += 1
             self.trained.update(gradient)
-        model.live.clear()
-        model.lost.clear()
+        model.commit(store_pb.StepOutcome.Name(outcome), gradient)
 
-    @precondition(lambda self: self.model.committed is not None)
-    @rule(claimant=CLAIMANTS)
-    def too_late(self, claimant: str) -> None:
+    def too_late(self, data: st.DataObject) -> None:
         """Whatever is said about a step that is over changes nothing."""
+        claimant = data.draw(CLAIMANTS)
         response = self.do(self.stage.claim(claimant))
         assert response.outcome == Response.OUTCOME_EXHAUSTED
         assert self.do(self.stage.renew(claimant)) == 0
@@ -390,9 +290,7 @@ class Life(RuleBasedStateMachine):
             if row.state == "T":
                 assert self.do(self.stage.fill(name, reward=5.0)) == ("T", False)
 
-    @precondition(lambda self: self.model.committed is not None)
-    @rule()
-    def next_step(self) -> None:
+    def next_step(self, data: st.DataObject) -> None:
         """Trajectories and samples of a step have names of their own."""
         self.seen.clear()
         self.model = Model(self.model.queries, self.model.group_size)

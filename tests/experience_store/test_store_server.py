@@ -1,98 +1,25 @@
-"""The service over gRPC: what it refuses, how it says so, and a step from end to end."""
+"""The service over gRPC, from end to end."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
 
+import numpy as np
 import pytest
 
-from services.chassis.server import serve
-from services.chassis.settings import ServiceSettings
-from services.experience_store.server import make_service
 from tests.support.experience import make_sample
+from tests.support.experience_client import Client
 from troupe import tensors
 from troupe.rpc import (
-    ClientSettings,
+    AlreadyExists,
     NotFound,
-    connect,
     new_id,
 )
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 Response = store_pb.ClaimMicroBatchResponse
 TRAJECTORIES = [("q0", "q0-t0"), ("q0", "q0-t1")]
-
-
-class Client:
-    """Calls of one job, with fresh request ids."""
-
-    def __init__(self, stub: store_grpc.ExperienceStoreAsyncStub) -> None:
-        self.stub = stub
-        self.job = new_id("job")
-
-    async def create(self, policies: tuple[str, ...] = ("solver",), **fields: object) -> None:
-        request = store_pb.CreateTablesRequest(
-            request_id=new_id(), job_id=self.job, policies=policies, **fields
-        )
-        await self.stub.CreateTables(request)
-
-    def open_request(self, **fields: object) -> store_pb.OpenStepRequest:
-        values: dict[str, object] = {
-            "versions": {"solver": 0},
-            "query_ids": ["q0"],
-            "group_size": 2,
-        }
-        return store_pb.OpenStepRequest(request_id=new_id(), job_id=self.job, **(values | fields))
-
-    def append_request(
-        self, query: str, trajectory: str, **fields: object
-    ) -> store_pb.AppendTrajectoryRequest:
-        values: dict[str, object] = {
-            "state": pb.TRAJECTORY_STATE_COMPLETED,
-            "samples": [make_sample(query, 0, trajectory)],
-        }
-        return store_pb.AppendTrajectoryRequest(
-            request_id=new_id(),
-            job_id=self.job,
-            query_id=query,
-            trajectory_id=trajectory,
-            **(values | fields),
-        )
-
-    def claim_request(self, **fields: object) -> store_pb.ClaimMicroBatchRequest:
-        values: dict[str, object] = {
-            "policy": "solver",
-            "claimant": "trainer",
-            "max_samples": 8,
-            "lease_seconds": 30,
-        }
-        return store_pb.ClaimMicroBatchRequest(
-            request_id=new_id("claim"), job_id=self.job, **(values | fields)
-        )
-
-    def commit_request(self, *claims: str, **fields: object) -> store_pb.CommitStepRequest:
-        values: dict[str, object] = {
-            "policy": "solver",
-            "claimant": "trainer",
-            "claim_ids": claims,
-            "outcome": store_pb.STEP_OUTCOME_APPLIED,
-            "weights": pb.WeightsRef(job_id=self.job, policy="solver", version=1),
-            "metrics": {"loss/policy": 0.25},
-        }
-        return store_pb.CommitStepRequest(
-            request_id=new_id("commit"), job_id=self.job, **(values | fields)
-        )
-
-
-@pytest.fixture
-async def client(redis_url: str) -> AsyncIterator[Client]:
-    settings = ServiceSettings(redis_url=redis_url, drain_seconds=0.2, stream_drain_seconds=0)
-    async with serve(make_service, settings) as server:
-        channel = connect(server.address, ClientSettings())
-        yield Client(store_grpc.ExperienceStoreStub(channel))
-        await channel.close()
 
 
 async def test_a_step_from_tables_to_commit(client: Client) -> None:
@@ -130,3 +57,71 @@ async def test_a_step_from_tables_to_commit(client: Client) -> None:
     await client.stub.DropTables(store_pb.DropTablesRequest(request_id=new_id(), job_id=client.job))
     with pytest.raises(NotFound):
         await client.stub.GetStep(store_pb.GetStepRequest(job_id=client.job, step=0))
+
+
+async def test_a_request_id_with_other_contents_is_refused(client: Client) -> None:
+    await client.create()
+    await client.stub.OpenStep(client.open_request())
+    first = client.append_request("q0", "q0-t0")
+    other = client.append_request("q0", "q0-t1")
+    other.request_id = first.request_id
+    await client.stub.AppendTrajectory(first)
+    with pytest.raises(AlreadyExists):
+        await client.stub.AppendTrajectory(other)
+
+
+async def test_a_claim_that_waits_answers_before_the_deadline_of_the_call(client: Client) -> None:
+    await client.create()
+    await client.stub.OpenStep(client.open_request())
+    response = await client.stub.ClaimMicroBatch(
+        client.claim_request(wait_seconds=300), timeout=1.5
+    )
+    assert response.outcome == Response.OUTCOME_WAIT
+
+
+async def test_late_columns_watching_and_listing(client: Client) -> None:
+    await client.create(required_columns=["ref_logprobs"])
+    await client.stub.OpenStep(client.open_request())
+    watching = client.stub.WatchTables(store_pb.WatchTablesRequest(job_id=client.job))
+    for query, trajectory in TRAJECTORIES:
+        await client.stub.AppendTrajectory(
+            client.append_request(
+                query, trajectory, samples=[make_sample(query, 0, trajectory, reward=None)]
+            )
+        )
+    column = store_pb.Column(tensor=tensors.to_proto(np.ones(4, np.float32)))
+    for _, trajectory in TRAJECTORIES:
+        filled = await client.stub.FillColumns(
+            store_pb.FillColumnsRequest(
+                request_id=new_id(),
+                job_id=client.job,
+                policy="solver",
+                sample_id=f"q0_0_{trajectory}",
+                reward=0.5,
+                columns={"ref_logprobs": column},
+            )
+        )
+        assert filled.accepted
+    assert filled.state == pb.SAMPLE_STATE_READY
+    async with asyncio.timeout(20):
+        async for status in watching:
+            if status.sealed and status.counts[0].ready == 2:
+                break
+    watching.cancel()
+    page = await client.stub.ListSamples(
+        store_pb.ListSamplesRequest(job_id=client.job, policy="solver", page_size=1)
+    )
+    assert [row.sample_id for row in page.samples] == ["q0_0_q0-t0"]
+    assert page.samples[0].reward == 0.5
+    rest = await client.stub.ListSamples(
+        store_pb.ListSamplesRequest(
+            job_id=client.job, policy="solver", page_size=1, page_token=page.next_page_token
+        )
+    )
+    assert [row.sample_id for row in rest.samples] == ["q0_0_q0-t1"]
+
+
+async def test_watching_tables_that_do_not_exist_is_not_found(client: Client) -> None:
+    watching = client.stub.WatchTables(store_pb.WatchTablesRequest(job_id=client.job))
+    with pytest.raises(NotFound):
+        await anext(aiter(watching))

@@ -1,0 +1,227 @@
+"""Redis is away, slow, full, restarted or the wrong one: nothing acknowledged is lost, and errors
+say where Redis was looked for and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from services.chassis.server import RunningServer
+from services.chassis.settings import ServiceSettings
+from services.experience_store.database import Database
+from services.experience_store.server import make_service
+from services.experience_store.store import Store
+from tests.support.experience import Response, Stage, ids_of, make_stage
+from tests.support.redis_server import RedisServer
+from troupe.rpc import (
+    NO_RETRY,
+    ClientSettings,
+    FailedPrecondition,
+    ResourceExhausted,
+    Unavailable,
+    connect,
+    new_id,
+)
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import experience_store_pb2_grpc as store_grpc
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A durable Redis of the test's own."""
+    server = RedisServer(tmp_path, durable=True)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def own(server: RedisServer) -> AsyncIterator[Stage]:
+    """A stage on a Redis that the test may kill."""
+    store = Store(Database(server.url, timeout=0.5))
+    await store.start()
+    yield await make_stage(store, new_id("job"))
+    await store.stop()
+
+
+async def test_what_was_acknowledged_survives_a_sigkill_of_redis(
+    own: Stage, server: RedisServer
+) -> None:
+    *most, last = own.trajectories
+    for trajectory in most:
+        await own.append(*trajectory)
+    held = await own.claim(claim="c1", samples=2)
+    server.kill()
+    with pytest.raises(Unavailable) as error:
+        await own.append(*last)
+    assert f"127.0.0.1:{server.port}" in str(error.value)
+    assert "TROUPE_REDIS_URL" in str(error.value)
+    server.start()
+    await own.append(*last)
+    assert await own.claim(claim="c1", samples=2) == held
+    rest = await own.claim(claim="c2")
+    assert len({*ids_of(held), *ids_of(rest)}) == 4
+    commit, _ = await own.commit(["c1", "c2"])
+    server.kill()
+    server.start()
+    assert await own.commit(["c1", "c2"]) == (commit, True)
+
+
+async def test_waiting_claimants_hear_of_writes_after_a_restart(
+    own: Stage, server: RedisServer
+) -> None:
+    server.kill()
+    server.start()
+    waiting = asyncio.create_task(own.claim(wait=30))
+    await asyncio.sleep(0.05)
+    await own.append_all()
+    assert len((await asyncio.wait_for(waiting, 20)).samples) == 4
+
+
+async def test_a_lost_subscription_is_made_anew(own: Stage, server: RedisServer) -> None:
+    waiting = asyncio.create_task(own.claim(wait=30))
+    await asyncio.sleep(0.05)
+    with server.client() as client:
+        client.client_kill_filter(_type="pubsub")
+    await own.append_all()
+    assert len((await asyncio.wait_for(waiting, 20)).samples) == 4
+
+
+async def test_a_redis_that_does_not_answer_is_given_up_in_time(
+    own: Stage, server: RedisServer
+) -> None:
+    server.pause()
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(Unavailable, match="does not answer"):
+                await own.append_all()
+    finally:
+        server.resume()
+    await own.append_all()
+    assert (await own.claim()).outcome == Response.OUTCOME_CLAIMED
+
+
+async def test_a_full_redis_pushes_back_and_keeps_what_it_has(
+    own: Stage, server: RedisServer
+) -> None:
+    first, *rest = own.trajectories
+    await own.append(*first)
+    with server.client() as client:
+        client.config_set("maxmemory", 1)
+        with pytest.raises(ResourceExhausted) as error:
+            await own.append(*rest[0])
+        assert error.value.kind == "redis_full"
+        assert error.value.retry_after_ms is not None
+        client.config_set("maxmemory", 0)
+    for trajectory in rest:
+        await own.append(*trajectory)
+    assert len((await own.claim()).samples) == 4
+
+
+async def test_scripts_that_redis_forgot_are_loaded_again(own: Stage, server: RedisServer) -> None:
+    await own.append(*own.trajectories[0])
+    with server.client() as client:
+        client.script_flush()
+    for trajectory in own.trajectories[1:]:
+        await own.append(*trajectory)
+    assert len((await own.claim()).samples) == 4
+
+
+async def test_a_redis_that_wants_a_password_says_how_to_give_it(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    with server.client() as client:
+        client.config_set("requirepass", "secret")
+    for url in (server.url, server.url.replace("//", "//:wrong@")):
+        store = Store(Database(url))
+        with pytest.raises(FailedPrecondition) as error:
+            await asyncio.wait_for(store.start(), 20)
+        assert error.value.kind == "redis_refuses"
+        assert "wrong" not in str(error.value).replace("WRONGPASS", "")
+        await store.stop()
+    store = Store(Database(server.url.replace("//", "//:secret@")))
+    await store.start()
+    await store.stop()
+    server.stop()
+
+
+async def test_an_old_redis_is_refused(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def info(_self: Database) -> dict[str, str]:
+        return {"redis_version": "5.0.14"}
+
+    monkeypatch.setattr(Database, "info", info)
+    store = Store(Database(redis_url))
+    with pytest.raises(FailedPrecondition, match=r"6\.2"):
+        await store.start()
+    await store.stop()
+
+
+def test_a_url_that_is_none_names_the_setting() -> None:
+    with pytest.raises(FailedPrecondition) as error:
+        Database("http://somewhere")
+    assert error.value.field == "redis_url"
+
+
+async def test_the_service_waits_for_redis_and_is_not_serving_meanwhile(tmp_path: Path) -> None:
+    redis_server = RedisServer(tmp_path)  # not started: nobody listens on its port
+    settings = ServiceSettings(redis_url=redis_server.url, drain_seconds=0.2)
+    running = RunningServer(make_service, settings)
+    await running.open()
+    ready = asyncio.create_task(running.become_ready())
+    channel = connect(running.address, ClientSettings(retry=NO_RETRY))
+    health = health_pb2_grpc.HealthStub(channel)
+    store = store_grpc.ExperienceStoreStub(channel)
+    question = store_pb.GetStepRequest(job_id="job", step=0)
+    check = health_pb2.HealthCheckRequest(service="troupe.v1.ExperienceStore")
+    await asyncio.sleep(0.3)
+    assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    with pytest.raises(Unavailable):
+        await store.GetStep(question)
+    redis_server.start()
+    await asyncio.wait_for(ready, 20)
+    assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.SERVING
+    redis_server.kill()
+    with pytest.raises(Unavailable) as error:
+        await store.GetStep(question)
+    assert error.value.kind == "redis_unavailable"
+    assert f"127.0.0.1:{redis_server.port}" in str(error.value)
+    assert error.value.code is grpc.StatusCode.UNAVAILABLE
+    await channel.close(None)
+    await running.close()
+
+
+async def test_a_client_that_retries_does_not_notice_a_restart_of_redis(tmp_path: Path) -> None:
+    redis_server = RedisServer(tmp_path, durable=True)
+    redis_server.start()
+    settings = ServiceSettings(redis_url=redis_server.url, drain_seconds=0.2)
+    running = RunningServer(make_service, settings)
+    await running.open()
+    await running.become_ready()
+    channel = connect(running.address, ClientSettings())
+    store = store_grpc.ExperienceStoreStub(channel)
+    job = new_id("job")
+    request = store_pb.CreateTablesRequest(request_id=new_id(), job_id=job, policies=["solver"])
+    await store.CreateTables(request)
+    redis_server.kill()
+    opening = asyncio.ensure_future(
+        store.OpenStep(
+            store_pb.OpenStepRequest(
+                request_id=new_id(),
+                job_id=job,
+                versions={"solver": 0},
+                query_ids=["q0"],
+                group_size=1,
+            )
+        )
+    )
+    await asyncio.sleep(0.3)
+    redis_server.start()
+    assert not (await asyncio.wait_for(opening, 30)).existed
+    await channel.close(None)
+    await running.close()
+    redis_server.stop()

@@ -1,0 +1,160 @@
+"""What the service refuses, and that it names the field at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.message import Message
+
+from tests.support.experience import make_sample
+from tests.support.experience_client import Client
+from troupe import tensors
+from troupe.rpc import InvalidArgument, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+
+def floats(*values: float) -> pb.Tensor:
+    return tensors.to_proto(np.array(values, np.float32))
+
+
+def sample(**fields: Any) -> list[store_pb.Sample]:
+    """One sample of q0-t0 that differs from a right one in `fields`."""
+    row = make_sample("q0", 0, "q0-t0")
+    for name, value in fields.items():
+        if isinstance(value, Message):
+            getattr(row, name).CopyFrom(value)  # type: ignore[arg-type]
+        elif isinstance(value, dict):
+            for key, column in value.items():
+                row.columns[key].CopyFrom(column)
+        else:
+            setattr(row, name, value)
+    return [row]
+
+
+def append(**fields: Any) -> Callable[[Client], object]:
+    return lambda client: client.append_request("q0", "q0-t0", **fields)
+
+
+def opened(**fields: Any) -> Callable[[Client], object]:
+    return lambda client: client.open_request(step=5, **fields)
+
+
+def claim(**fields: Any) -> Callable[[Client], object]:
+    return lambda client: client.claim_request(**fields)
+
+
+def commit(**fields: Any) -> Callable[[Client], object]:
+    return lambda client: client.commit_request("c1", **fields)
+
+
+def created(**fields: Any) -> Callable[[Client], object]:
+    values: dict[str, Any] = {"request_id": "r", "job_id": "job", "policies": ["solver"]}
+    return lambda client: store_pb.CreateTablesRequest(**(values | fields))
+
+
+def filled(**fields: Any) -> Callable[[Client], object]:
+    return lambda client: store_pb.FillColumnsRequest(
+        **(
+            {
+                "request_id": new_id(),
+                "job_id": client.job,
+                "policy": "solver",
+                "sample_id": "q0_0_q0-t0",
+            }
+            | fields
+        )
+    )
+
+
+HUGE = store_pb.Column(json="x" * (17 * 2**20))
+JSON = store_pb.Column(json="1")
+
+BAD = [
+    ("CreateTables", created(request_id=""), "request_id"),
+    ("CreateTables", created(job_id="a/b"), "job_id"),
+    ("CreateTables", created(job_id="{job}"), "job_id"),
+    ("CreateTables", created(policies=[]), "policies"),
+    ("CreateTables", created(policies=["a\nb"]), "policies"),
+    ("CreateTables", created(policies=["a", "a"]), "policies"),
+    ("CreateTables", created(required_columns=["no spaces"]), "required_columns"),
+    ("OpenStep", opened(query_ids=[]), "query_ids"),
+    ("OpenStep", opened(query_ids=["q", "q"]), "query_ids"),
+    ("OpenStep", opened(query_ids=["q\t0"]), "query_ids"),
+    ("OpenStep", opened(query_ids=["q" * 300]), "query_ids"),
+    ("OpenStep", opened(group_size=0), "group_size"),
+    ("OpenStep", opened(versions={}), "versions[solver]"),
+    ("OpenStep", opened(versions={"solver": 0, "frozen": 0}), "versions[frozen]"),
+    ("OpenStep", opened(versions={"solver": -1}), "versions[solver]"),
+    ("OpenStep", lambda client: client.open_request(step=-1), "step"),
+    ("AppendTrajectory", append(state=pb.TRAJECTORY_STATE_RUNNING), "state"),
+    ("AppendTrajectory", append(state=99), "state"),
+    ("AppendTrajectory", append(state=pb.TRAJECTORY_STATE_FAILED), "samples"),
+    ("AppendTrajectory", append(state=pb.TRAJECTORY_STATE_FAILED, samples=[]), "reason"),
+    ("AppendTrajectory", append(trajectory_id=""), "trajectory_id"),
+    ("AppendTrajectory", append(samples=sample(policy="frozen")), "samples[0].policy"),
+    ("AppendTrajectory", append(samples=sample(query_id="q1")), "samples[0].query_id"),
+    ("AppendTrajectory", append(samples=sample(sample_id="mine")), "samples[0].sample_id"),
+    ("AppendTrajectory", append(samples=sample(group_id="")), "samples[0].group_id"),
+    ("AppendTrajectory", append(samples=sample() + sample()), "samples[1].sample_id"),
+    ("AppendTrajectory", append(samples=sample(reward=float("nan"))), "samples[0].reward"),
+    ("AppendTrajectory", append(samples=sample(reward=float("inf"))), "samples[0].reward"),
+    ("AppendTrajectory", append(samples=sample(prompt_ids=floats(1))), "samples[0].prompt_ids"),
+    ("AppendTrajectory", append(samples=sample(logprobs=floats(0))), "samples[0].logprobs"),
+    (
+        "AppendTrajectory",
+        append(samples=sample(prompt_ids=pb.Tensor(dtype=pb.DTYPE_INT32, shape=[3], data=b"12"))),
+        "samples[0].prompt_ids",
+    ),
+    (
+        "AppendTrajectory",
+        append(samples=sample(columns={"reward": JSON})),
+        "samples[0].columns[reward]",
+    ),
+    (
+        "AppendTrajectory",
+        append(samples=sample(columns={"empty": store_pb.Column()})),
+        "samples[0].columns[empty]",
+    ),
+    (
+        "AppendTrajectory",
+        append(samples=sample(columns={"big": HUGE})),
+        "samples[0].columns[big]",
+    ),
+    ("FillColumns", filled(), "drop_reason"),
+    ("FillColumns", filled(reward=1.0, drop_reason="both"), "drop_reason"),
+    ("FillColumns", filled(reward=float("nan")), "reward"),
+    ("FillColumns", filled(columns={"a,b": JSON}), "columns[a,b]"),
+    ("ClaimMicroBatch", claim(max_samples=0), "max_samples"),
+    ("ClaimMicroBatch", claim(max_tokens=-1), "max_tokens"),
+    ("ClaimMicroBatch", claim(lease_seconds=0), "lease_seconds"),
+    ("ClaimMicroBatch", claim(lease_seconds=float("nan")), "lease_seconds"),
+    ("ClaimMicroBatch", claim(wait_seconds=float("nan")), "wait_seconds"),
+    ("ClaimMicroBatch", claim(claimant=""), "claimant"),
+    ("CommitStep", commit(outcome=store_pb.STEP_OUTCOME_UNSPECIFIED), "outcome"),
+    ("CommitStep", commit(outcome=7), "outcome"),
+    ("CommitStep", commit(weights=None), "weights"),
+    ("CommitStep", commit(weights=pb.WeightsRef(policy="other")), "weights.policy"),
+    (
+        "ListSamples",
+        lambda client: store_pb.ListSamplesRequest(
+            job_id=client.job, policy="solver", page_size=-1
+        ),
+        "page_size",
+    ),
+]
+
+
+async def test_bad_requests_name_the_field_and_change_nothing(client: Client) -> None:
+    await client.create()
+    await client.stub.OpenStep(client.open_request())
+    for method, make, field in BAD:
+        with pytest.raises(InvalidArgument) as error:
+            await getattr(client.stub, method)(make(client))
+        assert error.value.field == field, f"{method}: {error.value}"
+    step = await client.stub.GetStep(store_pb.GetStepRequest(job_id=client.job, step=0))
+    assert step.ended_trajectory_ids == []
+    assert not (await client.stub.GetStep(store_pb.GetStepRequest(job_id=client.job, step=5))).open
