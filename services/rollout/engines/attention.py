@@ -58,11 +58,16 @@ class Plan:
 
 
 def supports(config: Any) -> bool:
-    """Whether a model with this configuration computes plain causal attention in every layer."""
-    kinds = getattr(config, "layer_types", None) or [_FULL]
-    plain = set(kinds) == {_FULL}
-    # Features that the stock implementations know and this one does not.
-    return plain and not getattr(config, "attn_logit_softcapping", None)
+    """Whether a model with this configuration computes plain causal attention in every layer.
+
+    Models that transformers does not run on `sdpa` have extras (caps, sinks) that we lack too.
+    """
+    if config._attn_implementation != "sdpa":
+        return False
+    kinds = getattr(config.get_text_config(), "layer_types", None)
+    if kinds:
+        return set(kinds) == {_FULL}
+    return not getattr(config.get_text_config(), "sliding_window", None)
 
 
 def make_plan(

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 # Tokens per forward pass. Larger passes read long prompts sooner, but on a CPU their matrices
 # leave the cache: measured best between 256 and 512 for models of 0.1 to 1.5 M parameters.
 STEP_TOKENS = 512
+# The same where the stock attention has to do: its work grows with the square.
+STOCK_STEP_TOKENS = 128
 # Tokens per cache page: prefixes are shared in whole pages. Smaller ones share more of short
 # prompts and cost more bookkeeping.
 PAGE_TOKENS = 8
@@ -112,12 +114,13 @@ class ContinuousBatcher:
         self._exited = exited
         self._stopping = False
         self._started = threading.Event()
+        packed = attention.supports(model.config)
         self._manager = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             ContinuousBatchingConfig(
                 page_size=PAGE_TOKENS,
                 num_blocks=cache_pages(model, max_running, max_context),
-                max_batch_tokens=max(STEP_TOKENS, max_running),
+                max_batch_tokens=max(STEP_TOKENS if packed else STOCK_STEP_TOKENS, max_running),
                 max_requests_per_batch=max_running,
                 use_async_batching=False,
                 use_cuda_graph=False,
@@ -125,7 +128,7 @@ class ContinuousBatcher:
             ),
         )
         self._manager.logit_processor = self._sampler
-        if attention.supports(model.config):
+        if packed:
             # Only now: the manager's constructor knows the stock implementations alone.
             model.set_attn_implementation(attention.NAME)
 

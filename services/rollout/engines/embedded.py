@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from functools import partial
@@ -171,15 +172,23 @@ class EmbeddedEngine(EngineFront):
         torch.set_num_threads(self._threads)
         spec = self._spec
         config = load_config(spec.model, self.policy)
-        model = skeleton(config, spec.model.dtype, self.policy)
         text = config.get_text_config()
+        if getattr(text, "attn_logit_softcapping", None):
+            raise EngineStartFailed(
+                "transformers' continuous batching leaves out its capping of attention scores",
+                field=f"policies.{self.policy}.engine.kind",
+                value=self.kind,
+                remedy="Serve this model with `kind: sglang`.",
+            )
+        model = skeleton(config, spec.model.dtype, self.policy)
         positions = getattr(text, "max_position_embeddings", None) or spec.engine.max_context
         self.max_context = min(spec.engine.max_context, positions)
         self.vocabulary = text.vocab_size
         self.eos_ids = stop_ids(config, spec.model.path, spec.model.revision)
 
         def exited(reason: str) -> None:
-            loop.call_soon_threadsafe(self._exited, batcher, reason)
+            with contextlib.suppress(RuntimeError):  # the loop has ended before us
+                loop.call_soon_threadsafe(self._exited, batcher, reason)
 
         batcher = ContinuousBatcher(
             model,

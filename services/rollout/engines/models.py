@@ -56,10 +56,10 @@ def load_config(model: ModelSpec, policy: str) -> PretrainedConfig:
 def skeleton(config: PretrainedConfig, dtype: str, policy: str) -> PreTrainedModel:
     """A causal LM of `config` whose weights are not set yet, in evaluation mode."""
     try:
-        with _BUILDING, no_init_weights():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-            )
+        try:
+            model = _build(config, dtype, "sdpa")
+        except ValueError:  # some architectures know nothing faster
+            model = _build(config, dtype, "eager")
     except (ValueError, TypeError) as error:
         raise EngineStartFailed(
             f"not a causal language model that can be served: {error}",
@@ -71,6 +71,13 @@ def skeleton(config: PretrainedConfig, dtype: str, policy: str) -> PreTrainedMod
     model.tie_weights()
     model.eval().requires_grad_(False)
     return model
+
+
+def _build(config: PretrainedConfig, dtype: str, attention: str) -> PreTrainedModel:
+    with _BUILDING, no_init_weights():
+        return AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=attention
+        )
 
 
 def stop_ids(config: PretrainedConfig, path: str | None, revision: str | None) -> frozenset[int]:

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.rollout.engines.base import Generation, SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import (
     BadTurn,
     EngineDied,
     EngineStale,
-    EngineStartFailed,
-    NonFiniteLogits,
     PromptTooLong,
     TurnDeadline,
     UpdateFailed,
     WeightsRefused,
 )
 from services.rollout.engines.factory import make_engine
+from tests.rollout.engines.asking import ask, prompt, until
 from tests.rollout.engines.models import (
-    CONFIG,
     VOCABULARY,
     make_model,
     policy_spec,
@@ -34,12 +31,9 @@ from tests.rollout.engines.models import (
     reference_logprobs,
     transfer_in,
 )
-from troupe.job.spec import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.transfer.errors import Corrupt, KeyNotFound
 from troupe.v1 import common_pb2 as pb
-
-LONG = 30.0
 
 
 @pytest.fixture
@@ -59,23 +53,6 @@ async def engine(transfer: Transfer, model: PreTrainedModel) -> AsyncIterator[Em
     await engine.update_weights(publish(transfer, model, 0), transfer)
     yield engine
     await engine.stop()
-
-
-def prompt(rng: random.Random, low: int = 3, high: int = 90) -> list[int]:
-    return [rng.randrange(VOCABULARY) for _ in range(rng.randint(low, high))]
-
-
-async def until(condition: Callable[[], bool], pause: float = 0.001) -> None:
-    async with asyncio.timeout(LONG):
-        while not condition():  # noqa: ASYNC110 - the engine's thread signals nothing
-            await asyncio.sleep(pause)
-
-
-async def ask(
-    engine: EmbeddedEngine, name: str, ids: list[int], seconds: float = LONG, **sampling: object
-) -> Generation:
-    params = SamplingParams(**{"max_new_tokens": 8, "seed": 1, **sampling})  # type: ignore[arg-type]
-    return await engine.generate(name, ids, params, deadline_seconds=seconds)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -348,15 +325,6 @@ async def test_a_dead_engine_fails_its_turns_and_comes_back_stale(
     assert len((await ask(engine, "again", [1])).token_ids) == 8
 
 
-async def test_nan_weights_are_reported(engine: EmbeddedEngine, transfer: Transfer) -> None:
-    broken = make_model(0)
-    with torch.no_grad():
-        broken.get_parameter("model.norm.weight")[0] = float("nan")
-    await engine.update_weights(publish(transfer, broken, 1), transfer)
-    with pytest.raises(NonFiniteLogits, match="version 1"):
-        await ask(engine, "r", [1])
-
-
 async def test_turns_wait_for_the_first_weights_only_while_they_come(
     transfer: Transfer, model: PreTrainedModel
 ) -> None:
@@ -377,33 +345,3 @@ async def test_turns_wait_for_the_first_weights_only_while_they_come(
     assert engine.state == pb.ENGINE_STATE_STOPPED
     with pytest.raises(EngineDied):
         await ask(engine, "r", [1])
-
-
-async def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    spec = PolicySpec(model=ModelSpec(path=str(tmp_path / "none")), engine=EngineSpec())
-    engine = EmbeddedEngine("e0", "solver", spec)
-    with pytest.raises(EngineStartFailed, match=r"policies.solver.model.path"):
-        await engine.start()
-    assert engine.state == pb.ENGINE_STATE_DEAD
-    bad = {**CONFIG, "model_type": "no-such-type"}
-    spec = PolicySpec(model=ModelSpec(config=bad, tokenizer="x"), engine=EngineSpec())
-    with pytest.raises(EngineStartFailed, match=r"policies.solver.model.config = no-such-type"):
-        await EmbeddedEngine("e1", "solver", spec).start()
-
-
-async def test_eos_comes_from_the_model(tmp_path: Path, transfer: Transfer) -> None:
-    model = make_model(0)
-    model.config.eos_token_id = 17
-    model.generation_config.eos_token_id = [17, 18]
-    model.save_pretrained(tmp_path / "model")
-    spec = PolicySpec(model=ModelSpec(path=str(tmp_path / "model")), engine=EngineSpec())
-    engine = EmbeddedEngine("e0", "solver", spec)
-    await engine.start()
-    await engine.update_weights(publish(transfer, model, 0), transfer)
-    answers = await asyncio.gather(
-        *(ask(engine, f"r{i}", [i + 1], seed=i, max_new_tokens=200) for i in range(20))
-    )
-    ends = {a.token_ids[-1] for a in answers if a.finish_reason == "stop"}
-    assert ends
-    assert ends <= {17, 18}
-    await engine.stop()

@@ -1,0 +1,29 @@
+"""How engine tests ask."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from services.rollout.engines.base import Engine, Generation, SamplingParams
+from tests.rollout.engines.models import VOCABULARY
+
+LONG = 30.0
+
+
+def prompt(rng: random.Random, low: int = 3, high: int = 90) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(rng.randint(low, high))]
+
+
+async def until(condition: Callable[[], bool], pause: float = 0.001) -> None:
+    async with asyncio.timeout(LONG):
+        while not condition():  # noqa: ASYNC110 - the engine's thread signals nothing
+            await asyncio.sleep(pause)
+
+
+async def ask(
+    engine: Engine, name: str, ids: list[int], seconds: float = LONG, **sampling: object
+) -> Generation:
+    params = SamplingParams(**{"max_new_tokens": 8, "seed": 1, **sampling})  # type: ignore[arg-type]
+    return await engine.generate(name, ids, params, deadline_seconds=seconds)
