@@ -52,10 +52,6 @@ def _manipulate(entry: Mapping[str, Any]) -> str:
     return f"{operation}:\n{rows}"
 
 
-def _sort(entry: Mapping[str, Any]) -> str:
-    return f"sort {entry['metadata']['direction']}: {entry['metadata']['original_numbers']}"
-
-
 def _without(*operations: str) -> dict[str, int]:
     # reasoning_gym draws operations by weight; a weight below any drawn number never wins.
     return dict.fromkeys((f"w_{name}" for name in operations), -99)
@@ -75,28 +71,14 @@ TASKS: Final[tuple[TaskSpec, ...]] = (
                 "remove_every_nth_row",
                 "remove_every_nth_col",
                 "zero_divisible",
-                "dmirror",
-                "cmirror",
             ),
         },
         _manipulate,
     ),
     TaskSpec(
         "rotate_matrix",
-        {"min_n": 2, "max_n": 2, "min_rotations": 1, "max_rotations": 1},
+        {"min_n": 2, "max_n": 2, "min_rotations": 1, "max_rotations": 3},
         _rotate,
-    ),
-    TaskSpec(
-        "number_sorting",
-        {
-            "min_numbers": 3,
-            "max_numbers": 3,
-            "min_decimals": 0,
-            "max_decimals": 0,
-            "min_value": 0,
-            "max_value": 9,
-        },
-        _sort,
     ),
 )
 

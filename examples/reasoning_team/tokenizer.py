@@ -23,14 +23,13 @@ SPECIALS: Final = (PAD, END, USER, ASSISTANT, UNKNOWN)
 PHRASES: Final = (
     "spell backward: ",
     "rotate 90 degrees:",
+    "rotate 180 degrees:",
+    "rotate 270 degrees:",
     "horizontally mirror the matrix:",
     "vertically mirror the matrix:",
-    "sort ascending: ",
-    "sort descending: ",
+    "mirror the matrix along the diagonal:",
+    "mirror the matrix along the counterdiagonal:",
     "\nanswer: ",
-    "['",
-    "', '",
-    "']",
 )
 CHARACTERS: Final = "\n " + string.ascii_lowercase + string.digits + string.punctuation
 
