@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from services.orchestrator.context import JobContext
-from services.orchestrator.faults import RENEWABLE, Attempts, Patience
+from services.orchestrator.faults import Attempts, Patience, is_transient, together
 from services.orchestrator.workers import Worker
 from troupe.rpc import TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as pb
@@ -109,7 +109,7 @@ class Engines:
         """
         self._wanted[weights.policy] = weights
         workers = list(self._served)
-        await asyncio.gather(*(self._update(worker, weights, patience) for worker in workers))
+        await together(*(self._update(worker, weights, patience) for worker in workers))
         self._notify()
 
     async def release(self, seconds: float) -> None:
@@ -170,29 +170,26 @@ class Engines:
         self._served[worker] = versions
 
     async def _update(self, worker: Worker, ref: pb.WeightsRef, patience: Patience) -> None:
+        """One worker; who cannot be reached is left to its keeper, and nobody waits for it."""
         attempts = Attempts(patience)
         while worker in self._served and worker.alive:
             try:
                 async with worker.while_alive():
-                    seconds = min(patience.left, self.prepare_seconds)
-                    await self._call_update(worker, ref, seconds)
+                    await self._call_update(worker, ref, min(patience.left, self.prepare_seconds))
                 if (versions := self._served.get(worker)) is not None:
                     versions[ref.policy] = ref.version
                 return
             except TroupeError as error:
-                if not worker.alive:
-                    return
-                if error.kind in RENEWABLE:
-                    self.lost_job(worker)
-                    return
-                if error.kind in WEIGHTS_GONE:
-                    await self._republish(ref.policy)
-                    error = Unavailable(str(error))
-                await attempts.failed(error)
-                if attempts.worth_a_notice:
+                if error.kind not in WEIGHTS_GONE:
+                    if not is_transient(error):
+                        raise
                     await self._job.warn(
                         f"{worker} could not load {ref.policy}@{ref.version}: {error}"
                     )
+                    self.lost_job(worker)
+                    return
+                await self._republish(ref.policy)
+                await attempts.failed(Unavailable(str(error)))
 
     async def _call_update(self, worker: Worker, ref: pb.WeightsRef, seconds: float) -> None:
         request = ro.UpdateWeightsRequest(request_id=new_id("update"), weights=ref)

@@ -83,7 +83,8 @@ def check_failures(job: JobContext, name: str, tally: Tally, total: int) -> None
             kind="too_many_failed_trajectories",
             field="limits.max_failed_fraction",
             value=limit,
-            remedy="Mend the cause; `ListTrajectories` shows the failed ones. Then resume the job.",
+            remedy="Mend the cause (the panel and `job.trajectories()` show what failed), then "
+            "resume the job.",
         )
 
 

@@ -122,7 +122,8 @@ class EventLog:
                     shown = newest
                     yield newest
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(woken.wait(), _LOOK_AGAIN_SECONDS)
+                    async with asyncio.timeout(_LOOK_AGAIN_SECONDS):
+                        await woken.wait()
         finally:
             self._waiting[job_id].discard(woken)
             if not self._waiting[job_id]:

@@ -23,7 +23,7 @@ from troupe.v1 import common_pb2 as pb
 T = TypeVar("T")
 
 # The state of the worker, not of the job, is at fault: prepare or bind it again.
-RENEWABLE: Final = frozenset({"job_not_prepared", "not_bound", "policy_not_bound"})
+RENEWABLE: Final = frozenset({"job_not_prepared", "not_bound", "step_in_progress"})
 _TRANSIENT: Final = (Unavailable, DeadlineExceeded, Aborted)
 # A fault inside a worker may pass; one that keeps coming back is a bug.
 _MAX_INTERNAL: Final = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,8 +105,10 @@ class RedisAccess:
         self._client = Redis.from_url(
             url,
             retry=Retry(NoBackoff(), 0),
-            socket_timeout=_TIMEOUT,
-            socket_connect_timeout=_TIMEOUT,
+            # Not redis-py's own timeout: under Python 3.11 its `wait_for` may swallow a
+            # cancellation, and a runner that was told to stop would go on.
+            socket_timeout=None,
+            socket_connect_timeout=None,
             client_name="troupe-orchestrator",
         )
         self._scripts: dict[str, Any] = {
@@ -134,14 +137,15 @@ class RedisAccess:
     async def _repeat(self, call: Callable[[], Awaitable[Any]]) -> Any:
         async def attempt(_left: float | None) -> Any:
             try:
-                return await call()
+                async with asyncio.timeout(_TIMEOUT):
+                    return await call()
             except (RedisError, OSError) as error:
                 raise self._typed(error) from error
 
         return await _RETRY.run(attempt, self._patience)
 
     def _typed(self, error: Exception) -> TroupeError:
-        text = str(error) or type(error).__name__
+        text = str(error) or f"no answer within {_TIMEOUT:g} s"
         passing = isinstance(error, _PASSING) or text.startswith(_PASSING_CODES)
         if isinstance(error, ResponseError) and not passing:
             return Internal(f"Redis refuses a command: {text}", kind="redis_error")

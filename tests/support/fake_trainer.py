@@ -14,7 +14,7 @@ import grpc
 
 from services.chassis.settings import ServiceSettings
 from tests.support.fake_worker import FakeWorker
-from troupe.rpc import FailedPrecondition, ResourceExhausted, TroupeError, Unavailable, new_id
+from troupe.rpc import NotFound, ResourceExhausted, TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -81,7 +81,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.calls["RunStep"] += 1
         bound = self.bound.get((request.job_id, request.policy))
         if bound is None:
-            raise FailedPrecondition(f"{request.policy} is not bound here", kind="not_bound")
+            raise NotFound(f"{request.policy} is not bound here", kind="not_bound")
         key = (request.job_id, request.policy, request.step)
         if key not in self._steps or self._steps[key].done():
             self._steps[key] = asyncio.create_task(self._step(request))
