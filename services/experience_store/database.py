@@ -40,6 +40,9 @@ MAX_CONNECTIONS: Final = 32
 
 # TimeoutError is an OSError.
 _UNREACHABLE: Final = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+# A replica, a primary without its replicas, a full disk.
+_NO_WRITES: Final = (exceptions.ReadOnlyError, exceptions.ClusterDownError)
+_NO_WRITES_WORDS: Final = ("MISCONF", "READONLY", "read only replica", "NOREPLICAS", "BUSY ")
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,8 @@ class Database:
                 value=self.address,
                 remedy="Start Redis there, or set TROUPE_REDIS_URL to where it runs.",
             )
-        if "OOM " in text:
+        # Inside a script the error has another class, and up to Redis 6 another code.
+        if isinstance(error, exceptions.OutOfMemoryError) or "'maxmemory'" in text:
             return ResourceExhausted(
                 f"Redis at {self.address} is at its memory limit",
                 kind="redis_full",
@@ -210,7 +214,7 @@ class Database:
                 remedy="Raise maxmemory, or train on fewer trajectories per step.",
                 retry_after_ms=2000,
             )
-        if any(word in text for word in ("MISCONF", "READONLY", "LOADING", "MASTERDOWN", "BUSY ")):
+        if isinstance(error, _NO_WRITES) or any(word in text for word in _NO_WRITES_WORDS):
             return Unavailable(
                 f"Redis at {self.address} takes no writes now: {text}",
                 kind="redis_unavailable",

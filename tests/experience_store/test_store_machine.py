@@ -105,7 +105,7 @@ class Life(RuleBasedStateMachine):
                 self.end(place, rewards)
 
     def end_again(self, data: st.DataObject) -> None:
-        self.end(self.pick(data, ended=True), data.draw(st.sampled_from([[1.0], None])))
+        self.end(self.pick(data, ended=True), data.draw(st.sampled_from([ENDINGS[0], None])))
 
     def pick(self, data: st.DataObject, *, ended: bool) -> tuple[str, str]:
         places = self.stage.trajectories

@@ -17,7 +17,7 @@ from services.experience_store.database import Database
 from services.experience_store.server import make_service
 from services.experience_store.store import Store
 from tests.support.experience import Response, Stage, ids_of, make_stage
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, free_port
 from troupe.rpc import (
     NO_RETRY,
     ClientSettings,
@@ -121,6 +121,16 @@ async def test_a_full_redis_pushes_back_and_keeps_what_it_has(
     for trajectory in rest:
         await own.append(*trajectory)
     assert len((await own.claim()).samples) == 4
+
+
+async def test_a_replica_takes_no_writes_and_says_so(own: Stage, server: RedisServer) -> None:
+    with server.client() as client:
+        # Of a primary that is not there, so that it keeps what it has.
+        client.replicaof("127.0.0.1", str(free_port()))  # type: ignore[no-untyped-call]
+        with pytest.raises(Unavailable, match="takes no writes"):
+            await own.append(*own.trajectories[0])
+        client.replicaof("NO", "ONE")  # type: ignore[no-untyped-call]
+    await own.append_all()
 
 
 async def test_scripts_that_redis_forgot_are_loaded_again(own: Stage, server: RedisServer) -> None:
