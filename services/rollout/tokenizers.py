@@ -58,16 +58,24 @@ def _load_tokenizer(model: ModelSpec, field: str) -> Any:
 
     own = model.tokenizer is not None
     source = _local(model.tokenizer_source, f"{field}.{'tokenizer' if own else 'path'}")
-    try:
-        return AutoTokenizer.from_pretrained(source, revision=None if own else model.revision)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ...
-        raise FailedPrecondition(
-            f"no tokenizer can be loaded: {_first_line(error)}",
+
+    def missing(message: str) -> FailedPrecondition:
+        return FailedPrecondition(
+            message,
             kind="tokenizer_missing",
             field=f"{field}.{'tokenizer' if own else 'path'}",
             value=source,
             remedy=_HUB_REMEDY,
-        ) from error
+        )
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=None if own else model.revision)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ...
+        raise missing(f"no tokenizer can be loaded: {_first_line(error)}") from error
+    # Without any file transformers makes a tokenizer that knows its special tokens only.
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise missing("there is no tokenizer")
+    return tokenizer
 
 
 def _load_config(model: ModelSpec, field: str) -> Any:

@@ -132,7 +132,7 @@ class Learner:
         sums.micro_batches += 1
         sums.normalizer += normalizer(lengths, algorithm.normalize)
         sums.summary.add(rows, advantages.numpy())
-        sums.broken = sums.broken or _not_finite(rows)
+        sums.broken = sums.broken or _not_finite(rows, advantages)
         chosen = self._with_gradient(advantages)
         if not sums.broken and chosen:
             kept = [rows[i] for i in chosen]
@@ -156,14 +156,15 @@ class Learner:
         spread = torch.repeat_interleave(advantages, torch.tensor(lengths))
         spread = spread.to(device, torch.float32)
         weights = token_weights(lengths, algorithm.normalize).to(device, torch.float32)
+        heat = _temperatures(rows, lengths).to(device)
         for piece in plan(rows, self._budget, sharing=self._sharing, limit=self._limit):
             if stop is not None and stop.is_set():
                 raise Stopped
             here = piece.to(device)
             with self._autocast():
-                logits = response_logits(self.model, here)
+                logits = response_logits(self.model, here) / heat[here.order]
             logprobs, entropy = selective_log_softmax(logits, here.targets)
-            reference = self._reference_logprobs(here)
+            reference = self._reference_logprobs(here, heat[here.order])
             loss = grpo_loss_sum(
                 logprobs,
                 behaviour[here.order],
@@ -191,11 +192,12 @@ class Learner:
                 reference_logprobs=reference,
             )
 
-    def _reference_logprobs(self, piece: Any) -> torch.Tensor | None:
+    def _reference_logprobs(self, piece: Any, heat: torch.Tensor) -> torch.Tensor | None:
         if self._reference is None:
             return None
         with torch.no_grad(), self._autocast():
-            return selective_log_softmax(response_logits(self._reference, piece), piece.targets)[0]
+            logits = response_logits(self._reference, piece) / heat
+            return selective_log_softmax(logits, piece.targets)[0]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._policy.model.dtype == "bfloat16":
@@ -285,11 +287,23 @@ class Learner:
         import_moments(self.model, self._optimizer, moments)
 
 
-def _not_finite(rows: Sequence[Row]) -> str:
+def _temperatures(rows: Sequence[Row], lengths: Sequence[int]) -> torch.Tensor:
+    """[tokens, 1] what each token's logits were divided by when it was drawn."""
+    each = torch.tensor([row.temperature for row in rows], dtype=torch.float32)
+    return torch.repeat_interleave(each, torch.tensor(lengths))[:, None]
+
+
+def _not_finite(rows: Sequence[Row], advantages: torch.Tensor) -> str:
     """Which sample has a reward or a log-prob that no gradient can be made of."""
-    for row in rows:
-        if not math.isfinite(row.reward):
-            return f"the reward of sample {row.sample_id} is {row.reward}"
+    # In the loss they are of single precision.
+    usable = torch.isfinite(advantages.to(torch.float32)).tolist()
+    for row, fine in zip(rows, usable, strict=True):
+        if not fine:
+            worst = max(row.group_rewards, key=abs)
+            return (
+                f"the advantage of sample {row.sample_id} is not finite, so the loss is not: its "
+                f"reward is {row.reward:g}, its group's largest {worst:g}"
+            )
         if not np.isfinite(row.behaviour).all():
             return f"a log-prob of sample {row.sample_id} is not finite, so the loss is not"
     return ""

@@ -14,7 +14,7 @@ from troupe.rpc import InvalidArgument
 
 _HUB_REMEDY = (
     "Give an existing directory with config.json and weights, or a hub id ('owner/name') "
-    "that this machine can reach or has in its cache."
+    "that this machine can reach or has in its cache. Relative paths start where the services run."
 )
 
 
@@ -53,16 +53,33 @@ def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
     from transformers import AutoTokenizer
 
     source = spec.model.tokenizer_source
+    # The revision is the model's.
+    revision = None if spec.model.tokenizer is not None else spec.model.revision
     try:
-        return AutoTokenizer.from_pretrained(source, revision=spec.model.revision)
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
     except Exception as error:
-        raise InvalidArgument(
-            f"no tokenizer could be loaded: {_first_line(error)}",
-            kind="tokenizer_not_found",
-            field=_tokenizer_field(policy, spec),
-            value=source,
-            remedy="Give a directory with tokenizer.json, or a hub id that can be reached.",
+        missing = _looks_local(source) and not os.path.isdir(source)
+        raise _no_tokenizer(
+            policy,
+            spec,
+            "there is no such directory"
+            if missing
+            else f"no tokenizer could be loaded: {_first_line(error)}",
         ) from error
+    # Without any file transformers makes a tokenizer that knows its special tokens only.
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise _no_tokenizer(policy, spec, "there is a model, but no tokenizer")
+    return tokenizer
+
+
+def _no_tokenizer(policy: str, spec: PolicySpec, message: str) -> InvalidArgument:
+    return InvalidArgument(
+        message,
+        kind="tokenizer_not_found",
+        field=_tokenizer_field(policy, spec),
+        value=spec.model.tokenizer_source,
+        remedy="Give a directory with tokenizer.json, or a hub id that can be reached.",
+    )
 
 
 def check_tokenizer(policy: str, spec: PolicySpec, tokenizer: Any, model: Any) -> None:
@@ -117,9 +134,8 @@ def _from_config(policy: str, values: dict[str, Any], seed: int) -> Any:
 
 
 def _explain(policy: str, path: str, error: Exception) -> InvalidArgument:
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).exists()
     kind, message = "model_not_found", f"no model could be loaded: {_first_line(error)}"
-    if looks_local and not os.path.isdir(path):
+    if _looks_local(path) and not os.path.isdir(path):
         message = "there is no such directory"
     elif not isinstance(error, OSError):
         kind, message = "model_unreadable", f"the model cannot be read: {_first_line(error)}"
@@ -133,6 +149,14 @@ def _tokenizer_field(policy: str, spec: PolicySpec) -> str:
     return f"policies.{policy}.model.{leaf}"
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return text or type(error).__name__
+def _looks_local(source: str) -> bool:
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).exists()
+
+
+def _first_line(error: Exception, limit: int = 300) -> str:
+    """The first line, and those after it as long as it announces more; not endless lists."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines.pop(0) if lines else type(error).__name__
+    while lines and text.endswith(":"):
+        text = f"{text} {lines.pop(0)}"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -54,6 +54,8 @@ def test_scaled_advantages_ignore_the_rewards_unit(
 def test_edges() -> None:
     assert group_advantages([], []).shape == (0,)
     assert group_advantages([float("nan")], [[float("nan"), 1.0]]).isnan().all()
+    # Too large to be squared: not an advantage of zero, from which nothing would be learned.
+    assert group_advantages([1e300, 0.0], [[1e300, 0.0]] * 2).isnan().all()
     with pytest.raises(ValueError, match="2 rewards but 1 groups"):
         group_advantages([1.0, 2.0], [[1.0]])
     with pytest.raises(ValueError, match="no rewards"):

@@ -45,6 +45,12 @@ def test_yaml_and_the_json_of_services_are_the_same_job() -> None:
     assert parse_job(yaml.safe_dump(JOB, default_flow_style=True)).name == "team"
 
 
+def test_home_is_that_of_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    model = parse_job(written(policies__solver__model={"path": "~/solver"})).policies["solver"]
+    assert model.model.path == "/home/ada/solver"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -47,7 +47,8 @@ def group_advantages(
 
     `rewards`: n samples; `group_rewards`: for each its group's final rewards, its own
     included. Returns float64 [n]. Independent of how samples are spread over micro-batches,
-    since each sample brings its whole group's rewards. NaN rewards give NaN advantages.
+    since each sample brings its whole group's rewards. NaN rewards give NaN advantages, and so do
+    finite ones whose squares are not.
     """
     if len(rewards) != len(group_rewards):
         raise ValueError(f"{len(rewards)} rewards but {len(group_rewards)} groups")
@@ -55,4 +56,7 @@ def group_advantages(
         return torch.empty(0, dtype=torch.float64)
     mean, std = group_statistics(group_rewards)
     centred = torch.tensor(list(rewards), dtype=torch.float64) - mean
-    return centred / (std + epsilon) if scale_by_std else centred
+    if not scale_by_std:
+        return centred
+    # Divided by an infinite deviation they would be zero: nothing learned, and nobody told.
+    return torch.where(torch.isfinite(std), centred / (std + epsilon), torch.nan)

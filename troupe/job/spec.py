@@ -7,6 +7,7 @@ and editors show it.
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import Any, Literal, Self
 
@@ -39,6 +40,11 @@ def _check_json(value: Any) -> Any:
     return value
 
 
+def _expand_home(value: str | None) -> str | None:
+    # Whoever writes "~" means his own home, not the services'.
+    return os.path.expanduser(value) if value is not None and value.startswith("~") else value
+
+
 class ModelSpec(_Section):
     """Where a policy's architecture, first weights and tokenizer come from."""
 
@@ -54,6 +60,7 @@ class ModelSpec(_Section):
     """Floating-point type of the weights in trainer and engines."""
 
     _json = field_validator("config")(_check_json)
+    _home = field_validator("path", "tokenizer")(_expand_home)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
