@@ -31,6 +31,8 @@ class Row:
     group_rewards: tuple[float, ...]
     # Version that generated its first token.
     version: int
+    # What the logits were divided by when `behaviour` was taken.
+    temperature: float = 1.0
 
     @property
     def response_length(self) -> int:
@@ -81,6 +83,8 @@ def _parse(item: store_pb.ClaimedSample) -> Row:
         reward=sample.reward,
         group_rewards=tuple(item.group_rewards) or (sample.reward,),
         version=sample.versions[0].version if sample.versions else 0,
+        # Engines report greedy responses under the plain distribution.
+        temperature=sample.temperature if sample.temperature > 0 else 1.0,
     )
 
 

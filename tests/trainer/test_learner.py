@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,23 @@ def test_a_skipped_step_changes_nothing(tokenizer: Path) -> None:
     assert all(torch.equal(t, moments[n]) for n, t in learner.moments().items())
     learner.accumulate(good)
     assert learner.apply(1).applied
+
+
+def test_the_ratio_is_one_at_the_temperature_of_the_draw(tokenizer: Path) -> None:
+    learner = make_learner(tokenizer)
+    rows = []
+    for row, temperature in zip(make_rows(learner.model, 4, 0), (0.5, 1.0, 0.7, 2.0), strict=True):
+        ids = torch.from_numpy(row.ids)[None]
+        with torch.no_grad():
+            logits = learner.model(input_ids=ids).logits[0, row.prompt_length - 1 : -1]
+        drawn = ids[0, row.prompt_length :, None]
+        behaviour = torch.log_softmax(logits / temperature, -1).gather(1, drawn)[:, 0].numpy()
+        group = (row.reward, row.reward + 1.0)
+        rows.append(replace(row, behaviour=behaviour, temperature=temperature, group_rewards=group))
+    learner.accumulate(rows)
+    metrics = learner.apply(0).metrics
+    assert metrics["importance_ratio/max"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["importance_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_nothing_to_learn_is_a_step_of_size_zero(tokenizer: Path) -> None:
