@@ -528,7 +528,7 @@ class ClaimMicroBatchResponse(_message.Message):
         OUTCOME_UNSPECIFIED: ClaimMicroBatchResponse._Outcome.ValueType  # 0
         OUTCOME_CLAIMED: ClaimMicroBatchResponse._Outcome.ValueType  # 1
         OUTCOME_WAIT: ClaimMicroBatchResponse._Outcome.ValueType  # 2
-        """Nothing ready within wait_seconds; call again."""
+        """Nothing ready within wait_seconds; call again, with a fresh request_id."""
         OUTCOME_EXHAUSTED: ClaimMicroBatchResponse._Outcome.ValueType  # 3
         """Every sample of the step is claimed by this claimant, trained or dropped."""
 
@@ -536,7 +536,7 @@ class ClaimMicroBatchResponse(_message.Message):
     OUTCOME_UNSPECIFIED: ClaimMicroBatchResponse.Outcome.ValueType  # 0
     OUTCOME_CLAIMED: ClaimMicroBatchResponse.Outcome.ValueType  # 1
     OUTCOME_WAIT: ClaimMicroBatchResponse.Outcome.ValueType  # 2
-    """Nothing ready within wait_seconds; call again."""
+    """Nothing ready within wait_seconds; call again, with a fresh request_id."""
     OUTCOME_EXHAUSTED: ClaimMicroBatchResponse.Outcome.ValueType  # 3
     """Every sample of the step is claimed by this claimant, trained or dropped."""
 
