@@ -195,7 +195,7 @@ class Dispatch:
         self._resting.add(worker)
         self._wake.set()
         try:
-            if attempts.count == 0 or attempts.worth_a_notice:
+            if attempts.worth_a_notice:
                 await self._job.warn(
                     f"{worker}: {error}. {count} trajectories are dispatched again."
                 )

@@ -157,7 +157,7 @@ class Attempts:
 
     @property
     def worth_a_notice(self) -> bool:
-        """True at the attempts 1, 2, 4, 8, ...: a fault that lasts must not flood the log."""
+        """True before and at the attempts 1, 2, 4, ...: what lasts must not flood the log."""
         return self.count & (self.count - 1) == 0
 
     async def failed(self, error: TroupeError) -> None:

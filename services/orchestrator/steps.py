@@ -177,6 +177,10 @@ class StepRunner:
             parts.append(f"{busy} of {len(trained)} policies training")
         if self._commits:
             parts.append(f"{len(self._commits)} committed")
+        if ended < self._total and not self._engines.ready():
+            parts.append("waiting for a rollout worker")
+        if unbound := [p for p in trained if self._trainers.policies[p].worker is None]:
+            parts.append(f"waiting for a trainer worker for {', '.join(unbound)}")
         return f"step {self._step + 1}/{total}: {', '.join(parts)}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import zlib
 from collections import OrderedDict
 from typing import Final
 
@@ -12,6 +14,11 @@ from troupe.v1 import rollout_pb2 as ro
 
 # Evaluations are kept apart, so that training does not push them out.
 _KINDS: Final = ("train", "evaluate")
+# Below it compression is not worth its time; above it even the compressed one is cut.
+_COMPRESS_BYTES: Final = 16 * 2**10
+_LARGEST_BYTES: Final = 256 * 2**10
+_CLIP_CHARS: Final = 1000
+_PLAIN, _COMPRESSED = b"p", b"z"
 
 
 def summarize(event: ro.TrajectoryEvent, *, step: int, evaluation: bool) -> orch.TrajectorySummary:
@@ -29,6 +36,37 @@ def summarize(event: ro.TrajectoryEvent, *, step: int, evaluation: bool) -> orch
     )
 
 
+def pack(full: orch.GetTrajectoryResponse) -> bytes:
+    """A trajectory as it is stored. A long one is compressed: every turn repeats its history.
+    One that is huge all the same loses the middle of its long messages."""
+    data = full.SerializeToString()
+    if len(data) < _COMPRESS_BYTES:
+        return _PLAIN + data
+    packed = zlib.compress(data, 1)
+    if len(packed) > _LARGEST_BYTES:
+        shorter = orch.GetTrajectoryResponse()
+        shorter.CopyFrom(full)
+        for turn in shorter.turns:
+            turn.response = _clip(turn.response)
+            for message in turn.messages:
+                message.content = _clip(message.content)
+        packed = zlib.compress(shorter.SerializeToString(), 1)
+    return _COMPRESSED + packed
+
+
+def unpack(stored: bytes) -> orch.GetTrajectoryResponse:
+    """What `pack` packed."""
+    data = stored[1:] if stored[:1] == _PLAIN else zlib.decompress(stored[1:])
+    return orch.GetTrajectoryResponse.FromString(data)
+
+
+def _clip(text: str) -> str:
+    if len(text) <= 2 * _CLIP_CHARS:
+        return text
+    left_out = len(text) - 2 * _CLIP_CHARS
+    return f"{text[:_CLIP_CHARS]}\n[... {left_out:,} characters ...]\n{text[-_CLIP_CHARS:]}"
+
+
 class RecentTrajectories:
     """Keeps at most `cap` trajectories of training and as many of evaluations per job."""
 
@@ -44,14 +82,12 @@ class RecentTrajectories:
         """Store trajectories, oldest first; the surplus goes."""
         if not found:
             return
+        # Long ones take a while to compress.
+        packed = await asyncio.to_thread(lambda: [pack(one) for one in found])
         args = [
             part
-            for one in found
-            for part in (
-                one.summary.trajectory_id,
-                one.summary.SerializeToString(),
-                one.SerializeToString(),
-            )
+            for one, full in zip(found, packed, strict=True)
+            for part in (one.summary.trajectory_id, one.summary.SerializeToString(), full)
         ]
         await self._redis.run("keep", JobKeys(job_id).trajectories(kind), [self._cap, *args])
 
@@ -89,7 +125,7 @@ class RecentTrajectories:
             full = JobKeys(job_id).trajectories(kind)[2]
             found = await self._redis.call("HGET", full, trajectory_id)
             if found:
-                return orch.GetTrajectoryResponse.FromString(found)
+                return unpack(found)
         raise NotFound(
             f"job {job_id} has no such trajectory, or it is older than the newest {self._cap}",
             field="trajectory_id",
