@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _CANCEL_SECONDS = 2.0
+_REMEDIES = {
+    pb.InvocationError.KIND_NOT_IMPORTABLE: "Make it importable where the reward service runs: "
+    "the directory that holds it on PYTHONPATH, the function at the module's top level.",
+    pb.InvocationError.KIND_TIMEOUT: "Raise its `timeout_seconds`, or make it faster.",
+    pb.InvocationError.KIND_OUT_OF_MEMORY: "Raise its `memory_mib`, or let it take less.",
+    pb.InvocationError.KIND_BAD_RESULT: "Return finite numbers, strings, lists and dicts of them.",
+}
 
 
 class JobFunctions:
@@ -90,10 +97,13 @@ class JobFunctions:
             ) from error
         if response.HasField("error"):
             kind = pb.InvocationError.Kind.Name(response.error.kind)
+            entrypoint = self._functions[name].entrypoint
             raise ToolError(
                 f"{name}: {response.error.message}",
                 kind=kind.removeprefix("KIND_").lower(),
                 field=name.replace("/", "."),
+                value=entrypoint,
+                remedy=_REMEDIES.get(response.error.kind),
                 traceback=response.error.traceback,
             )
         return response.result_json

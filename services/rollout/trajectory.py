@@ -14,6 +14,7 @@ from services.rollout.prepared import PreparedJob
 from services.rollout.rewards import TrajectoryTools
 from services.rollout.store import TrajectoryLog
 from services.rollout.turns import TurnBackend
+from services.rollout.watchdog import blocked_since
 from services.rollout.workflow_call import FATAL, bounded, call_workflow
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
 from troupe.states import TRAJECTORY, check
@@ -112,13 +113,18 @@ class Trajectory:
             return query, given
 
         def late() -> WorkflowError:
-            pending = backend.pending
-            return WorkflowError(
+            message = (
                 f"not done within limits.trajectory_seconds = {limits.trajectory_seconds:g} s; "
                 f"after {len(agents.turns)} turns it was waiting for {waits_for}"
-                + (f", which was waiting for {', '.join(pending)}" if pending else ""),
-                kind="deadline",
             )
+            if pending := backend.pending:
+                message += f", which was waiting for {', '.join(pending)}"
+            seconds, culprit = blocked_since(deadline - limits.trajectory_seconds)
+            if seconds:
+                message += (
+                    f"; for {seconds:.1f} s of it the workflow of {culprit} blocked the event loop"
+                )
+            return WorkflowError(message, kind="deadline")
 
         try:
             query, given = await bounded(play(), deadline, late)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 import traceback
+from collections import deque
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, Final
@@ -27,6 +29,17 @@ _SIGNAL: Final = signal.SIGUSR1
 
 IN_WORKFLOW: ContextVar[str] = ContextVar("in_workflow", default="")
 """Id of the trajectory whose workflow the current task runs; its branches inherit it."""
+
+
+# Ends of the newest blockages (monotonic clock), their seconds, and whose they were.
+_BLOCKAGES: deque[tuple[float, float, str]] = deque(maxlen=100)
+
+
+def blocked_since(start: float) -> tuple[float, str]:
+    """Seconds for which workflows held the event loop since `start` (monotonic clock), and the id
+    of the last such trajectory: those that share the loop with it miss their deadlines."""
+    found = [(seconds, who) for end, seconds, who in _BLOCKAGES if end > start]
+    return sum(seconds for seconds, _ in found), found[-1][1] if found else ""
 
 
 class WorkflowBlockedError(BaseException):
@@ -96,4 +109,5 @@ class Watchdog:
             seconds=self._stood,
             where=where,
         )
+        _BLOCKAGES.append((time.monotonic(), self._stood, trajectory_id))
         raise WorkflowBlockedError(f"held the event loop for {self._stood:.1f} s at {where}")

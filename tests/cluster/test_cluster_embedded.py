@@ -167,6 +167,8 @@ async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotWritable, match="data_dir"):
         await EmbeddedCluster(ClusterSettings(data_dir=tmp_path / "file" / "runs")).start()
+    with pytest.raises(NotWritable, match="data_dir"):
+        running_state(tmp_path / "file")
 
 
 async def test_a_service_that_cannot_start_ends_the_start(settings: ClusterSettings) -> None:

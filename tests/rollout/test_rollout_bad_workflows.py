@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.rollout import workflow_call
+from services.rollout.watchdog import blocked_since
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
 from troupe.v1 import common_pb2 as common
@@ -30,7 +31,10 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
         ("raises", "workflow_raised: ValueError: no such luck (plays.py:"),
         ("exits", "workflow_raised: SystemExit: 3"),
         ("cancels_itself", "workflow_raised: CancelledError"),
-        ("returns_nan", "reward_not_finite: the reward of 'solver'"),
+        (
+            "returns_nan",
+            "reward_not_finite: the reward of 'solver' from the workflow must be a finite",
+        ),
         ("talks_too_long", "context_overflow: a prompt of "),
     ],
 )
@@ -92,12 +96,16 @@ async def test_a_workflow_that_refuses_to_be_cancelled_is_closed(
 async def test_a_workflow_that_blocks_the_event_loop_is_interrupted(
     tmp_path: Path, workflow: str
 ) -> None:
+    began = time.monotonic()
     async with open_house(tmp_path, blocked_seconds=1.0) as house:
         await house.prepare(workflow)
         ended = await house.run(evaluation(3))
     assert ended["h0-e0-t0"].state == FAILED
     assert ended["h0-e0-t0"].reason.startswith("workflow_blocked: it held the event loop for ")
     assert "plays.py" in ended["h0-e0-t0"].reason
+    assert blocked_since(began)[1] == "h0-e0-t0"
+    assert blocked_since(began)[0] >= 1.0
+    assert blocked_since(time.monotonic()) == (0, "")
     assert [ended[f"h{n}-e0-t0"].state for n in (1, 2)] == [COMPLETED, COMPLETED]
 
 

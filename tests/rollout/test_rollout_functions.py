@@ -62,6 +62,7 @@ async def test_a_bad_reward_function_fails_the_trajectory_by_name(
     assert event.reason.startswith(reason), event.reason
     fatal = name in ("unknown_agent", "no_such_function")
     assert event.HasField("problem") == fatal
+    assert not fatal or event.problem.remedy
     assert len(event.turns) == 1
 
 

@@ -106,7 +106,8 @@ async def test_a_tokenizer_without_chat_template_is_a_problem_when_chat_is_used(
     )
     event = await house.run_one()
     assert event.problem.kind == "chat_template"
-    assert "no chat template" in event.problem.message
+    assert event.problem.field == "policies.big.model"
+    assert event.problem.message == "agent 'solver': the tokenizer has no chat template"
 
 
 async def test_a_specification_that_is_none_is_refused(house: House) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +13,7 @@ import pytest
 from troupe.workflow import EntrypointError, load_tasks, load_workflow
 
 HERE = __name__
+ROOT = Path(__file__).resolve().parents[2]
 
 
 async def good(query: Any, agents: Any, tools: Any) -> None:
@@ -78,3 +83,33 @@ def test_bad_tasks_are_named(args: dict[str, int], message: str) -> None:
     with pytest.raises(EntrypointError, match=message) as caught:
         load_tasks(f"{HERE}:three", "train", args)
     assert caught.value.field == "tasks.source"
+
+
+EDITING = """
+import asyncio, pathlib
+from troupe.workflow import load_workflow
+
+first = load_workflow("edited_workflow:play")
+assert load_workflow("edited_workflow:play") is first
+pathlib.Path("edited_helper.py").write_text("ANSWER = 42\\n")
+second = load_workflow("edited_workflow:play")
+# A job that runs with the old one goes on with it.
+print(asyncio.run(first(0, 0, 0)), asyncio.run(second(0, 0, 0)))
+"""
+
+
+def test_an_edited_module_is_read_anew_with_those_that_import_it(tmp_path: Path) -> None:
+    (tmp_path / "edited_helper.py").write_text("ANSWER = 1\n")
+    (tmp_path / "edited_workflow.py").write_text(
+        "from edited_helper import ANSWER\nasync def play(query, agents, tools): return ANSWER\n"
+    )
+    # In a process of its own: this one's modules are the other tests'.
+    done = subprocess.run(
+        [sys.executable, "-c", EDITING],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("1 42\n", "")

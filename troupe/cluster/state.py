@@ -17,7 +17,7 @@ from typing import Literal
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from troupe.cluster.errors import ClusterRunning, NoCluster, StateUnreadable
+from troupe.cluster.errors import ClusterRunning, NoCluster, NotWritable, StateUnreadable
 
 Phase = Literal["starting", "ready", "stopping", "stopped", "failed"]
 
@@ -151,6 +151,8 @@ def is_locked(data_dir: Path) -> bool:
         descriptor = os.open(_lock_path(data_dir), os.O_RDWR)
     except FileNotFoundError:
         return False
+    except OSError as error:  # a file where the directory should be, somebody else's directory
+        raise NotWritable(data_dir, error) from error
     try:
         # A shared lock: two that look at the same time must not take each other for a cluster.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -16,7 +16,12 @@ import xxhash
 
 from troupe.workflow.backend import Backend, Generation, Sampling
 from troupe.workflow.conversation import ChatTokenizer, ConversationMemory, Message, parse_messages
-from troupe.workflow.errors import InvalidMessagesError, TurnError, UnknownAgentError
+from troupe.workflow.errors import (
+    ChatTemplateError,
+    InvalidMessagesError,
+    TurnError,
+    UnknownAgentError,
+)
 from troupe.workflow.reply import Reply
 
 
@@ -72,7 +77,17 @@ class Agent:
         the call, `TurnError` when awaited.
         """
         parsed = parse_messages(messages, self._role.system_prompt)
-        return self._begin(parsed, self._memory.prompt_ids(parsed), sampling)
+        try:
+            prompt_ids = self._memory.prompt_ids(parsed)
+        except ChatTemplateError as error:
+            # The tokenizer does not know whose it is.
+            raise ChatTemplateError(
+                f"agent '{self.name}': {error.message}",
+                field=f"policies.{self._role.policy}.model",
+                value=error.value,
+                remedy=error.remedy,
+            ) from error
+        return self._begin(parsed, prompt_ids, sampling)
 
     def generate(self, token_ids: Sequence[int], **sampling: Any) -> Coroutine[Any, Any, Reply]:
         """The agent's continuation of `token_ids`, which are passed on as they are."""

@@ -95,3 +95,9 @@ class ToolError(WorkflowError):
 def _short(value: object, limit: int = 120) -> str:
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """A value in a message: as Python writes it, not too much of it."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from troupe.workflow.agents import Agents
 from troupe.workflow.errors import EntrypointError
+from troupe.workflow.freshness import forget_edited, remember_files
 from troupe.workflow.query import Query
 from troupe.workflow.tools import Tools
 
@@ -25,10 +26,15 @@ class Tasks(Protocol):
 
 
 def load_attribute(entrypoint: str, field: str) -> Any:
-    """Import `package.module:attribute`. Raises `EntrypointError` that names `field`."""
+    """Import `package.module:attribute`, anew if its files were edited since they were imported.
+
+    Raises `EntrypointError` that names `field`.
+    """
     module_name, _, attribute = entrypoint.partition(":")
+    forget_edited()
     try:
         module = importlib.import_module(module_name)
+        remember_files()
     except Exception as error:  # a module may raise anything while it is imported
         missing = isinstance(error, ModuleNotFoundError) and (
             module_name == error.name or module_name.startswith(f"{error.name}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from troupe.workflow.errors import InvalidRewardError
+from troupe.workflow.errors import InvalidRewardError, shown
 
 
 class Reply:
@@ -71,7 +71,7 @@ def finite(value: Any, field: str) -> float:
         number = math.nan
     if isinstance(value, str) or not math.isfinite(number):
         raise InvalidRewardError(
-            f"{field} must be a finite number",
+            f"{field} must be a finite number, not {shown(value)}",
             field=field,
             value=value,
             remedy="Return numbers; give a failed attempt a low reward instead of NaN.",
