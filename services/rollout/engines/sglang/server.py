@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +22,7 @@ from services.rollout.engines.sglang.client import (
 )
 from services.rollout.engines.sglang.loading import DiskLoader, Loader, TensorLoader, Updates
 from services.rollout.engines.sglang.process import ServerProcess, free_port
+from services.rollout.engines.sglang.scratch import ScratchDirectory
 from services.rollout.engines.sglang.update import Updater
 from troupe.job.spec import PolicySpec
 
@@ -55,7 +53,7 @@ class Server:
         self._spec = spec
         self._replica = replica
         self._given_dir = work_dir
-        self._own_dir: Path | None = None
+        self._scratch: ScratchDirectory | None = None
         self._updates: Updates = updates
         self._process: ServerProcess | None = None
         self._features: Features | None = None
@@ -101,9 +99,9 @@ class Server:
         if self._process is not None:
             await self._process.stop()
             self._process = None
-        if for_good and self._own_dir is not None:
-            await asyncio.to_thread(shutil.rmtree, self._own_dir, True)
-            self._own_dir = None
+        if for_good and self._scratch is not None:
+            await asyncio.to_thread(self._scratch.remove)
+            self._scratch = None
 
     async def waiting(self) -> int:
         """Requests in the server's own queue; 0 where it does not tell."""
@@ -115,10 +113,9 @@ class Server:
     def _directory(self) -> Path:
         if self._given_dir is not None:
             return self._given_dir
-        if self._own_dir is None:
-            memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            self._own_dir = Path(tempfile.mkdtemp(prefix="troupe-sglang-", dir=memory))
-        return self._own_dir
+        if self._scratch is None:
+            self._scratch = ScratchDirectory()
+        return self._scratch.path
 
     def _read_model(self) -> PretrainedConfig:
         model = self._spec.model
