@@ -104,6 +104,8 @@ class StepClaims:
             log.warning("leases not renewed", error=str(error), **self._where)
             return
         if response.renewed < held:
+            if await self.committed() is not None:
+                return  # by us: the answer is under way, and nothing is left to renew
             raise FailedPrecondition(
                 f"{held - response.renewed} of {held} claims were taken by another binding",
                 kind="claim_lost",

@@ -1,0 +1,37 @@
+"""Leases as the trainer sees them, against the real store."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.trainer.claims import StepClaims, is_lost
+from tests.trainer.stage import TrainingStage
+from troupe.rpc import TroupeError, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+
+async def _claimed(stage: TrainingStage) -> StepClaims:
+    await stage.open()
+    await stage.play(stage.first_model(stage.spec()))
+    claims = StepClaims(stage.store, stage.job_id, "solver", 0, new_id("worker"), 30)
+    answer = await claims.claim(64, 0, 5)
+    assert answer.outcome == store_pb.ClaimMicroBatchResponse.OUTCOME_CLAIMED
+    return claims
+
+
+async def test_a_renewal_that_meets_our_own_commit_is_no_loss(stage: TrainingStage) -> None:
+    # A renewal that was sent while the commit was under way: there is nothing left to renew.
+    claims = await _claimed(stage)
+    weights = pb.WeightsRef(job_id=stage.job_id, policy="solver", version=1)
+    await claims.commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, {})
+    await claims.renew()
+
+
+async def test_a_renewal_of_what_was_taken_says_so(stage: TrainingStage) -> None:
+    claims = await _claimed(stage)
+    other = StepClaims(stage.store, stage.job_id, "solver", 0, new_id("worker"), 30)
+    await other.supersede()
+    with pytest.raises(TroupeError) as lost:
+        await claims.renew()
+    assert is_lost(lost.value)
