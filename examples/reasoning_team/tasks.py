@@ -58,7 +58,7 @@ def _without(*operations: str) -> dict[str, int]:
 
 
 TASKS: Final[tuple[TaskSpec, ...]] = (
-    TaskSpec("spell_backward", {"min_word_len": 3, "max_word_len": 4}, _spell),
+    TaskSpec("spell_backward", {"min_word_len": 4, "max_word_len": 4}, _spell),
     TaskSpec(
         "manipulate_matrix",
         {
