@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from services.rollout.memory import settle
 from services.rollout.preparation import Preparation, by_policy, parse_spec
 from services.rollout.prepared import PreparedJob
 from troupe.rpc.errors import FailedPrecondition
@@ -67,18 +68,22 @@ class JobTable:
     async def release(self, job_id: str) -> None:
         """Stop the job's engines and forget it; unknown jobs are released already."""
         async with self._locks.setdefault(job_id, asyncio.Lock()):
-            await self._release(job_id, "the job was released")
+            if await self._release(job_id, "the job was released"):
+                settle()
 
     async def close(self) -> None:
         """Release every job."""
         await asyncio.gather(*(self.release(job_id) for job_id in list(self._jobs)))
 
-    async def _release(self, job_id: str, reason: str) -> None:
+    async def _release(self, job_id: str, reason: str) -> bool:
+        """Whether there was something to release."""
         job = self._jobs.pop(job_id, None)
-        if job is not None:
-            if self.before_release is not None:
-                await self.before_release(job_id)
-            await asyncio.gather(*(policy.release(reason) for policy in job.policies.values()))
+        if job is None:
+            return False
+        if self.before_release is not None:
+            await self.before_release(job_id)
+        await asyncio.gather(*(policy.release(reason) for policy in job.policies.values()))
+        return True
 
     async def _bring_to(self, job: PreparedJob, refs: Mapping[str, pb.WeightsRef]) -> None:
         async def one(name: str, ref: pb.WeightsRef) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +10,7 @@ import structlog
 
 from services.rollout.engines.base import Engine
 from services.rollout.gate import Gate
+from services.rollout.memory import settle
 from services.rollout.policy import ServedPolicy
 from services.rollout.prepared import PreparedJob
 from services.rollout.queries import QuerySource
@@ -93,10 +93,7 @@ class Preparation:
         except BaseException:  # a cancelled preparation, too, leaves no engine behind
             await asyncio.gather(*(p.release("preparation failed") for p in policies.values()))
             raise
-        # What is loaded by now stays. With torch and transformers a full collection that walks it
-        # stops the process for a quarter of a second, again and again.
-        gc.collect()
-        gc.freeze()
+        settle()
         log.info("job prepared", job_id=job_id, policies=sorted(policies))
         return PreparedJob(
             job_id=job_id,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from services.rollout.engines.models import skeleton
 from tests.rollout.house import CONFIG, PLAYS, House, make_spec, open_house, tokenizer_path
 from tests.workflow.stage import make_tokenizer
 from troupe.job import JobSpec
@@ -108,6 +110,27 @@ async def test_a_tokenizer_without_chat_template_is_a_problem_when_chat_is_used(
     assert event.problem.kind == "chat_template"
     assert event.problem.field == "policies.big.model"
     assert event.problem.message == "agent 'solver': the tokenizer has no chat template"
+
+
+async def test_models_of_released_jobs_do_not_pile_up(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = []
+
+    def noted(*args: Any) -> Any:
+        model = skeleton(*args)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr("services.rollout.engines.embedded.skeleton", noted)
+    for _ in range(3):
+        await house.prepare("one_turn")
+        await house.run_one()
+        await house.rollout.ReleaseJob(
+            pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id)
+        )
+    await house.prepare("one_turn")
+    assert [model() is not None for model in models] == [False, False, False, True]
 
 
 async def test_a_specification_that_is_none_is_refused(house: House) -> None:
