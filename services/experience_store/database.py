@@ -14,6 +14,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import redis.asyncio as aioredis
+import structlog
 from redis import exceptions
 from redis.asyncio.client import PubSub
 from redis.asyncio.retry import Retry
@@ -28,6 +29,8 @@ from troupe.rpc import (
     TroupeError,
     Unavailable,
 )
+
+log = structlog.get_logger(__name__)
 
 # Short: whoever called repeats too, and must learn soon that Redis is away.
 RETRIES: Final = RetryPolicy(max_attempts=3, initial_backoff=0.05, max_backoff=0.5)
@@ -154,6 +157,9 @@ class Database:
             try:
                 return await self._introduce()
             except Unavailable as error:
+                # Each of the first few attempts, then about twice a minute.
+                if attempt <= 3 or attempt % 16 == 0:
+                    log.warning("waiting_for_redis", attempt=attempt, error=str(error))
                 await asyncio.sleep(START_BACKOFF.backoff(min(attempt, 16), error, rng))
 
     async def _introduce(self) -> dict[str, str]:

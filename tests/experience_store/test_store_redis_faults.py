@@ -4,10 +4,10 @@ say where Redis was looked for and what to do."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -17,6 +17,7 @@ from services.experience_store.database import Database
 from services.experience_store.server import make_service
 from services.experience_store.store import Store
 from tests.support.experience import Response, Stage, ids_of, make_stage
+from tests.support.experience_client import Client
 from tests.support.redis_server import RedisServer, free_port
 from troupe.rpc import (
     NO_RETRY,
@@ -177,61 +178,54 @@ def test_a_url_that_is_none_names_the_setting() -> None:
     assert error.value.field == "redis_url"
 
 
-async def test_the_service_waits_for_redis_and_is_not_serving_meanwhile(tmp_path: Path) -> None:
-    redis_server = RedisServer(tmp_path)  # not started: nobody listens on its port
+@contextlib.asynccontextmanager
+async def opened(redis_server: RedisServer) -> AsyncIterator[RunningServer[ServiceSettings]]:
+    """The service behind its port, not ready yet; closed with its Redis whatever happens."""
     settings = ServiceSettings(redis_url=redis_server.url, drain_seconds=0.2)
     running = RunningServer(make_service, settings)
     await running.open()
-    ready = asyncio.create_task(running.become_ready())
-    channel = connect(running.address, ClientSettings(retry=NO_RETRY))
-    health = health_pb2_grpc.HealthStub(channel)
-    store = store_grpc.ExperienceStoreStub(channel)
-    question = store_pb.GetStepRequest(job_id="job", step=0)
-    check = health_pb2.HealthCheckRequest(service="troupe.v1.ExperienceStore")
-    await asyncio.sleep(0.3)
-    assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    with pytest.raises(Unavailable):
-        await store.GetStep(question)
-    redis_server.start()
-    await asyncio.wait_for(ready, 20)
-    assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.SERVING
-    redis_server.kill()
-    with pytest.raises(Unavailable) as error:
-        await store.GetStep(question)
-    assert error.value.kind == "redis_unavailable"
-    assert f"127.0.0.1:{redis_server.port}" in str(error.value)
-    assert error.value.code is grpc.StatusCode.UNAVAILABLE
-    await channel.close(None)
-    await running.close()
+    try:
+        yield running
+    finally:
+        await running.close()
+        redis_server.stop()
+
+
+async def test_the_service_waits_for_redis_and_is_not_serving_meanwhile(tmp_path: Path) -> None:
+    redis_server = RedisServer(tmp_path)  # not started: nobody listens on its port
+    async with opened(redis_server) as running:
+        ready = asyncio.create_task(running.become_ready())
+        channel = connect(running.address, ClientSettings(retry=NO_RETRY))
+        health = health_pb2_grpc.HealthStub(channel)
+        store = store_grpc.ExperienceStoreStub(channel)
+        question = store_pb.GetStepRequest(job_id="job", step=0)
+        check = health_pb2.HealthCheckRequest(service="troupe.v1.ExperienceStore")
+        await asyncio.sleep(0.3)
+        assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(Unavailable):
+            await store.GetStep(question)
+        redis_server.start()
+        await asyncio.wait_for(ready, 20)
+        assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.SERVING
+        redis_server.kill()
+        with pytest.raises(Unavailable) as error:
+            await store.GetStep(question)
+        assert error.value.kind == "redis_unavailable"
+        assert f"127.0.0.1:{redis_server.port}" in str(error.value)
+        await channel.close(None)
 
 
 async def test_a_client_that_retries_does_not_notice_a_restart_of_redis(tmp_path: Path) -> None:
     redis_server = RedisServer(tmp_path, durable=True)
     redis_server.start()
-    settings = ServiceSettings(redis_url=redis_server.url, drain_seconds=0.2)
-    running = RunningServer(make_service, settings)
-    await running.open()
-    await running.become_ready()
-    channel = connect(running.address, ClientSettings())
-    store = store_grpc.ExperienceStoreStub(channel)
-    job = new_id("job")
-    request = store_pb.CreateTablesRequest(request_id=new_id(), job_id=job, policies=["solver"])
-    await store.CreateTables(request)
-    redis_server.kill()
-    opening = asyncio.ensure_future(
-        store.OpenStep(
-            store_pb.OpenStepRequest(
-                request_id=new_id(),
-                job_id=job,
-                versions={"solver": 0},
-                query_ids=["q0"],
-                group_size=1,
-            )
-        )
-    )
-    await asyncio.sleep(0.3)
-    redis_server.start()
-    assert not (await asyncio.wait_for(opening, 30)).existed
-    await channel.close(None)
-    await running.close()
-    redis_server.stop()
+    async with opened(redis_server) as running:
+        await running.become_ready()
+        channel = connect(running.address, ClientSettings())
+        client = Client(store_grpc.ExperienceStoreStub(channel))
+        await client.create()
+        redis_server.kill()
+        opening = asyncio.ensure_future(client.stub.OpenStep(client.open_request()))
+        await asyncio.sleep(0.3)
+        redis_server.start()
+        assert not (await asyncio.wait_for(opening, 30)).existed
+        await channel.close(None)

@@ -1,0 +1,78 @@
+"""What calls cost, told in round trips instead of seconds: they must not grow with a step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from services.experience_store.store import Store
+from tests.support.experience import Response, Stage, ids_of, make_sample, make_stage
+from troupe.rpc import new_id
+
+
+async def trips_of(stage: Stage, call: Callable[[], Awaitable[Any]]) -> int:
+    """Round trips to Redis that `call` makes."""
+    database = stage.store.database
+    original, trips = database.execute_each, 0
+
+    async def counting(*args: Any, **kwargs: Any) -> list[Any]:
+        nonlocal trips
+        trips += 1
+        return await original(*args, **kwargs)
+
+    database.execute_each = counting  # type: ignore[method-assign]
+    try:
+        await call()
+    finally:
+        database.execute_each = original  # type: ignore[method-assign]
+    return trips
+
+
+@pytest.mark.parametrize("size", [2, 64])
+async def test_round_trips_do_not_depend_on_the_size_of_a_step(store: Store, size: int) -> None:
+    queries = tuple(f"q{number}" for number in range(size))
+    stage = await make_stage(store, new_id("job"), queries=queries)
+    *most, last = stage.trajectories
+    for query, trajectory in most:
+        await stage.append(query, trajectory)
+    # Stage, decide, carry out; whatever the number of policies and rows.
+    assert await trips_of(stage, lambda: stage.append(*last)) == 3
+    # The script, then the payloads.
+    assert await trips_of(stage, lambda: stage.claim(claim="c1", samples=3)) == 2
+    await stage.claim(claim="c2", samples=2 * size)
+    assert await trips_of(stage, lambda: stage.renew("trainer")) == 1
+    assert await trips_of(stage, lambda: stage.commit(["c1", "c2"])) == 1
+
+
+async def test_a_burst_of_trajectories_is_taken_whole(store: Store) -> None:
+    """As a demo step: 256 trajectories of three turns, all at once, while a trainer claims."""
+    queries = tuple(f"q{number}" for number in range(32))
+    stage = await make_stage(store, new_id("job"), queries=queries, group_size=8)
+
+    def rows(query: str, trajectory: str) -> list[Any]:
+        policies = ("solver", "checker", "solver")
+        return [
+            make_sample(query, turn, trajectory, policy=policy, agent=f"{policy}-{turn}")
+            for turn, policy in enumerate(policies)
+        ]
+
+    async def train() -> list[str]:
+        seen: list[str] = []
+        while True:
+            response = await stage.claim(claim=new_id("claim"), samples=32, wait=30)
+            if response.outcome == Response.OUTCOME_EXHAUSTED:
+                return seen
+            assert len(response.samples) == 32
+            seen += ids_of(response)
+
+    training = asyncio.create_task(train())
+    accepted = await asyncio.gather(
+        *(stage.append(query, name, rows(query, name)) for query, name in stage.trajectories)
+    )
+    assert all(accepted)
+    seen = await training
+    assert len(seen) == len(set(seen)) == 512
+    assert await stage.counts() == {"claimed": 512}
