@@ -86,6 +86,8 @@ class Steps:
         if not existed:
             await self._trim(table, step)
             return False, []
+        # Who resumes skips what has ended: by then it must be in the tables.
+        await self.settle(job, step)
         status = await self.status(job, step)
         return True, sorted(status.endings)
 
@@ -110,7 +112,7 @@ class Steps:
         return replies
 
     async def status(self, job: str, step: int) -> StepStatus:
-        """Everything about one step; completes tables that lag behind."""
+        """Everything about one step. Tables may lag a moment behind the endings."""
         table = await self._tables.get(job)
         keys = JobKeys(job)
         stored, endings = await self._database.execute_each(
@@ -127,9 +129,6 @@ class Steps:
             endings={name.decode(): Ending.parse(e.decode()) for name, e in endings.items()},
         )
         replies = await self._count(table, step)
-        if any(int(reply[b"ended"]) < len(status.endings) for reply, _, _ in replies):
-            await self.settle(job, step)
-            replies = await self._count(table, step)
         for policy, (counts, dropped, commit) in zip(table.policies, replies, strict=True):
             status.counts.append(_policy_counts(policy, step, counts, dropped))
             if commit:

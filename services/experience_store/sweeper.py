@@ -35,6 +35,8 @@ class Sweeper:
         self._steps = steps
         self._period = period
         self._task: asyncio.Task[None] | None = None
+        # Endings decided by the last round: what is decided since may be on its way.
+        self._decided: dict[tuple[str, int], int] = {}
 
     async def start(self) -> None:
         """Begin to sweep."""
@@ -59,16 +61,17 @@ class Sweeper:
 
     async def sweep(self) -> None:
         """One round over all jobs."""
+        before, self._decided = self._decided, {}
         for name in await self._database.execute("SMEMBERS", JOBS):
             job = name.decode()
             for step in await self._steps.live(job):
                 try:
-                    await self._sweep_step(job, step)
+                    await self._sweep_step(job, step, before.get((job, step), 0))
                 except TroupeError as error:
                     if error.kind not in ("tables_not_found", "step_not_open"):
                         raise
 
-    async def _sweep_step(self, job: str, step: int) -> None:
+    async def _sweep_step(self, job: str, step: int, decided: int) -> None:
         table = await self._tables.get(job)
         calls = [Call("sweep", PolicyKeys(job, policy).base, (step,)) for policy in table.policies]
         replies = await self._steps.on_tables(job, step, calls)
@@ -78,7 +81,8 @@ class Sweeper:
         if all(state == b"committed" for state, _, _ in replies):
             await self._steps.closed(job, step)
             return
-        ended = int(await self._database.execute("HGET", JobKeys(job).step(step), "ended") or 0)
-        if any(there < ended for _, _, there in replies):
+        if any(there < decided for _, _, there in replies):
             lagged = await self._steps.settle(job, step)
             log.info("endings_completed", job=job, step=step, trajectories=lagged)
+        ended = await self._database.execute("HGET", JobKeys(job).step(step), "ended")
+        self._decided[job, step] = int(ended or 0)
