@@ -90,8 +90,8 @@ def _dataset(number: int) -> Any:
 
 
 def split_of(question: str) -> Split:
-    """Which split a question belongs to, whoever draws it."""
-    digest = hashlib.sha256(question.encode()).digest()[0]
+    """Which split a question belongs to, whoever draws it and however it is capitalised."""
+    digest = hashlib.sha256(question.lower().encode()).digest()[0]
     if digest < _HELD_OUT:
         return "held_out"
     return "dev" if digest < _HELD_OUT + _DEV else "train"

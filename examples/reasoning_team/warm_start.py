@@ -27,7 +27,7 @@ from examples.reasoning_team.tasks import TASKS, Tasks, score
 from examples.reasoning_team.tokenizer import make_tokenizer
 
 # Raised when a change here makes other models of the same settings: a cached DIR is made anew.
-RECIPE = 1
+RECIPE = 2
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Settings:
     checker_lr: float = 3e-3
     # Stops when greedy team success on dev questions reaches `mean` on average and `least` on
     # every dataset.
-    mean: float = 0.5
-    least: float = 0.35
+    mean: float = 0.4
+    least: float = 0.25
     dev_queries: int = 150
     recipe: int = RECIPE
 
