@@ -10,6 +10,7 @@ from typing import Final
 from services.orchestrator.context import JobContext
 from services.orchestrator.engines import Engines
 from services.orchestrator.faults import RENEWABLE, Attempts, Patience, job_fault
+from services.orchestrator.victims import Victims
 from services.orchestrator.workers import Worker
 from troupe.rpc import TroupeError, Unavailable, new_id
 from troupe.scheduling import admission, placement
@@ -56,6 +57,8 @@ class Dispatch:
         # A worker that just failed, until its pause is over.
         self._resting: set[Worker] = set()
         self._attempts: dict[Worker, Attempts] = {}
+        # By trajectory: what kills its worker is run again only so often.
+        self._victims: dict[str, Victims] = {}
         self._wake = asyncio.Event()
         self._turn = step
         self._fault: TroupeError | None = None
@@ -185,6 +188,7 @@ class Dispatch:
                 self._open.pop(ticket.trajectory_id, None)
             elif ticket.trajectory_id in self._open:
                 left.setdefault(ticket.query_id, []).append(ticket)
+                self._note_victim(ticket.trajectory_id, worker)
         self._waiting.extend(left.values())
         if error.kind in RENEWABLE:
             self._engines.lost_job(worker)
@@ -204,6 +208,21 @@ class Dispatch:
         finally:
             self._resting.discard(worker)
             self._wake.set()
+
+    def _note_victim(self, trajectory_id: str, worker: Worker) -> None:
+        victims = self._victims.get(trajectory_id)
+        if victims is None:
+            victims = self._victims[trajectory_id] = Victims(
+                self._job.shared.workers,
+                f"ran {trajectory_id}",
+                "workflow",
+                "Look into the rollout workers' logs for what ended them: the workflow, a crash in "
+                "a library of its, too little memory. Then resume the job.",
+            )
+        try:
+            victims.note(worker)
+        except TroupeError as error:
+            self._fail(error)
 
     async def _ended_unseen(self) -> Collection[str]:
         if self._ended is None:

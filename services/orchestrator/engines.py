@@ -9,6 +9,7 @@ from typing import Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.faults import Attempts, Patience, is_transient, together
+from services.orchestrator.victims import Victims
 from services.orchestrator.workers import Worker
 from troupe.rpc import TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as pb
@@ -41,6 +42,13 @@ class Engines:
         self._served: dict[Worker, dict[str, int]] = {}
         self._troubles: dict[Worker, str] = {}
         self._changed = asyncio.Event()
+        self._victims = Victims(
+            job.shared.workers,
+            "prepared engines",
+            "policies",
+            "Look into the rollout workers' logs for what ended them: a model too large for the "
+            "memory, a workflow's module that crashes. Then resume the job.",
+        )
         limits = [policy.engine.start_timeout_seconds for policy in job.spec.policies.values()]
         # What a worker may take to have all engines up.
         self.prepare_seconds = max(limits) + _MARGIN_SECONDS
@@ -133,9 +141,12 @@ class Engines:
                 async with worker.while_alive():
                     await self._prepare(worker)
                 attempts.reset()
+                self._victims.clear()
                 self._troubles.pop(worker, None)
                 self._notify()
             except TroupeError as error:
+                if isinstance(error, Unavailable):
+                    self._victims.note(worker)
                 if not worker.alive:
                     break
                 self._troubles[worker] = str(error)

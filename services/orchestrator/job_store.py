@@ -202,7 +202,8 @@ class JobStore:
         if target == pb.JOB_STATE_SUBMITTED:
             fields += ["ended_at", "0.0"]
         elif target == pb.JOB_STATE_STARTING:
-            fields += ["started_at", now]
+            # The first time: a job that is taken over has not begun anew.
+            fields += ["?started_at", now]
         elif target in (
             pb.JOB_STATE_SUCCEEDED,
             pb.JOB_STATE_FAILED,

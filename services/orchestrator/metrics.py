@@ -47,10 +47,10 @@ class Tally:
         """Why most of the failed ones failed."""
         return self._reasons.most_common(1)[0][0] if self._reasons else ""
 
-    def add(self, event: ro.TrajectoryEvent) -> None:
-        """Count one ended trajectory."""
+    def add(self, event: ro.TrajectoryEvent, *, timed: bool = True) -> None:
+        """Count one ended trajectory; `timed` if it ended in the seconds that `values` gets."""
         for turn in event.turns:
-            self._tokens += turn.response_tokens
+            self._tokens += turn.response_tokens if timed else 0
             self._lengths[turn.agent].add(turn.response_tokens)
             self._turn_seconds.append(turn.queue_seconds + turn.generate_seconds)
             self._queue.add(turn.queue_seconds)

@@ -13,6 +13,7 @@ from services.orchestrator.evaluation import check_failures, report_failures
 from services.orchestrator.faults import Patience, together
 from services.orchestrator.metrics import Tally, commit_metrics
 from services.orchestrator.training import Trainers
+from services.orchestrator.trajectories import as_event
 from troupe.rpc import new_id
 from troupe.scheduling import admission
 from troupe.v1 import experience_store_pb2 as es
@@ -48,7 +49,8 @@ class StepRunner:
         self._total = pipeline.queries_per_step * pipeline.group_size
         self._name = f"step {step + 1}"
         self._patience = Patience(self._name, job.spec.limits.step_seconds, "limits.step_seconds")
-        self._ended_before = 0
+        # Trajectories of the step that have ended, those before a restart included.
+        self._over = 0
         # Commits that the store knew when this runner came to the step; all of them.
         self._found: dict[str, es.StepCommit] = {}
         self._commits: dict[str, es.StepCommit] = {}
@@ -66,7 +68,9 @@ class StepRunner:
         """
         began = time.monotonic()
         ended = await self._open()
-        self._ended_before = len(ended)
+        self._over = len(ended)
+        for kept in await self._job.shared.trajectories.find(self._job.job_id, ended):
+            self._tally.add(as_event(kept), timed=False)
         rollout = self._roll_out(ended)
         policies = self._job.spec.trained_policies
         ticker = asyncio.create_task(self._tick())
@@ -86,6 +90,9 @@ class StepRunner:
             await self._recent.flush()
         await report_failures(self._job, self._name, self._tally, self._total)
         values = self._tally.values(self._rollout_seconds)
+        if unseen := self._total - self._tally.ended:
+            # Ended in the store just before a worker or an orchestrator could tell.
+            values["trajectories/unseen"] = float(unseen)
         values |= commit_metrics(self._commits.values())
         values["step/seconds"] = time.monotonic() - began
         return values
@@ -127,6 +134,7 @@ class StepRunner:
         self._rollout_seconds = time.monotonic() - began
 
     def _on_end(self, event: ro.TrajectoryEvent) -> None:
+        self._over += 1
         self._tally.add(event)
         self._recent.add(event)
         check_failures(self._job, self._name, self._tally, self._total)
@@ -161,7 +169,7 @@ class StepRunner:
             self._job.show(
                 self._describe(),
                 step=self._step + 1,
-                done=self._ended_before + self._tally.ended,
+                done=self._over,
                 total=self._total,
             )
             await asyncio.sleep(self._job.shared.settings.activity_seconds)
@@ -170,14 +178,13 @@ class StepRunner:
     def _describe(self) -> str:
         trained = self._job.spec.trained_policies
         busy = sum(self._trainers.policies[policy].progress is not None for policy in trained)
-        ended = self._ended_before + self._tally.ended
         total = self._job.spec.pipeline.steps
-        parts = [f"{ended} of {self._total} trajectories"]
+        parts = [f"{self._over} of {self._total} trajectories"]
         if busy:
             parts.append(f"{busy} of {len(trained)} policies training")
         if self._commits:
             parts.append(f"{len(self._commits)} committed")
-        if ended < self._total and not self._engines.ready():
+        if self._over < self._total and not self._engines.ready():
             parts.append("waiting for a rollout worker")
         if unbound := [p for p in trained if self._trainers.policies[p].worker is None]:
             parts.append(f"waiting for a trainer worker for {', '.join(unbound)}")

@@ -9,6 +9,7 @@ from typing import Final
 from services.orchestrator.context import JobContext
 from services.orchestrator.faults import RENEWABLE, Attempts, Patience, together
 from services.orchestrator.ledger import Entry
+from services.orchestrator.victims import Victims
 from services.orchestrator.workers import Worker
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.scheduling import placement
@@ -104,6 +105,13 @@ class PolicyTrainer:
         self._binding = asyncio.Lock()
         # Where binding failed last: try another, if there is one.
         self._avoid: Worker | None = None
+        self._victims = Victims(
+            job.shared.workers,
+            f"loaded or trained {policy}",
+            f"policies.{policy}",
+            "Look into the trainers' logs for what ended them. If it was memory, lower "
+            "`pipeline.micro_batch_tokens`. Then resume the job.",
+        )
 
     @property
     def weights(self) -> pb.WeightsRef:
@@ -120,6 +128,8 @@ class PolicyTrainer:
                 try:
                     await self._bind_to(worker, patience)
                 except TroupeError as error:
+                    if isinstance(error, Unavailable):
+                        self._victims.note(worker)
                     self.worker, self._avoid = None, worker
                     await attempts.failed(error)
                     if attempts.worth_a_notice:
@@ -143,6 +153,7 @@ class PolicyTrainer:
                     commit = await self._follow(worker, step, patience, attempts)
                     if commit.outcome == es.STEP_OUTCOME_APPLIED:
                         self._weights = commit.weights
+                    self._victims.clear()
                     return commit
                 except TroupeError as error:
                     self._unbind_after(error)
@@ -253,6 +264,11 @@ class PolicyTrainer:
         return next((one for one in found.commits if one.policy == self.policy), None)
 
     def _unbind_after(self, error: TroupeError) -> None:
-        """Forget the binding if it is gone, or if the worker says that there is none."""
+        """Forget the binding if it is gone, or if the worker says that there is none.
+
+        Raises `FailedPrecondition` when training keeps killing its workers.
+        """
+        if self.worker is not None and isinstance(error, Unavailable):
+            self._victims.note(self.worker)
         if self.worker is not None and (not self.worker.alive or error.kind in RENEWABLE):
             self.worker = None

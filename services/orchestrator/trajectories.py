@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections import OrderedDict
+from collections.abc import Collection
 from typing import Final
 
 from services.orchestrator.redis_access import JobKeys, RedisAccess
@@ -119,6 +120,16 @@ class RecentTrajectories:
         more = start + size < len(listed)
         return page, page[-1].trajectory_id if page and more else ""
 
+    async def find(
+        self, job_id: str, trajectory_ids: Collection[str]
+    ) -> list[orch.GetTrajectoryResponse]:
+        """Those training trajectories that are kept, in no order."""
+        if not trajectory_ids:
+            return []
+        full = JobKeys(job_id).trajectories("train")[2]
+        found = await self._redis.call("HMGET", full, *trajectory_ids)
+        return [unpack(one) for one in found if one]
+
     async def get(self, job_id: str, trajectory_id: str) -> orch.GetTrajectoryResponse:
         """One trajectory with its turns. Raises `NotFound`."""
         for kind in _KINDS:
@@ -132,6 +143,20 @@ class RecentTrajectories:
             value=trajectory_id,
             remedy="`ListTrajectories` names those that are kept.",
         )
+
+
+def as_event(kept: orch.GetTrajectoryResponse) -> ro.TrajectoryEvent:
+    """The ending that a kept trajectory came from, but for its metrics."""
+    summary = kept.summary
+    return ro.TrajectoryEvent(
+        query_id=summary.query_id,
+        trajectory_id=summary.trajectory_id,
+        state=summary.state,
+        reason=summary.reason,
+        rewards=summary.rewards,
+        turns=kept.turns,
+        seconds=summary.seconds,
+    )
 
 
 class TrajectoryBuffer:

@@ -40,6 +40,11 @@ async def test_a_restarted_orchestrator_continues(cluster: Cluster, mode: str) -
     assert [row.step for row in rows] == [0, 1, 2, 3, 3]
     lines = (cluster.directory / job_id / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 5
+    # What had ended before a restart counts in its step's metrics, or is said to be unknown.
+    for row in rows[1:4]:
+        unseen = row.values.get("trajectories/unseen", 0)
+        assert row.values["trajectories/completed"] + unseen == 4
+    assert job.started_at.ToSeconds() - job.created_at.ToSeconds() <= 1
 
 
 async def test_a_cancel_survives_a_restart(cluster: Cluster) -> None:
@@ -125,3 +130,20 @@ async def test_jobs_survive_a_restart_of_redis(tmp_path: Path) -> None:
     finally:
         await cluster.close()
         server.stop()
+
+
+async def test_a_step_counts_what_ended_before_a_restart(cluster: Cluster) -> None:
+    worker = cluster.rollouts[0]
+    worker.script.slow = lambda ticket: 1000 if ticket.trajectory_id.endswith("t1") else 0.0
+    job_id = await cluster.submit(job_yaml(pipeline__steps=1))
+    await cluster.until(job_id, lambda job: "2 of 4 trajectories" in job.activity)
+    await asyncio.sleep(0.2)  # until those two are kept for looking at
+    await cluster.stop_orchestrator()
+    worker.script.slow = lambda ticket: 0.0
+    await cluster.start_orchestrator()
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert job.metrics["trajectories/completed"] == 4
+    assert job.metrics["reward/mean"] == 1.0
+    assert "trajectories/unseen" not in job.metrics
+    assert sorted(worker.ran) == sorted([f"q{q}-s0-t{t}" for q in (0, 1) for t in (0, 1, 1)])

@@ -63,7 +63,7 @@ def lasting_port() -> int:
     """A free port outside the range of outgoing connections: it is still free when a part that
     was stopped comes back to it."""
     while True:
-        port = random.randrange(15_000, 32_000)
+        port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port

@@ -27,6 +27,8 @@ class RolloutScript:
     """How a rollout worker behaves."""
 
     seconds: float = 0.002
+    # Besides.
+    slow: Callable[[ro.Ticket], float] = lambda ticket: 0.0
     reward: Callable[[ro.Ticket], dict[str, float]] = lambda ticket: {"solver": 1.0, "team": 1.0}
     # A reason: the trajectory fails with it.
     fail: Callable[[ro.Ticket], str | None] = lambda ticket: None
@@ -37,6 +39,8 @@ class RolloutScript:
     # Break the stream, once, after so many endings; with `die` the worker goes down with it.
     break_after: int | None = None
     die: bool = False
+    # Go down when asked to prepare a job.
+    die_preparing: bool = False
     # End trajectories in the store but say nothing about them before the break.
     silent: bool = False
 
@@ -77,6 +81,8 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self, request: ro.PrepareJobRequest, context: Any
     ) -> ro.PrepareJobResponse:
         self.calls["PrepareJob"] += 1
+        if self.script.die_preparing:
+            raise self.die()
         if self.script.prepare_error is not None:
             raise self.script.prepare_error
         self.specs[request.job_id] = JobSpec.model_validate_json(request.spec_json)
@@ -145,7 +151,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         event = ro.TrajectoryEvent(query_id=ticket.query_id, trajectory_id=ticket.trajectory_id)
         event.state = pb.TRAJECTORY_STATE_RUNNING
         events.put_nowait(event)
-        await asyncio.sleep(script.seconds)
+        await asyncio.sleep(script.seconds + script.slow(ticket))
         event = ro.TrajectoryEvent(
             query_id=ticket.query_id, trajectory_id=ticket.trajectory_id, seconds=script.seconds
         )

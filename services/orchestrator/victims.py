@@ -1,0 +1,48 @@
+"""Counts the worker processes that died at one and the same thing.
+
+A worker that is lost costs a repetition. But what kills its worker kills the next one as well - a
+workflow that ends its process, a batch larger than the memory - and would end the whole cluster,
+one process after another, before the step's deadline ends the job.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from services.orchestrator.workers import NAMES, Worker, WorkerRegistry
+from troupe.rpc import FailedPrecondition
+
+# Fewer than a supervisor restarts a process before it gives the cluster up.
+_LIMIT: Final = 3
+
+
+class Victims:
+    """Workers that broke off while they did `doing` ("ran q0-s0-t1")."""
+
+    def __init__(self, registry: WorkerRegistry, doing: str, field: str, remedy: str) -> None:
+        self._registry = registry
+        self._doing = doing
+        self._field = field
+        self._remedy = remedy
+        self._ids: set[str] = set()
+
+    def note(self, worker: Worker) -> None:
+        """`worker` broke off. Raises `FailedPrecondition` when too many of them are dead by now.
+
+        One that was only out of reach comes back under its id; one that drains ends on purpose.
+        """
+        if not worker.beat.draining:
+            self._ids.add(worker.worker_id)
+        dead = self._ids - {one.worker_id for one in self._registry.all() if one.alive}
+        if len(dead) >= _LIMIT:
+            raise FailedPrecondition(
+                f"{len(dead)} {NAMES[worker.kind]} workers died one after another while each "
+                f"{self._doing}: {', '.join(sorted(dead))}",
+                kind="workers_keep_dying",
+                field=self._field,
+                remedy=self._remedy,
+            )
+
+    def clear(self) -> None:
+        """It was done: the next death is another matter."""
+        self._ids.clear()

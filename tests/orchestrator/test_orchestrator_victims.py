@@ -1,0 +1,87 @@
+"""Jobs that kill their workers: they fail before they take the whole cluster with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+
+from tests.support.cluster import Cluster, job_yaml
+from tests.support.fake_rollout import RolloutScript
+from tests.support.fake_trainer import TrainerScript
+from tests.support.fake_worker import FakeWorker
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+
+
+async def sacrifice(
+    cluster: Cluster, job_id: str, first: FakeWorker, following: Callable[[], Awaitable[FakeWorker]]
+) -> tuple[orch.Job, int]:
+    """One worker after another until the job has ended; how many died."""
+    worker, deaths = first, 0
+    while deaths < 5:  # a supervisor starts a process again as often
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2):
+                await worker.death()
+                deaths += 1
+        if (await cluster.job(job_id)).state == pb.JOB_STATE_FAILED:
+            break
+        worker = await following()
+    return await cluster.wait(job_id), deaths
+
+
+@pytest.mark.parametrize("when", ["preparing", "running"])
+async def test_a_workflow_that_kills_every_worker_fails_its_job(
+    cluster: Cluster, when: str
+) -> None:
+    def deadly() -> RolloutScript:
+        if when == "preparing":
+            return RolloutScript(die_preparing=True)
+        return RolloutScript(seconds=1000, break_after=0, die=True)
+
+    cluster.rollouts[0].script = deadly()
+    job_id = await cluster.submit(job_yaml())
+    job, deaths = await sacrifice(
+        cluster, job_id, cluster.rollouts[0], lambda: cluster.add_rollout(deadly())
+    )
+    assert job.state == pb.JOB_STATE_FAILED
+    assert 3 <= deaths <= 4
+    assert job.problem.kind == "workers_keep_dying"
+    assert job.problem.field == ("policies" if when == "preparing" else "workflow")
+    assert "3 rollout workers died one after another while each " in job.problem.message
+    assert cluster.rollouts[0].worker_id in job.problem.message
+    assert "logs" in job.problem.remedy
+    # With the cause mended it goes on.
+    await cluster.add_rollout()
+    await cluster.resume(job_id)
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+
+
+async def test_a_policy_that_kills_every_trainer_fails_its_job(cluster: Cluster) -> None:
+    cluster.trainers[0].script.die_when = "claimed"
+    job_id = await cluster.submit(job_yaml(policies=["solver"]))
+    job, deaths = await sacrifice(
+        cluster,
+        job_id,
+        cluster.trainers[0],
+        lambda: cluster.add_trainer(TrainerScript(die_when="claimed")),
+    )
+    assert job.state == pb.JOB_STATE_FAILED
+    assert 3 <= deaths <= 4
+    assert (job.problem.kind, job.problem.field) == ("workers_keep_dying", "policies.solver")
+    assert "3 trainer workers died" in job.problem.message
+
+
+async def test_streams_that_break_kill_nobody(cluster: Cluster) -> None:
+    worker = cluster.rollouts[0]
+    worker.script = RolloutScript(seconds=0.01, break_after=0)
+    job_id = await cluster.submit(job_yaml())
+    for _ in range(4):
+        async with asyncio.timeout(10):
+            while worker.script.break_after is not None:
+                await asyncio.sleep(0.01)
+        worker.script.break_after = 0
+    worker.script.break_after = None
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
