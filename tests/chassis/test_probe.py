@@ -1,0 +1,33 @@
+"""The health check of containers, against a real server and against none."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from echo_service import Echo
+
+from services.chassis.app import serve
+from services.chassis.settings import ServiceSettings
+
+
+async def _probe(*arguments: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.chassis.probe", *arguments),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+async def test_a_serving_server_is_healthy() -> None:
+    async with serve(Echo(), ServiceSettings()) as server:
+        assert await _probe(server.address) == (0, "")
+        assert await _probe(server.address, Echo.name) == (0, "")
+        status, said = await _probe(server.address, "no.such.Service")
+        assert status == 1
+        assert "NOT_FOUND" in said
+    status, said = await _probe(server.address, "--timeout", "0.5")
+    assert status == 1
+    assert server.address in said
