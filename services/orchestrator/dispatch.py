@@ -83,6 +83,8 @@ class Dispatch:
                 self._wake.clear()
                 await self._patience.wait(self._wake.wait())
                 self._reap()
+                for victims in self._victims.values():
+                    victims.check()
                 if self._fault is not None:
                     raise self._fault
         finally:
@@ -219,10 +221,7 @@ class Dispatch:
                 "Look into the rollout workers' logs for what ended them: the workflow, a crash in "
                 "a library of its, too little memory. Then resume the job.",
             )
-        try:
-            victims.note(worker)
-        except TroupeError as error:
-            self._fail(error)
+        victims.note(worker)
 
     async def _ended_unseen(self) -> Collection[str]:
         if self._ended is None:

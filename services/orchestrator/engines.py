@@ -160,6 +160,7 @@ class Engines:
         if self._served.pop(worker, None) is not None:
             await self._job.warn(f"{worker} was lost")
         self._troubles.pop(worker, None)
+        self._victims.check()
 
     async def _prepare(self, worker: Worker) -> None:
         """PrepareJob, and then whatever versions moved in the meantime."""

@@ -124,6 +124,7 @@ class PolicyTrainer:
         attempts = Attempts(patience)
         async with self._binding:
             while self.worker is None or not self.worker.alive:
+                self._victims.check()
                 worker = await self._next_worker(patience)
                 try:
                     await self._bind_to(worker, patience)
@@ -205,6 +206,7 @@ class PolicyTrainer:
         while (worker := self._team.place(self.policy, self._avoid)) is None:
             patience.say(f"waiting for a trainer worker for {self.policy}")
             await patience.wait(self._job.shared.workers.change())
+            self._victims.check()
         # From here on the placement of the others counts it.
         self.worker = worker
         return worker
@@ -264,10 +266,7 @@ class PolicyTrainer:
         return next((one for one in found.commits if one.policy == self.policy), None)
 
     def _unbind_after(self, error: TroupeError) -> None:
-        """Forget the binding if it is gone, or if the worker says that there is none.
-
-        Raises `FailedPrecondition` when training keeps killing its workers.
-        """
+        """Forget the binding if it is gone, or if the worker says that there is none."""
         if self.worker is not None and isinstance(error, Unavailable):
             self._victims.note(self.worker)
         if self.worker is not None and (not self.worker.alive or error.kind in RENEWABLE):

@@ -25,18 +25,29 @@ class Victims:
         self._field = field
         self._remedy = remedy
         self._ids: set[str] = set()
+        self._kind = ""
 
     def note(self, worker: Worker) -> None:
-        """`worker` broke off. Raises `FailedPrecondition` when too many of them are dead by now.
+        """`worker` broke off; what it is, dead or out of reach, time will tell. See `check`.
 
-        One that was only out of reach comes back under its id; one that drains ends on purpose.
+        One that drains ends on purpose.
         """
         if not worker.beat.draining:
             self._ids.add(worker.worker_id)
+            self._kind = NAMES[worker.kind]
+
+    def check(self) -> None:
+        """Raise `FailedPrecondition` when too many of those that broke off are dead by now.
+
+        To be asked again when a worker was lost. One that was only out of reach is back under its
+        own id.
+        """
+        if len(self._ids) < _LIMIT:
+            return
         dead = self._ids - {one.worker_id for one in self._registry.all() if one.alive}
         if len(dead) >= _LIMIT:
             raise FailedPrecondition(
-                f"{len(dead)} {NAMES[worker.kind]} workers died one after another while each "
+                f"{len(dead)} {self._kind} workers died one after another while each "
                 f"{self._doing}: {', '.join(sorted(dead))}",
                 kind="workers_keep_dying",
                 field=self._field,
