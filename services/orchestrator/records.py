@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
+from pydantic import ValidationError
 
 from troupe.job import JobSpec
+from troupe.rpc import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -61,8 +63,21 @@ class JobRecord:
         return pb.JobState.Name(self.state).removeprefix("JOB_STATE_")
 
     def spec(self) -> JobSpec:
-        """The specification, as validated when the job was submitted."""
-        return JobSpec.model_validate_json(self.spec_json)
+        """The specification, as validated when the job was submitted.
+
+        Raises `FailedPrecondition` for a job of an older release that this one cannot run.
+        """
+        try:
+            return JobSpec.model_validate_json(self.spec_json)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise FailedPrecondition(
+                f"this release does not take the job's specification: {first['msg']}",
+                kind="spec_outdated",
+                field=".".join(map(str, first["loc"])),
+                value=first["input"],
+                remedy="Submit a new job; the old one's checkpoints are where they were.",
+            ) from error
 
     def to_hash(self) -> dict[str, str | bytes]:
         """The fields of the Redis hash."""
@@ -123,14 +138,16 @@ class JobRecord:
         activity: str,
     ) -> orch.Job:
         """The job as users see it."""
-        spec = self.spec()
+        # Not validated: a job of an older release must not keep people from seeing the others.
+        spec = json.loads(self.spec_json)
+        pipeline = spec.get("pipeline", {})
         job = orch.Job(
             job_id=self.job_id,
-            name=spec.name,
+            name=spec.get("name", ""),
             state=self.state,
-            mode=MODES[spec.pipeline.mode],
+            mode=MODES.get(pipeline.get("mode", ""), pb.PIPELINE_MODE_UNSPECIFIED),
             step=self.step,
-            total_steps=spec.pipeline.steps,
+            total_steps=pipeline.get("steps", 0),
             versions=versions,
             spec_json=self.spec_json,
             metrics=metrics,

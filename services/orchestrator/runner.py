@@ -42,6 +42,7 @@ class JobRunner:
         self._pause = asyncio.Event()
         self._cancel = False
         self._body: asyncio.Task[None] | None = None
+        self._epoch: int
         self._job: JobContext
         self._record: JobRecord
         self._sinks: Sinks | None = None
@@ -87,8 +88,9 @@ class JobRunner:
     async def _adopt(self) -> None:
         """Take the job over, wherever the runner before this one left it."""
         structlog.contextvars.bind_contextvars(job_id=self._job_id)
-        epoch = await self._shared.store.adopt(self._job_id)
+        self._epoch = epoch = await self._shared.store.adopt(self._job_id)
         self._record = record = await self._shared.store.get(self._job_id)
+        self._cancel = self._cancel or record.state == pb.JOB_STATE_CANCELLING
         self._job = JobContext(
             shared=self._shared,
             job_id=self._job_id,
@@ -97,9 +99,7 @@ class JobRunner:
             spec_json=record.spec_json,
             directory=record.directory,
         )
-        if record.state == pb.JOB_STATE_CANCELLING:
-            self._cancel = True
-        elif record.state == pb.JOB_STATE_PAUSING:
+        if record.state == pb.JOB_STATE_PAUSING:
             # The orchestrator died while the step finished; a resume takes the step up again.
             self._pause.set()
 
@@ -180,7 +180,8 @@ class JobRunner:
 
     async def _end(self, target: pb.JobState.ValueType, doing: str) -> None:
         """Give every worker back, as far as they answer, then move to the state `target`."""
-        self._job.show(doing, step=self._record.step)
+        if hasattr(self, "_job"):  # else its specification could not be read
+            self._job.show(doing, step=self._record.step)
         await self._release()
         await self._move(target)
         self._shared.log.forget(self._job_id)
@@ -237,7 +238,7 @@ class JobRunner:
         return (await self._shared.store.get(self._job_id)).state
 
     async def _move(self, target: pb.JobState.ValueType, problem: pb.Problem | None = None) -> None:
-        await self._shared.store.move(self._job_id, target, epoch=self._job.epoch, problem=problem)
+        await self._shared.store.move(self._job_id, target, epoch=self._epoch, problem=problem)
 
     def _patience(self, what: str) -> Patience:
         field = f"{what}_timeout_seconds"

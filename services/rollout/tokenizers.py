@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,9 @@ from troupe.job import ModelSpec
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.workflow import ChatTokenizer
 
+# transformers replaces its own module while it is imported: who imports it from another thread at
+# that time gets the one without names. Two jobs may be prepared at once.
+_importing = threading.Lock()
 _HUB_REMEDY = "Check the path; a hub id must be downloaded already or the hub reachable."
 
 
@@ -28,6 +33,8 @@ def load_language(model: ModelSpec, field: str) -> Language:
     Raises `FailedPrecondition` for a tokenizer or model that cannot be loaded, and
     `InvalidArgument` for one that does not fit the other; `field` names the model in the job.
     """
+    with _importing:
+        importlib.import_module("transformers")
     tokenizer = _load_tokenizer(model, field)
     config = _load_config(model, field)
     _check_vocabulary(tokenizer, config, model, field)

@@ -1,11 +1,15 @@
 """The orchestrator itself goes away and comes back; jobs wait for what they need."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import yaml
+from redis.asyncio import Redis
 
+from services.orchestrator.redis_access import JobKeys
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.redis_server import RedisServer
 from troupe.v1 import common_pb2 as pb
@@ -13,6 +17,8 @@ from troupe.v1 import orchestrator_pb2 as orch
 
 POLICIES = ("checker", "solver")
 RUNNING = (pb.JOB_STATE_RUNNING,)
+# A specification that only an older release took.
+RETIRED = yaml.safe_load(job_yaml("veteran", pipeline__steps=7, pipeline__stages=3))
 
 
 def states_of(events: list[orch.JobEvent]) -> list[int]:
@@ -147,3 +153,25 @@ async def test_a_step_counts_what_ended_before_a_restart(cluster: Cluster) -> No
     assert job.metrics["reward/mean"] == 1.0
     assert "trajectories/unseen" not in job.metrics
     assert sorted(worker.ran) == sorted([f"q{q}-s0-t{t}" for q in (0, 1) for t in (0, 1, 1)])
+
+
+async def test_a_job_of_an_older_release_is_shown_and_fails_by_itself(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.seconds = 1000
+    old = [await cluster.submit(job_yaml()) for _ in range(2)]
+    await cluster.wait(old[0], (pb.JOB_STATE_RUNNING,))
+    await cluster.stop_orchestrator()
+    redis = Redis.from_url(cluster.settings.redis_url)
+    for job_id in old:
+        await redis.hset(JobKeys(job_id).record, "spec_json", json.dumps(RETIRED))
+    cancelling = str(int(pb.JOB_STATE_CANCELLING))
+    await redis.hset(JobKeys(old[1]).record, "state", cancelling)
+    await redis.aclose()
+
+    await cluster.start_orchestrator()
+    job = await cluster.wait(old[0])
+    assert job.state == pb.JOB_STATE_FAILED
+    assert (job.problem.kind, job.problem.field) == ("spec_outdated", "pipeline.stages")
+    assert (job.name, job.total_steps) == ("veteran", 7)
+    assert (await cluster.wait(old[1])).state == pb.JOB_STATE_CANCELLED
+    listed = await cluster.api.ListJobs(orch.ListJobsRequest())
+    assert set(old) <= {one.job_id for one in listed.jobs}
