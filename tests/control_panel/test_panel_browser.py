@@ -69,6 +69,7 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel, tmp_path:
         # The conversation of a trajectory.
         await page.click("[data-trajectory=t1]")
         await expect(page.locator("#conversation .bubble")).to_have_text("4")
+        await expect(page.locator("#conversation .asked")).to_have_text("2+2")
         await expect(page.locator("#conversation")).not_to_contain_text("null")
 
         await page.click("[data-action=pause]")

@@ -62,17 +62,19 @@ export class Viewer {
     ];
     // The last message is what the agent was asked; the ones before are behind the fold.
     const asked = turn.messages.at(-1);
+    const before = turn.messages.slice(0, -1);
     return el(
       "div",
       { class: "turn", "--speaker": colour(turn.agent) },
-      asked
+      before.length
         ? el(
             "details",
             { class: "prompt" },
-            el("summary", {}, `${asked.role} → ${turn.agent} (${turn.messages.length} messages)`),
-            ...turn.messages.map((message) => el("pre", {}, `${message.role}: ${message.content}`)),
+            el("summary", {}, `${before.length} earlier message${before.length > 1 ? "s" : ""}`),
+            ...before.map((message) => el("pre", {}, `${message.role}: ${message.content}`)),
           )
         : null,
+      asked ? el("div", { class: "asked" }, asked.content) : null,
       el("div", { class: "who" }, el("b", {}, turn.agent), facts.filter(Boolean).join(" · ")),
       el("div", { class: "bubble" }, turn.response || "(nothing)"),
     );
