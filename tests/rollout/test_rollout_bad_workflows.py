@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -107,6 +108,16 @@ async def test_a_workflow_that_blocks_the_event_loop_is_interrupted(
     assert blocked_since(began)[0] >= 1.0
     assert blocked_since(time.monotonic()) == (0, "")
     assert [ended[f"h{n}-e0-t0"].state for n in (1, 2)] == [COMPLETED, COMPLETED]
+
+
+async def test_who_blocks_is_named_by_those_who_miss_their_deadline(tmp_path: Path) -> None:
+    async with open_house(tmp_path, blocked_seconds=1.0) as house:
+        await house.prepare("blocks", **QUICK)
+        ended = await house.run(evaluation(2))
+    assert ended["h0-e0-t0"].reason.startswith("workflow_blocked: ")
+    assert ended["h1-e0-t0"].reason.startswith("deadline: not done within ")
+    told = r"for 1\.\d s of it the workflow of h0-e0-t0 blocked the event loop"
+    assert re.search(told, ended["h1-e0-t0"].reason)
 
 
 async def test_branches_left_behind_are_ended(house: House) -> None:
