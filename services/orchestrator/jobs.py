@@ -23,6 +23,8 @@ from troupe.v1 import orchestrator_pb2 as orch
 
 _log = structlog.get_logger(__name__)
 _JOB_ID: Final = re.compile(r"^[a-z0-9][a-z0-9_-]{0,127}$")
+# What else an embedded cluster keeps in the data directory, beside the jobs' directories.
+_RESERVED: Final = frozenset({"logs", "redis", "transfer"})
 # A runner whose Redis is away looks again this often.
 _RETRY_SECONDS: Final = 2.0
 _RESUMABLE: Final = (pb.JOB_STATE_PAUSED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED)
@@ -61,6 +63,13 @@ class Jobs:
                 field="job_id",
                 value=job_id,
                 remedy="Use lower-case letters, digits, '-' and '_', at most 128 of them.",
+            )
+        if job_id in _RESERVED:
+            raise InvalidArgument(
+                "names a directory of the cluster itself",
+                field="job_id",
+                value=job_id,
+                remedy="Choose another.",
             )
         record = JobRecord(
             job_id=job_id,

@@ -49,9 +49,12 @@ def stop_ids(stops: Sequence[str], language: Language, field: str) -> tuple[int,
     found = list(language.eos_ids)
     for stop in stops:
         ids = language.chat.encode(stop)
-        if len(ids) != 1 or language.chat.transcript(ids) != stop:
+        known = language.chat.transcript(ids) == stop
+        if len(ids) != 1 or not known:
             raise InvalidArgument(
-                f"this is {len(ids)} tokens of the vocabulary, and must be one",
+                f"this is {len(ids)} tokens of the vocabulary, and must be one"
+                if known
+                else "the vocabulary cannot spell this",
                 field=field,
                 value=stop,
                 remedy="Stop at a single token, or cut the text in the workflow.",

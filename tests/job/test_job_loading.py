@@ -60,6 +60,8 @@ def test_home_is_that_of_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"pipeline__group_size": 10**6}, "pipeline.group_size = 1000000: .*less than or equal"),
         ({"policies__solver__optimizer__lr": float("inf")}, "optimizer.lr = inf: .*finite"),
         ({"limits__turn_seconds": float("nan")}, "limits.turn_seconds = nan"),
+        ({"policies__solver__engine": {"max_running": 10**7}}, "max_running = 10000000: .*less"),
+        ({"policies__solver__engine": {"urls": ["gpu-1"]}}, "engine.urls: 'gpu-1' is not of the"),
         ({"agents__solver__policy": "solvr"}, "agents.solver.policy: 'solvr' is not a policy"),
         ({"policies__solver__trainable": False}, "policies: none is trainable"),
         ({"tasks__args": {"x": b"\xff"}}, "tasks.args: must consist of JSON values"),

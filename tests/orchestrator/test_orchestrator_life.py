@@ -52,6 +52,7 @@ async def test_every_fault_of_a_specification_is_named(cluster: Cluster) -> None
     [
         ("spec", orch.SubmitJobRequest(spec=" ")),
         ("job_id", orch.SubmitJobRequest(spec=job_yaml(), job_id="../etc")),
+        ("job_id", orch.SubmitJobRequest(spec=job_yaml(), job_id="logs")),
     ],
 )
 async def test_a_bad_submission_names_its_field(

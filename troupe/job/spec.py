@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 _ENTRYPOINT = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+_URL = re.compile(r"^https?://[^/\s]+(/\S*)?$")
 NAME = r"^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"
 
 
@@ -106,7 +107,7 @@ class EngineSpec(_Section):
     """`embedded`: transformers inside the rollout process; `sglang`: an SGLang server."""
     replicas: int = Field(default=1, ge=1, le=1024)
     """Engines of this policy per rollout worker."""
-    max_running: int = Field(default=64, ge=1)
+    max_running: int = Field(default=64, ge=1, le=4096)
     """Turns that one engine generates at once; more wait in the router."""
     max_context: int = Field(default=2048, ge=16)
     """Tokens of prompt and response together that the engine keeps room for."""
@@ -118,6 +119,14 @@ class EngineSpec(_Section):
     """`sglang`: Python interpreter of the environment that holds SGLang; default: our own."""
     start_timeout_seconds: float = Field(default=600, gt=0)
     """How long an engine may take until it is ready."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if not _URL.match(url):
+                raise ValueError(f"'{url}' is not of the form http://HOST:PORT")
+        return urls
 
 
 class PolicySpec(_Section):
