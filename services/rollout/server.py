@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from services.rollout.preparation import EngineFactory, Preparation
 from services.rollout.runner import Runner
 from services.rollout.settings import RolloutSettings
 from services.rollout.store import TrajectoryLog
+from services.rollout.threads import DaemonThreads
 from services.rollout.watchdog import Watchdog
 from troupe.rpc import InvalidArgument, RetryPolicy, connect
 from troupe.states import TRAJECTORY, is_terminal
@@ -67,6 +69,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 
     async def start(self) -> None:
         """Begin to tell the orchestrator that this worker is here."""
+        # Also for the users' own `asyncio.to_thread`.
+        asyncio.get_running_loop().set_default_executor(DaemonThreads())
         self._watchdog.start()
         await self._heartbeat.start()
 

@@ -89,6 +89,11 @@ async def refuses_to_end(query: Any, agents: Any, tools: Any) -> dict[str, float
             continue
 
 
+async def waits_in_a_thread(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await asyncio.to_thread(time.sleep, 3600)
+    return {}
+
+
 async def cancels_itself(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     raise asyncio.CancelledError
 
