@@ -73,12 +73,18 @@ def evaluation_ticket(query: admission.QueryPlan) -> ro.Ticket:
     )
 
 
-def check_failures(job: JobContext, name: str, tally: Tally, total: int) -> None:
-    """Raise, as soon as it is certain, when more trajectories failed than the job allows."""
+def check_failures(
+    job: JobContext, name: str, tally: Tally, total: int, *, forgiven: int = 0
+) -> None:
+    """Raise, as soon as it is certain, when more trajectories failed than the job allows.
+
+    `total` have been begun; `forgiven` of the failed ones in `tally` are not of these.
+    """
     limit = job.spec.limits.max_failed_fraction
-    if admission.too_many_failed(tally.failed, total, limit):
+    failed = tally.failed - forgiven
+    if admission.too_many_failed(failed, total, limit):
         raise ResourceExhausted(
-            f"{name}: {tally.failed} of {total} trajectories failed (at most {limit:.0%} may), "
+            f"{name}: {failed} of {total} trajectories failed (at most {limit:.0%} may), "
             f"most of them so: {tally.most_common_reason}",
             kind="too_many_failed_trajectories",
             field="limits.max_failed_fraction",

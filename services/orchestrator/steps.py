@@ -51,6 +51,10 @@ class StepRunner:
         self._patience = Patience(self._name, job.spec.limits.step_seconds, "limits.step_seconds")
         # Trajectories of the step that have ended, those before a restart included.
         self._over = 0
+        # Of those before, the ones that failed: a job that was resumed must not fail over them
+        # again, their cause may be mended.
+        self._forgiven = 0
+        self._begun = self._total
         # Commits that the store knew when this runner came to the step; all of them.
         self._found: dict[str, es.StepCommit] = {}
         self._commits: dict[str, es.StepCommit] = {}
@@ -71,6 +75,8 @@ class StepRunner:
         self._over = len(ended)
         for kept in await self._job.shared.trajectories.find(self._job.job_id, ended):
             self._tally.add(as_event(kept), timed=False)
+        self._begun = self._total - len(ended)
+        self._forgiven = self._tally.failed
         rollout = self._roll_out(ended)
         policies = self._job.spec.trained_policies
         ticker = asyncio.create_task(self._tick())
@@ -137,7 +143,7 @@ class StepRunner:
         self._over += 1
         self._tally.add(event)
         self._recent.add(event)
-        check_failures(self._job, self._name, self._tally, self._total)
+        check_failures(self._job, self._name, self._tally, self._begun, forgiven=self._forgiven)
 
     async def _ended(self) -> Collection[str]:
         request = es.GetStepRequest(job_id=self._job.job_id, step=self._step)

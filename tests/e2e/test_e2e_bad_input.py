@@ -153,12 +153,12 @@ def edit(cluster: Standing, text: str) -> None:
 
 
 async def test_who_mends_the_workflow_can_resume(cluster: Standing) -> None:
-    edit(cluster, "async def play(query, agents, tools):\n    return {}[query.index]\n")
+    edit(cluster, "async def play(query, agents, tools):\n    return {}[query.split]\n")
     async with cluster.client() as client:
         handle = await client.submit(cluster.yaml("users_team:play"))
         end = await ended(handle)
         assert end.job.state == JobState.FAILED
-        assert "KeyError: 0 (users_team.py:2 in play)" in str(end.problem)
+        assert "KeyError: 'train' (users_team.py:2 in play)" in str(end.problem)
         edit(cluster, "from tests.support.bad_team import quick as play\n")
         await handle.resume()
         end = await ended(handle)
