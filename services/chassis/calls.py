@@ -60,5 +60,10 @@ class ObservedCall:
         cause = error.__cause__
         if isinstance(error, Internal) and cause is not None:
             log.error("call failed", error=str(error), exc_info=cause, **fields)
-        else:
-            log.warning("call refused", error=str(error), **fields)
+            return
+        # Whoever is pushed back asks again every second: the first refusals of a kind say it all.
+        counts = self._telemetry.refused
+        counts[self._method, error.kind] += 1
+        times = counts[self._method, error.kind]
+        report = log.warning if times & (times - 1) == 0 else log.debug
+        report("call refused", error=str(error), times=times, **fields)

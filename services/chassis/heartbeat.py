@@ -21,6 +21,8 @@ log = structlog.get_logger("troupe.heartbeat")
 Message = Callable[[], orchestrator_pb2.HeartbeatRequest]
 # A beat that takes longer is worth less than the next one.
 _TIMEOUT_SECONDS = 2.0
+# One that is away is asked for so often: it should not have to wait when it is back.
+_AWAY_SECONDS = 0.25
 # An orchestrator that asks for another pace is believed within these bounds.
 _MIN_SECONDS, _MAX_SECONDS = 0.05, 30.0
 
@@ -81,7 +83,7 @@ class Heartbeat:
             if self._reached is not False and not leaving:
                 log.warning("orchestrator away", address=address, error=str(error))
             self._reached = False
-            return self._interval
+            return min(self._interval, _AWAY_SECONDS)
         except Exception:
             # A bug in message() must not make a living worker look dead for ever.
             log.exception("no heartbeat could be made")

@@ -13,6 +13,29 @@ import xxhash
 from troupe.rpc import AlreadyExists, Unavailable
 
 T = TypeVar("T")
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+def forgets(when: Callable[[Any], bool]) -> Callable[[Handler], Handler]:
+    """Marks a handler whose responses need not be remembered when `when(response)`: they tell
+    that nothing happened, so that a repeated call may run again."""
+
+    def mark(handler: Handler) -> Handler:
+        handler.forgets = when  # type: ignore[attr-defined]
+        return handler
+
+    return mark
+
+
+def compares(what: Callable[[Any], bytes]) -> Callable[[Handler], Handler]:
+    """Marks a handler whose requests are long: of one that comes with a known id only
+    `what(request)` must be the same as before, not every byte."""
+
+    def mark(handler: Handler) -> Handler:
+        handler.compares = what  # type: ignore[attr-defined]
+        return handler
+
+    return mark
 
 
 class IdempotencyCache:
@@ -48,9 +71,10 @@ class IdempotencyCache:
         call: Callable[[], Awaitable[T]],
         *,
         abandoned: Callable[[], None] | None = None,
+        forget: Callable[[T], bool] | None = None,
     ) -> T:
         """The response of `call()`, run once per `key`. `abandoned()` is told when the last
-        caller left before it ended.
+        caller left before it ended. A response that `forget` names is for those only who wait.
 
         Raises `AlreadyExists` when `key` came with another `payload` before, and whatever
         `call` raises.
@@ -61,7 +85,7 @@ class IdempotencyCache:
         if entry is None:
             entry = _Entry(digest, asyncio.ensure_future(call()))
             self._running[key] = entry
-            entry.task.add_done_callback(lambda _: self._settle(key, entry))
+            entry.task.add_done_callback(lambda _: self._settle(key, entry, forget))
         elif entry.digest != digest:
             raise AlreadyExists(
                 "this id came with another request before",
@@ -93,10 +117,12 @@ class IdempotencyCache:
         finally:
             entry.waiters -= 1
 
-    def _settle(self, key: Hashable, entry: _Entry) -> None:
+    def _settle(self, key: Hashable, entry: _Entry, forget: Callable[[Any], bool] | None) -> None:
         del self._running[key]
         # Asking for the exception also marks it as seen when nobody waits any more.
         if entry.task.cancelled() or entry.task.exception() is not None:
+            return
+        if forget is not None and forget(entry.task.result()):
             return
         size = getattr(entry.task.result(), "ByteSize", None)
         entry.size = 0 if size is None else size()

@@ -34,6 +34,8 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(self, settings: ServiceSettings, telemetry: Telemetry) -> None:
         self.state = "starting"
+        # What the service waits for, in words; those it refuses meanwhile are told.
+        self.problem: Callable[[], str | None] = lambda: None
         self.idempotency = IdempotencyCache(settings.idempotency_seconds)
         self._settings = settings
         self._telemetry = telemetry
@@ -86,6 +88,8 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _wrap_unary(self, method: str, behavior: Any) -> Callable[[Any, Any], Any]:
         once = self.idempotency
+        forget = getattr(behavior, "forgets", None)
+        compared = getattr(behavior, "compares", _all_of)
 
         async def unary(request: Any, context: Any) -> Any:
             call = self._observe(method, "unary", request, context)
@@ -97,11 +101,11 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 request_id = getattr(request, "request_id", "")
                 if not request_id:
                     return await self._bounded(method, behavior, request, context)
-                payload = request.SerializeToString(deterministic=True)
                 return await once.run(
                     (method, request_id),
-                    payload,
+                    compared(request),
                     lambda: self._bounded(method, behavior, request, context),
+                    forget=forget,
                 )
             except BaseException as raised:
                 code, error = self._judge(raised, method)
@@ -159,8 +163,10 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     remedy="Set TROUPE_TOKEN to the token that the services were started with.",
                 )
         if self.state != "serving" and not method.startswith(_INFRASTRUCTURE):
+            problem = self.problem() if self.state == "starting" else None
             raise Unavailable(
-                f"{self._telemetry.service} is {self.state}", kind=f"service_{self.state}"
+                f"{self._telemetry.service} is {self.state}" + (f": {problem}" if problem else ""),
+                kind=f"service_{self.state}",
             )
 
     async def _bounded(self, method: str, behavior: Any, request: Any, context: Any) -> Any:
@@ -210,6 +216,11 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
         error.__cause__ = raised
         return error.code, error
+
+
+def _all_of(request: Any) -> bytes:
+    payload: bytes = request.SerializeToString(deterministic=True)
+    return payload
 
 
 def _current_task() -> asyncio.Task[Any]:

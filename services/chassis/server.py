@@ -7,7 +7,7 @@ import contextlib
 import ipaddress
 import os
 from collections.abc import AsyncIterator, Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import grpc
 import structlog
@@ -43,6 +43,15 @@ class Service(Protocol):
 
         Also called after a `start` that failed or was interrupted.
         """
+
+
+@runtime_checkable
+class WaitingService(Protocol):
+    """A service that can say what its start waits for."""
+
+    @property
+    def problem(self) -> str | None:
+        """What it waits for, in words: calls that are refused meanwhile say so."""
 
 
 Factory = Callable[[S, Telemetry], Service]
@@ -109,6 +118,9 @@ class RunningServer(Generic[S]):
         """Start the service, then answer calls and say SERVING."""
         assert self.service is not None, "open() comes first"
         self._started = True
+        if isinstance(self.service, WaitingService):
+            waiting = self.service
+            self._interceptor.problem = lambda: waiting.problem
         await self.service.start()
         self._interceptor.state = "serving"
         for name in ("", self.service.name):

@@ -76,6 +76,8 @@ class ServiceSettings(BaseSettings):
     """Jobs' directories; shared by the services of a cluster."""
     transfer_dir: Path = Field(default_factory=lambda: Path(f"/dev/shm/troupe-{os.getuid()}"))
     """tmpfs directory through which weights move on this host."""
+    paced_trace_dir: Path | None = None
+    """Where paced stand-ins write when they were busy (`troupe.timeline`)."""
 
     # Who it is.
     worker_id: str = Field(

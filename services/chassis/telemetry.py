@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import threading
 from collections.abc import Sequence
@@ -47,6 +48,8 @@ class Telemetry:
         self.rpc_slow = self.counter(
             "troupe_rpc_slow", "Unary calls longer than slow_call_seconds.", ["method"]
         )
+        # Calls refused so far, by method and kind of error.
+        self.refused: collections.Counter[tuple[str, str]] = collections.Counter()
         self._httpd: Any = None
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:

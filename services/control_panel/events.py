@@ -59,7 +59,10 @@ async def cluster_events(source: Upstream) -> AsyncIterator[ServerSentEvent]:
             )
             data = {
                 "cluster": views.plain(cluster),
-                "jobs": [views.job(job).model_dump(exclude={"spec"}) for job in jobs.jobs],
+                # Newest first: the page shows the first.
+                "jobs": [
+                    views.job(job).model_dump(exclude={"spec"}) for job in reversed(jobs.jobs)
+                ],
             }
             yield ServerSentEvent(event="cluster", data=json.dumps(data))
         except TroupeError as error:

@@ -38,7 +38,7 @@ def upstream(request: Request) -> Upstream:
 async def list_jobs(request: Request) -> list[views.Job]:
     """All jobs, newest first."""
     reply = await upstream(request).stub.ListJobs(pb.ListJobsRequest())
-    return [views.job(job) for job in reply.jobs]
+    return [views.job(job) for job in reversed(reply.jobs)]
 
 
 @router.post("", status_code=201)
@@ -49,19 +49,7 @@ async def submit_job(
     idempotency_key: IdempotencyKey = None,
 ) -> views.Job:
     """Submit a job. The body is its YAML (or JSON) text."""
-    body = await request.body()
-    if len(body) > MAX_SPEC_BYTES:
-        raise InvalidArgument(
-            f"the specification has {len(body)} bytes; at most {MAX_SPEC_BYTES} are taken",
-            field="body",
-            remedy="Keep data out of the specification; name files instead.",
-        )
-    try:
-        spec = body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(
-            f"the body is not UTF-8: {error}", field="body", remedy="Send the job's YAML as text."
-        ) from error
+    spec = await _specification(request)
     reply = await upstream(request).stub.SubmitJob(
         pb.SubmitJobRequest(request_id=idempotency_key or new_id("panel"), spec=spec, job_id=job_id)
     )
@@ -91,9 +79,10 @@ async def pause_job(
 async def resume_job(
     request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
 ) -> views.Job:
-    """Go on from the last committed step."""
+    """Go on from the last committed step; under the specification in the body, if there is one."""
+    spec = await _specification(request)
     reply = await upstream(request).stub.ResumeJob(
-        pb.ResumeJobRequest(request_id=idempotency_key or new_id("panel"), job_id=job_id)
+        pb.ResumeJobRequest(request_id=idempotency_key or new_id("panel"), job_id=job_id, spec=spec)
     )
     return views.job(reply.job)
 
@@ -110,6 +99,17 @@ async def cancel_job(
         pb.CancelJobRequest(
             request_id=idempotency_key or new_id("panel"), job_id=job_id, reason=reason
         )
+    )
+    return views.job(reply.job)
+
+
+@router.post("/{job_id}/forget")
+async def forget_job(
+    request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
+) -> views.Job:
+    """Free the rows that an ended job keeps for a resume; its log and checkpoints stay."""
+    reply = await upstream(request).stub.ForgetJob(
+        pb.ForgetJobRequest(request_id=idempotency_key or new_id("panel"), job_id=job_id)
     )
     return views.job(reply.job)
 
@@ -139,7 +139,7 @@ async def list_metrics(
     request: Request,
     job_id: JobId,
     name: Annotated[list[str] | None, Query(description="Only these metrics.")] = None,
-    after_step: Annotated[int, Query(description="Only later steps.")] = -1,
+    after_step: Annotated[int, Query(ge=-1, lt=2**63, description="Only later steps.")] = -1,
 ) -> list[views.MetricsRow]:
     """Metrics per step."""
     reply = await upstream(request).stub.ListMetrics(
@@ -197,7 +197,7 @@ class GenerateBody(BaseModel):
         min_length=1, examples=[[{"role": "user", "content": "hi"}]]
     )
     temperature: float | None = Field(default=None, ge=0)
-    max_new_tokens: int | None = Field(default=None, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1, lt=2**31)
 
 
 @router.post("/{job_id}/policies/{policy}/generate")
@@ -229,3 +229,20 @@ async def generate(
         output_ids=list(result.output_ids),
         version=result.versions[-1].version if result.versions else None,
     )
+
+
+async def _specification(request: Request) -> str:
+    """The body as text: a job's YAML or JSON."""
+    body = await request.body()
+    if len(body) > MAX_SPEC_BYTES:
+        raise InvalidArgument(
+            f"the specification has {len(body)} bytes; at most {MAX_SPEC_BYTES} are taken",
+            field="body",
+            remedy="Keep data out of the specification; name files instead.",
+        )
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"the body is not UTF-8: {error}", field="body", remedy="Send the job's YAML as text."
+        ) from error

@@ -8,9 +8,9 @@ import sys
 import uvloop
 
 from services.chassis.app import run
-from services.chassis.settings import ServiceSettings
 from services.experience_store.server import make_service
+from services.experience_store.settings import StoreSettings
 
 if __name__ == "__main__":
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    sys.exit(run(make_service, ServiceSettings))
+    sys.exit(run(make_service, StoreSettings))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +25,8 @@ Response = store_pb.ClaimMicroBatchResponse
 
 # Payload bytes of one claim: its response must pass the message limit (64 MiB by default).
 CLAIM_BYTES: Final = 32 * 2**20
+# A group that may not be split can need more, but it has to pass that limit too.
+GROUP_BYTES: Final = 60 * 2**20
 _CAUSES: Final = {
     "expired": "its lease ran out",
     "released": "it was released",
@@ -47,6 +49,15 @@ class ClaimRequest:
     max_tokens: int
     """0: no bound."""
     lease_seconds: float
+    oldest_version: int | None = None
+    """Groups with a sample that an older version began are dropped as "stale". It belongs to the
+    step: the highest that any claim named holds, a lower one is ignored, because what the higher
+    one excluded is gone for good."""
+    whole_groups: bool = False
+    """Never split a group over two claims, even if that exceeds the bounds."""
+    balance_tokens: bool = False
+    """Choose samples such that claims have about equally many tokens, not in order of their ids.
+    Once a claim asked for it, the samples of its step are kept in order of tokens."""
 
 
 class Claims:
@@ -58,11 +69,17 @@ class Claims:
         self._samples = samples
         self._notices = notices
 
-    async def claim(self, request: ClaimRequest, wait_seconds: float) -> Response:
-        """Lease a micro-batch, waiting at most `wait_seconds` for a full one.
+    async def claim(
+        self,
+        request: ClaimRequest,
+        wait_seconds: float,
+        gone: Callable[[], bool] = lambda: False,
+    ) -> Response:
+        """Lease a micro-batch, waiting at most `wait_seconds` for a full one, or until whoever
+        asked is `gone`: what was leased to the dead would be missing until the lease runs out.
 
         Raises `FailedPrecondition` of kind `claim_lost` when the claim was lost before, or its
-        claimant was superseded.
+        claimant was superseded, of kind `group_too_large` when a whole group cannot be sent.
         """
         await self._tables.check_policy(request.job, request.policy)
         deadline = time.monotonic() + wait_seconds
@@ -73,6 +90,8 @@ class Claims:
             kinds=frozenset({CLAIMABLE}),
         ) as bell:
             while True:
+                if gone():
+                    return Response(outcome=Response.OUTCOME_WAIT)
                 response, expiry_seconds = await self._try(request)
                 left = deadline - time.monotonic()
                 if (
@@ -97,6 +116,10 @@ class Claims:
             request.max_tokens,
             CLAIM_BYTES,
             _milliseconds(request.lease_seconds),
+            "" if request.oldest_version is None else request.oldest_version,
+            int(request.whole_groups),
+            int(request.balance_tokens),
+            GROUP_BYTES,
         )
         if outcome == b"wait":
             expiry = int(rest[0]) / 1000 if int(rest[0]) else math.inf
@@ -107,6 +130,8 @@ class Claims:
             raise lost(request.claim, f"it belongs to {rest[0].decode()}")
         if outcome == b"lost":
             raise lost(request.claim, cause_text(rest[0]))
+        if outcome == b"too_large":
+            raise _too_large(rest[0].decode(), int(rest[1]))
         return await self._deliver(request, *rest), math.inf
 
     async def _deliver(
@@ -114,27 +139,27 @@ class Claims:
         request: ClaimRequest,
         samples: Sequence[bytes],
         records: Sequence[bytes],
-        groups: Sequence[bytes],
+        groups: Sequence[int],
         rewards: Sequence[bytes],
     ) -> Response:
+        """`groups` says for every sample which of `rewards`, counted from 1, are its group's."""
         parsed = [
             (sample.decode(), Record.parse(record.decode()))
             for sample, record in zip(samples, records, strict=True)
         ]
-        rewards_of = {
-            group.decode(): [float(reward) for reward in text.decode().split(",")]
-            for group, text in zip(groups, rewards, strict=True)
-        }
+        rewards_of = [[float(reward) for reward in text.decode().split(",")] for text in rewards]
         try:
-            rows = await self._samples.rows(request.job, request.policy, request.step, parsed)
+            payloads = await self._samples.payloads(
+                request.job, request.policy, request.step, parsed
+            )
         except PayloadGoneError as error:
             # Committed or dropped by somebody else since the script ran.
             raise lost(request.claim, "its samples are gone") from error
         response = Response(outcome=Response.OUTCOME_CLAIMED, claim_id=request.claim)
-        for row, (_, record) in zip(rows, parsed, strict=True):
-            response.samples.add(
-                sample=row, group_rewards=rewards_of[f"{record.query}\t{record.group}"]
-            )
+        for payload, (_, record), group in zip(payloads, parsed, groups, strict=True):
+            # Into the response at once: rows are long, and every copy of them counts.
+            item = response.samples.add(group_rewards=rewards_of[group - 1])
+            record.read(payload, item.sample)
         return response
 
     async def renew(
@@ -179,6 +204,16 @@ def lost(claim: str, why: str, *, claimant: str | None = None) -> FailedPrecondi
 def cause_text(value: bytes) -> str:
     """Why a claim was lost, in words."""
     return _CAUSES.get(value.decode(), value.decode())
+
+
+def _too_large(group: str, size: int) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"group {group} has {size:,} bytes, one claim can carry {GROUP_BYTES:,}",
+        kind="group_too_large",
+        field="whole_groups",
+        value=group,
+        remedy="Claim without whole_groups, or run fewer or shorter trajectories per query.",
+    )
 
 
 def _milliseconds(seconds: float) -> int:

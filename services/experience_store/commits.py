@@ -10,8 +10,15 @@ from collections.abc import Sequence
 from typing import Final
 
 from services.experience_store.claims import cause_text, lost
+from services.experience_store.database import Database
+from services.experience_store.keys import PolicyKeys
 from services.experience_store.notices import Notices
-from services.experience_store.records import LETTER_OF, commit_bytes, parse_commit
+from services.experience_store.records import (
+    LETTER_OF,
+    commit_bytes,
+    parse_commit,
+    samples_digest,
+)
 from services.experience_store.requests import clean_reason
 from services.experience_store.steps import Steps
 from services.experience_store.tables import Tables
@@ -30,7 +37,8 @@ _TARGETS: Final = {
 class Commits:
     """Commits of all policies."""
 
-    def __init__(self, tables: Tables, steps: Steps, notices: Notices) -> None:
+    def __init__(self, database: Database, tables: Tables, steps: Steps, notices: Notices) -> None:
+        self._database = database
         self._tables = tables
         self._steps = steps
         self._notices = notices
@@ -42,12 +50,22 @@ class Commits:
 
         Raises `FailedPrecondition`, and changes nothing, when a claim is lost (`claim_lost`),
         trajectories are still running (`step_unsealed`), samples are left that these claims do not
-        hold (`step_incomplete`), or the version goes backwards (`version_backwards`).
+        hold (`step_incomplete`), the version goes backwards (`version_backwards`), or the claims'
+        samples have another digest than `commit` names (`digest_mismatch`). Without one it gets
+        that of the samples.
         """
         await self._tables.check_policy(job, commit.policy)
+        table = await self._tables.get(job)
         applied = commit.outcome == store_pb.STEP_OUTCOME_APPLIED
         version = commit.weights.version if commit.HasField("weights") else -1
         distinct = list(dict.fromkeys(claims))
+        # What a claim holds never changes while it lives: should it be lost before the script
+        # runs, the script refuses.
+        samples = await self._held(job, commit.policy, commit.step, distinct)
+        digest = samples_digest(samples)
+        agrees = not commit.HasField("samples_digest") or commit.samples_digest == digest
+        if samples:
+            commit.samples_digest = digest
         outcome, *rest = await self._steps.on_table(
             "commit",
             job,
@@ -59,6 +77,8 @@ class Commits:
             version,
             int(applied),
             commit_bytes(commit),
+            int(agrees),
+            table.max_uses,
             *distinct,
         )
         if outcome in (b"committed", b"existed"):
@@ -66,6 +86,17 @@ class Commits:
                 self._notices.written(job, commit.policy, commit.step)
             return parse_commit(rest[0]), bool(outcome == b"existed")
         raise _refusal(outcome, rest, commit, claimant)
+
+    async def _held(self, job: str, policy: str, step: int, claims: Sequence[str]) -> list[str]:
+        """The samples of these claims, as far as they live."""
+        if not claims:
+            return []
+        key = PolicyKeys(job, policy).step(step, "claims")
+        found = await self._database.execute("HMGET", key, *claims)
+        texts = [text.decode() for text in found if text is not None]
+        return [
+            sample for text in texts if not text.startswith("\t") for sample in text.split("\n")
+        ]
 
 
 def _refusal(
@@ -78,7 +109,8 @@ def _refusal(
     where = f"step {commit.step} of policy {commit.policy}"
     if outcome == b"unsealed":
         return FailedPrecondition(
-            f"{where} has {int(rest[0])} of {int(rest[1])} trajectories",
+            f"{where} has {int(rest[0])} of {int(rest[1])} trajectories"
+            + (", and is held open for more" if int(rest[2]) else ""),
             kind="step_unsealed",
             field="step",
             value=commit.step,
@@ -92,6 +124,13 @@ def _refusal(
             kind="step_incomplete",
             field="claim_ids",
             remedy="Claim until OUTCOME_EXHAUSTED and name all claims.",
+        )
+    if outcome == b"digest":
+        return FailedPrecondition(
+            f"{where}: what was trained on are not the samples that the claims hold",
+            kind="digest_mismatch",
+            field="samples_digest",
+            remedy="Throw the accumulated gradients away, release, and begin the step again.",
         )
     if outcome == b"backwards":
         return FailedPrecondition(

@@ -1,8 +1,4 @@
-"""The connection to Redis: scripts, pipelines, and what a failure of Redis means to a caller.
-
-redis-py's own retries are off: repeating is the business of `troupe.rpc.RetryPolicy`, and every
-script is repeatable, so a call that broke may be sent again.
-"""
+"""Scripts and commands in Redis, and what a failure of Redis means to a caller."""
 
 from __future__ import annotations
 
@@ -13,13 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import redis.asyncio as aioredis
 import structlog
 from redis import exceptions
 from redis.asyncio.client import PubSub
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
+from services.experience_store.connection import CLUSTER_SCHEMES, connect_to
 from services.experience_store.scripts import load_scripts
 from troupe.rpc import (
     FailedPrecondition,
@@ -41,8 +35,14 @@ OLDEST_VERSION: Final = (6, 2)
 # Redis does one thing at a time: a burst of hundreds of appends waits here, not in its sockets.
 MAX_CONNECTIONS: Final = 32
 
-# TimeoutError is an OSError.
-_UNREACHABLE: Final = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
+# TimeoutError is an OSError; a cluster's client has errors that are no RedisError.
+_FAILURES: Final = (exceptions.RedisError, exceptions.RedisClusterException, OSError)
+_UNREACHABLE: Final = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.RedisClusterException,
+    OSError,
+)
 # A replica, a primary without its replicas, a full disk.
 _NO_WRITES: Final = (exceptions.ReadOnlyError, exceptions.ClusterDownError)
 _NO_WRITES_WORDS: Final = ("MISCONF", "READONLY", "read only replica", "NOREPLICAS", "BUSY ")
@@ -62,21 +62,15 @@ class Database:
 
     def __init__(self, url: str, *, timeout: float = 5.0, retries: RetryPolicy = RETRIES) -> None:
         self.address = _shown(url)
+        self.clustered = urlsplit(url).scheme in CLUSTER_SCHEMES
         self._timeout = timeout
         self._retries = retries
         self._scripts = load_scripts()
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self.problem: str | None = None
+        """Why Redis cannot be had, while `wait_ready` waits for it."""
         try:
-            self._pool = aioredis.ConnectionPool.from_url(
-                url,
-                # Bounded in `_send`: redis-py's own way (asyncio.wait_for) swallows cancellation
-                # on Python 3.11, and makes a task of every write.
-                socket_timeout=None,
-                socket_connect_timeout=timeout,
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-                client_name="troupe-experience-store",
-            )
+            self._connection = connect_to(url, timeout)
         except ValueError as error:
             raise FailedPrecondition(
                 f"not a Redis URL: {error}",
@@ -85,7 +79,6 @@ class Database:
                 value=self.address,
                 remedy="Set TROUPE_REDIS_URL, for example redis://127.0.0.1:6379/0.",
             ) from error
-        self._redis: Any = aioredis.Redis(connection_pool=self._pool)
 
     async def run(self, script: str, base: str, *args: str | bytes | int) -> list[Any]:
         """The reply of one script."""
@@ -119,9 +112,10 @@ class Database:
                 if any(isinstance(reply, exceptions.NoScriptError) for reply in replies):
                     # Redis was restarted or flushed its scripts; all of them are repeatable.
                     names = {call.script for call in missing_scripts}
-                    await self._send([("SCRIPT", "LOAD", self._scripts[n].text) for n in names])
+                    async with asyncio.timeout(self._timeout):
+                        await self._connection.load(self._scripts[name].text for name in names)
                     replies = await self._send(commands)
-            except (exceptions.RedisError, OSError) as error:
+            except _FAILURES as error:
                 raise self._typed(error) from error
             for reply in replies:
                 if isinstance(reply, Exception):
@@ -135,15 +129,7 @@ class Database:
 
     async def _send(self, commands: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
         async with self._slots, asyncio.timeout(self._timeout):
-            if len(commands) == 1:
-                try:
-                    return [await self._redis.execute_command(*commands[0])]
-                except exceptions.ResponseError as error:
-                    return [error]
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for command in commands:
-                    pipe.execute_command(*command)
-                return list(await pipe.execute(raise_on_error=False))
+            return await self._connection.send(commands)
 
     async def wait_ready(self) -> dict[str, str]:
         """Wait, without end, until Redis answers; returns what it says about itself.
@@ -152,11 +138,15 @@ class Database:
         old, or wants other credentials: waiting would not help.
         """
         attempt, rng = 0, random.Random()
+        self.problem = f"it waits for Redis at {self.address}"
         while True:
             attempt += 1
             try:
-                return await self._introduce()
+                info = await self._introduce()
+                self.problem = None
+                return info
             except Unavailable as error:
+                self.problem = str(error)
                 # Each of the first few attempts, then about twice a minute.
                 if attempt <= 3 or attempt % 16 == 0:
                     log.warning("waiting_for_redis", attempt=attempt, error=str(error))
@@ -173,24 +163,35 @@ class Database:
                 value=version,
                 remedy="Run Redis 6.2 or newer.",
             )
-        await self.execute_each(
-            [("SCRIPT", "LOAD", script.text) for script in self._scripts.values()]
-        )
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._connection.load(script.text for script in self._scripts.values())
+        except _FAILURES as error:
+            raise self._typed(error) from error
         return info
 
     async def info(self) -> dict[str, str]:
         """What Redis says about itself, by name."""
-        return {str(name): str(value) for name, value in (await self.execute("INFO")).items()}
+
+        async def attempt(_left: float | None) -> dict[str, str]:
+            try:
+                async with self._slots, asyncio.timeout(self._timeout):
+                    return await self._connection.info()
+            except _FAILURES as error:
+                raise self._typed(error) from error
+
+        try:
+            return await attempt(None)
+        except Unavailable:
+            return await self._retries.run(attempt, self._timeout)
 
     def pubsub(self) -> PubSub:
         """A subscription of its own connection."""
-        pubsub: PubSub = self._redis.pubsub()
-        return pubsub
+        return self._connection.pubsub()
 
     async def close(self) -> None:
         """Give all connections back."""
-        await self._redis.aclose()
-        await self._pool.disconnect()
+        await self._connection.close()
 
     def _typed(self, error: Exception) -> TroupeError:
         text = str(error)
@@ -201,6 +202,19 @@ class Database:
                 field="redis_url",
                 value=self.address,
                 remedy="Put the user and password into TROUPE_REDIS_URL.",
+            )
+        if isinstance(error, exceptions.MovedError | exceptions.AskError) or (
+            "cluster mode is not enabled" in text.lower()
+        ):
+            found, wanted = ("a node of a cluster", "redis-cluster://")
+            if self.clustered:
+                found, wanted = ("no Redis Cluster", "redis://")
+            return FailedPrecondition(
+                f"Redis at {self.address} is {found}",
+                kind="redis_url",
+                field="redis_url",
+                value=self.address,
+                remedy=f"Begin TROUPE_STORE_REDIS_URL with {wanted}.",
             )
         if isinstance(error, _UNREACHABLE):
             # `redis.ConnectionError: Error 111 connecting to ...` and the like.
@@ -236,4 +250,6 @@ def _shown(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return f"unix://{parts.path}"
+    if parts.scheme in CLUSTER_SCHEMES:
+        return parts.netloc.rpartition("@")[2]
     return f"{parts.hostname or 'localhost'}:{parts.port or 6379}{parts.path.rstrip('/')}"

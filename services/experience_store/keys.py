@@ -24,7 +24,7 @@ CHANNEL_PATTERN: Final = f"{PREFIX}:*:changes"
 # `staged:<trajectory>:<attempt>`.
 STEP_KEYS: Final = (
     "step",  # hash: group_size, expected, counts per state, flags
-    "ended",  # hash: trajectory -> how it ended; its rows are in this table
+    "ended",  # hash: trajectory -> how, query, why; its rows are in this table
     "queries",  # hash: query -> trajectories ended
     "book",  # hash: sample -> record (records.py)
     "members",  # sorted set: query, group, sample; in this order
@@ -35,7 +35,11 @@ STEP_KEYS: Final = (
     "held",  # hash: claimant -> samples that it holds
     "fenced",  # hash: claimant -> why it must start over
     "dropped",  # hash: reason -> samples or trajectories
+    "roster",  # hash: query that left or came -> how (lua/roster.lua)
+    "tallies",  # hash: query, kind -> rows
     "stages",  # set of staged keys, to free them with the step
+    "leaving",  # hash: sample -> its record in the next step, which is not in the table yet
+    "returned",  # set of the keys of rows that came from an earlier step
 )
 
 
@@ -65,16 +69,43 @@ class JobKeys:
         """Sorted set of the steps that some policy has not committed."""
         return f"{self.base}:live"
 
+    @property
+    def log(self) -> str:
+        """Hash: step -> its roster and endings (log.Roster); outlives the step."""
+        return f"{self.base}:log"
+
+    @property
+    def logged_tables(self) -> str:
+        """What `tables` was; outlives it."""
+        return f"{self.base}:logged-tables"
+
     def step(self, step: int) -> str:
-        """Hash: group_size, expected, ended, queries and versions (JSON)."""
+        """Hash: group_size; versions (JSON); queries, as they are and as `opened` (JSON);
+        expected and ended trajectories; complete queries; held_open; cursor.
+
+        Trajectories of queries that were dropped are expected, and have ended. Queries that were
+        carried to another step are gone from here with all that is theirs.
+        """
         return f"{self.base}:{step}:step"
 
+    @property
+    def rosters(self) -> str:
+        """How often a step's roster has changed."""
+        return f"{self.base}:rosters"
+
+    def all_of(self, step: int) -> tuple[str, ...]:
+        """All keys of a step, the one first by which it is known to be open."""
+        names = ("step", "ended", "queries", "left", "came")
+        return tuple(f"{self.base}:{step}:{name}" for name in names)
+
     def ended(self, step: int) -> str:
-        """Hash: trajectory -> its one ending (records.Ending)."""
+        """Hash: trajectory -> its one ending (records.Ending). Those that ended because their query
+        was dropped are named `query TAB number`.
+        """
         return f"{self.base}:{step}:ended"
 
     def queries(self, step: int) -> str:
-        """Hash: query -> trajectories ended."""
+        """Hash: query that the step has now -> trajectories ended."""
         return f"{self.base}:{step}:queries"
 
 
@@ -97,8 +128,18 @@ class PolicyKeys:
 
     @property
     def head(self) -> str:
-        """Hash: version and step of the latest commit."""
+        """Hash: version and step of the latest commit; number of the rosters that it knows."""
         return f"{self.base}:head"
+
+    @property
+    def log(self) -> str:
+        """Hash: step -> what became of its samples (log.pack); outlives the step."""
+        return f"{self.base}:log"
+
+    @property
+    def totals(self) -> str:
+        """Hash: what the steps that were forgotten add to the counts since the job began."""
+        return f"{self.base}:totals"
 
     @property
     def channel(self) -> str:
@@ -110,7 +151,10 @@ class PolicyKeys:
         return f"{self.base}:{step}:{name}"
 
     def rows(self, step: int, trajectory: str) -> str:
-        """Hash: sample -> payload; `sample TAB column` -> a column that came late."""
+        """Hash: sample -> payload; `sample TAB column` -> a column that came late.
+
+        `trajectory@step` where samples of an earlier step came back.
+        """
         return f"{self.base}:{step}:rows:{trajectory}"
 
     def staged(self, step: int, trajectory: str, attempt: str) -> str:

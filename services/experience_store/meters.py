@@ -7,7 +7,9 @@ import contextlib
 from typing import Final
 
 from services.chassis.telemetry import Telemetry
-from services.experience_store.database import Database
+from services.experience_store.background import Background
+from services.experience_store.keys import JOBS
+from services.experience_store.store import Store
 from troupe.rpc import TroupeError
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -15,11 +17,11 @@ _PERIOD_SECONDS: Final = 5.0
 
 
 class Meters:
-    """Counters that the servicer moves, and gauges of Redis itself."""
+    """Counters that the servicer moves, and gauges of the tables and of Redis itself."""
 
-    def __init__(self, telemetry: Telemetry, database: Database) -> None:
-        self._database = database
-        self._task: asyncio.Task[None] | None = None
+    def __init__(self, telemetry: Telemetry, store: Store) -> None:
+        self._store = store
+        self._background = Background()
         self._trajectories = telemetry.counter(
             "troupe_store_trajectories", "Endings of trajectories.", ["state", "accepted"]
         )
@@ -35,20 +37,36 @@ class Meters:
         self._commits = telemetry.counter(
             "troupe_store_commits", "Steps ended.", ["policy", "outcome"]
         )
+        self._pushed_back = telemetry.counter(
+            "troupe_store_pushed_back", "Endings refused above the high-water mark."
+        )
+        table = ["job", "policy"]
+        self._samples = telemetry.gauge(
+            "troupe_store_samples", "Samples of live jobs.", [*table, "state"]
+        )
+        self._lag = telemetry.gauge(
+            "troupe_store_lag_steps", "Steps opened and not committed.", table
+        )
+        self._oldest = telemetry.gauge(
+            "troupe_store_oldest_pending_seconds", "Age of the oldest sample that waits.", table
+        )
+        self._table_bytes = telemetry.gauge(
+            "troupe_store_table_bytes", "Payloads of a table of a live job.", table
+        )
+        self._bytes = telemetry.gauge("troupe_store_payload_bytes", "Payloads of all jobs.")
+        self._over = telemetry.gauge(
+            "troupe_store_over_high_water", "1 while payloads are above the high-water mark."
+        )
         self._redis_up = telemetry.gauge("troupe_store_redis_up", "1 while Redis answers.")
         self._redis_bytes = telemetry.gauge("troupe_store_redis_bytes", "Memory that Redis uses.")
 
     def start(self) -> None:
         """Begin to ask Redis about itself."""
-        self._task = asyncio.create_task(self._observe_forever(), name="meters")
+        self._background.start(self._observe_forever(), "meters")
 
     async def stop(self) -> None:
         """End it."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        await self._background.stop()
 
     def appended(
         self, state: str, accepted: bool, request: store_pb.AppendTrajectoryRequest
@@ -58,6 +76,10 @@ class Meters:
         if accepted:
             for sample in request.samples:
                 self._appended.labels(sample.policy).inc()
+
+    def pushed_back(self) -> None:
+        """An ending was refused above the high-water mark."""
+        self._pushed_back.inc()
 
     def claimed(self, policy: str, response: store_pb.ClaimMicroBatchResponse) -> None:
         """A claim was answered."""
@@ -70,11 +92,38 @@ class Meters:
         outcome = store_pb.StepOutcome.Name(commit.outcome).removeprefix("STEP_OUTCOME_")
         self._commits.labels(commit.policy, outcome.lower()).inc()
 
+    async def observe(self) -> None:
+        """Set the gauges. Raises `TroupeError` when Redis does not answer."""
+        store = self._store
+        info = await store.database.info()
+        self._redis_bytes.set(int(info["used_memory"]))
+        await store.high_water.look(at_most_every=_PERIOD_SECONDS / 2)
+        self._bytes.set(store.high_water.payload_bytes)
+        self._over.set(int(store.high_water.over))
+        found: dict[str, store_pb.DescribeTablesResponse] = {}
+        for name in await store.database.execute("SMEMBERS", JOBS):
+            job = name.decode()
+            # Of jobs that are over nothing changes any more, and there may be many.
+            if await store.steps.live(job):
+                with contextlib.suppress(TroupeError):
+                    found[job] = await store.descriptions.describe(job)
+        for gauge in (self._samples, self._lag, self._oldest, self._table_bytes):
+            gauge.clear()
+        for job, description in found.items():
+            for table in description.tables:
+                self._show(job, table)
+
+    def _show(self, job: str, table: store_pb.TableSummary) -> None:
+        for state in ("pending", "ready", "claimed", "trained", "dropped"):
+            self._samples.labels(job, table.policy, state).set(getattr(table, state))
+        self._lag.labels(job, table.policy).set(table.newest_step - table.committed_step)
+        self._oldest.labels(job, table.policy).set(table.oldest_pending_seconds)
+        self._table_bytes.labels(job, table.policy).set(table.payload_bytes)
+
     async def _observe_forever(self) -> None:
         while True:
             try:
-                info = await self._database.info()
-                self._redis_bytes.set(int(info["used_memory"]))
+                await self.observe()
                 self._redis_up.set(1)
             except TroupeError:
                 self._redis_up.set(0)

@@ -17,6 +17,7 @@ from typing import Final
 import structlog
 from redis import exceptions
 
+from services.experience_store.background import Background
 from services.experience_store.database import Database
 from services.experience_store.keys import CHANNEL_PATTERN, parse_channel
 from troupe.rpc import RetryPolicy, Unavailable
@@ -77,7 +78,7 @@ class Notices:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._bells: dict[str, set[Bell]] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._background = Background()
         self._connected = asyncio.Event()
         self.closing = False
         """The service stops: whoever waits answers with what it has."""
@@ -110,26 +111,23 @@ class Notices:
             elif bell.hears(policy, step, kind):
                 bell.ring(step)
 
-    def _ring_all(self) -> None:
+    def ring_all(self) -> None:
+        """Wake everybody: something changed that no table's notice tells."""
         for bells in self._bells.values():
             for bell in bells:
                 bell.ring()
 
     async def start(self, timeout: float = 5.0) -> None:
         """Begin to listen; returns once subscribed, or after `timeout` (listening goes on)."""
-        self._task = asyncio.create_task(self._listen_forever(), name="notices")
+        self._background.start(self._listen_forever(), "notices")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._connected.wait(), timeout)
 
     async def stop(self) -> None:
         """Wake all waiters for good and end the listening."""
         self.closing = True
-        self._ring_all()
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        self.ring_all()
+        await self._background.stop()
 
     async def _listen_forever(self) -> None:
         failures, rng = 0, random.Random()
@@ -141,7 +139,7 @@ class Notices:
                     failures = 0
                     log.warning("notices_lost", redis=self._database.address, error=str(error))
                 self._connected.clear()
-                self._ring_all()
+                self.ring_all()
                 failures += 1
             delay = _RECONNECT.backoff(min(failures, 16), Unavailable("redis"), rng)
             await asyncio.sleep(delay)
@@ -156,7 +154,7 @@ class Notices:
                     continue
                 if message["type"] == "psubscribe":
                     self._connected.set()
-                    self._ring_all()
+                    self.ring_all()
                 elif message["type"] == "pmessage":
                     job, policy = parse_channel(message["channel"].decode())
                     step, _, kind = message["data"].decode().partition(" ")

@@ -6,8 +6,12 @@ Lua reads and writes the same text (lua/policy.lua): fields separated by tabs, i
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Final
+
+import xxhash
 
 from troupe import states
 from troupe.v1 import common_pb2 as pb
@@ -50,6 +54,14 @@ class Record:
     group: str
     reason: str
     """Why it was dropped."""
+    version: str
+    """The oldest version among its spans; empty for a row without spans."""
+    uses: str
+    """Applied optimizer steps that it contributed to."""
+    since: str
+    """When it entered the table, ms of the Redis clock; empty while it is only staged."""
+    origin: str
+    """The step that it was appended to, where it comes back in a later one; else empty."""
 
     def format(self) -> str:
         """The text that Redis holds."""
@@ -61,10 +73,26 @@ class Record:
         return Record(*text.split("\t"))
 
     def apply_to(self, sample: store_pb.Sample) -> None:
-        """Set on `sample` what moves after the append: its state and reward."""
+        """Set on `sample` what moves after the append: its state, reward, uses and group."""
         sample.state = STATE_OF[self.state]
+        sample.uses = int(self.uses)
+        if self.origin:
+            # The same query may be in this step again, with rewards of its own.
+            sample.group_id = f"{self.group}@{self.origin}"
         if self.reward:
             sample.reward = float(self.reward)
+
+    def read(self, payload: bytes, into: store_pb.Sample | None = None) -> store_pb.Sample:
+        """The sample (in `into`, an empty one): its payload, and what moved since."""
+        sample = store_pb.Sample() if into is None else into
+        sample.ParseFromString(payload)
+        self.apply_to(sample)
+        return sample
+
+    @property
+    def rows(self) -> str:
+        """What its payload's key is made of (keys.PolicyKeys.rows)."""
+        return f"{self.trajectory}@{self.origin}" if self.origin else self.trajectory
 
     def outline(self, sample_id: str, policy: str) -> store_pb.Sample:
         """The sample without its payload (which is freed when its step is committed)."""
@@ -90,15 +118,33 @@ class Ending:
     """Which append won; its rows are staged under this name until they are in the table."""
     query: str
     reason: str
+    rows: str = ""
+    """Rows that came with it, `policy=number` joined by commas: what the audit looks for."""
 
     def format(self) -> str:
         """The text that Redis holds."""
-        return "\t".join((self.state, self.attempt, self.query, self.reason))
+        return "\t".join((self.state, self.attempt, self.query, self.reason, self.rows))
 
     @staticmethod
     def parse(text: str) -> Ending:
         """The ending that `format` wrote."""
         return Ending(*text.split("\t"))
+
+    def claimed_rows(self) -> Mapping[str, int]:
+        """Rows that came with it, per policy."""
+        return _rows_of(self.rows)
+
+
+def samples_digest(samples: Iterable[str]) -> int:
+    """Sum modulo 2^64 of the xxh3-64 of ids: the same in any order, another if one is missing."""
+    return sum(xxhash.xxh3_64_intdigest(sample.encode()) for sample in samples) % 2**64
+
+
+@functools.lru_cache(maxsize=1024)
+def _rows_of(text: str) -> dict[str, int]:
+    """`Ending.rows` parsed: millions of endings have few different ones."""
+    pairs = (part.partition("=") for part in text.split(",") if part)
+    return {policy: int(number) for policy, _, number in pairs}
 
 
 def commit_bytes(commit: store_pb.StepCommit) -> bytes:

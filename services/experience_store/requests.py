@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
+from troupe import tensors
 from troupe.rpc import InvalidArgument
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -22,10 +25,14 @@ _REASON_LENGTH: Final = 1000
 ROW_BYTES: Final = 16 * 2**20
 LONGEST_LEASE: Final = 86_400.0
 LONGEST_WAIT: Final = 600.0
+# What no response can carry. A smaller claim may well ask for more than its step will ever hold,
+# as a trainer does whose micro-batch is larger than a last, small step: it gets what there is.
 LARGEST_CLAIM: Final = 65_536
 LARGEST_PAGE: Final = 1000
 DEFAULT_PAGE: Final = 50
 
+# Columns that Troupe itself reads.
+_TYPED_COLUMNS: Final = {"reference_logprobs": pb.DTYPE_FLOAT32}
 _ITEM_BYTES: Final = {pb.DTYPE_INT32: 4, pb.DTYPE_FLOAT32: 4}
 
 
@@ -98,7 +105,7 @@ def clean_reason(reason: str) -> str:
 
 
 def check_columns(field: str, columns: Mapping[str, store_pb.Column]) -> None:
-    """User-defined columns: their names, and that each has a value."""
+    """User-defined columns: their names, and that each has a value which can be read."""
     for name, column in columns.items():
         where = f"{field}[{_printable(name)}]"
         if not _COLUMN.fullmatch(name) or name == "reward":
@@ -112,6 +119,11 @@ def check_columns(field: str, columns: Mapping[str, store_pb.Column]) -> None:
                 "a column needs a value", field=where, remedy="Set tensor, json or ref."
             )
         _check_size(where, column.ByteSize())
+        _check_value(where, column)
+        kind = _TYPED_COLUMNS.get(name)
+        if kind is not None and not column.ref:
+            # What is behind a reference, its reader checks.
+            _check_vector(f"{where}.tensor", column.tensor, kind)
 
 
 def check_create(request: store_pb.CreateTablesRequest) -> None:
@@ -121,6 +133,7 @@ def check_create(request: store_pb.CreateTablesRequest) -> None:
     for policy in request.policies:
         check_name("policies", policy)
     _check_distinct("policies", request.policies)
+    check_not_negative("max_uses", request.max_uses)
     for column in request.required_columns:
         if not _COLUMN.fullmatch(column):
             raise InvalidArgument(
@@ -129,12 +142,15 @@ def check_create(request: store_pb.CreateTablesRequest) -> None:
 
 
 def check_open(request: store_pb.OpenStepRequest, policies: Iterable[str]) -> None:
-    """Versions for every table, distinct queries, at least one trajectory each."""
-    if not request.query_ids:
+    """Versions for every table, distinct queries, at least one trajectory each. Only a step that is
+    held open may begin without any.
+    """
+    if not request.query_ids and not request.held_open:
         raise InvalidArgument("names no query", field="query_ids")
     for query in request.query_ids:
         check_id("query_ids", query)
     _check_distinct("query_ids", request.query_ids)
+    check_not_negative("cursor", request.cursor)
     if request.group_size < 1:
         raise InvalidArgument("must be at least 1", field="group_size", value=request.group_size)
     known = set(policies)
@@ -151,8 +167,33 @@ def check_open(request: store_pb.OpenStepRequest, policies: Iterable[str]) -> No
             )
 
 
-def check_append(request: store_pb.AppendTrajectoryRequest) -> None:
-    """An ending, and rows that belong to it."""
+def check_amend(request: store_pb.AmendStepRequest) -> None:
+    """Distinct queries over all three lists, a reason to drop, a later step to carry to."""
+    lists = (
+        ("add_query_ids", request.add_query_ids),
+        ("drop_query_ids", request.drop_query_ids),
+        ("carry_query_ids", request.carry_query_ids),
+    )
+    seen: set[str] = set()
+    for field, queries in lists:
+        for query in queries:
+            check_id(field, query)
+            if query in seen:
+                raise InvalidArgument("occurs twice in the amendment", field=field, value=query)
+            seen.add(query)
+    check_not_negative("cursor", request.cursor)
+    if request.drop_query_ids and not request.drop_reason:
+        raise InvalidArgument("say why the queries are dropped", field="drop_reason")
+    if request.carry_query_ids and request.carry_to <= request.step:
+        raise InvalidArgument(
+            "queries are carried to a later step", field="carry_to", value=request.carry_to
+        )
+
+
+def check_append(request: store_pb.AppendTrajectoryRequest) -> list[bytes]:
+    """An ending, and rows that belong to it. Returns the rows as they are stored: to write one is
+    as much work as to measure it.
+    """
     ends = (
         pb.TRAJECTORY_STATE_COMPLETED,
         pb.TRAJECTORY_STATE_FAILED,
@@ -173,13 +214,39 @@ def check_append(request: store_pb.AppendTrajectoryRequest) -> None:
         if not request.reason:
             raise InvalidArgument("say why it did not complete", field="reason")
     seen: set[str] = set()
+    rows: list[bytes] = []
     for index, sample in enumerate(request.samples):
-        _check_sample(f"samples[{index}]", request, sample)
+        rows.append(_check_sample(f"samples[{index}]", request, sample))
         if sample.sample_id in seen:
             raise InvalidArgument(
                 "occurs twice", field=f"samples[{index}].sample_id", value=sample.sample_id
             )
         seen.add(sample.sample_id)
+    return rows
+
+
+@dataclass(frozen=True)
+class Fill:
+    """What is to be filled in of one sample, or why it is dropped."""
+
+    sample: str
+    reward: float | None
+    columns: Mapping[str, store_pb.Column]
+    drop_reason: str
+
+
+def check_fill(where: str, item: store_pb.FillColumnsRequest | store_pb.SampleColumns) -> Fill:
+    """One sample's late columns; `where` is put before the names of its fields."""
+    check_id(f"{where}sample_id", item.sample_id)
+    check_columns(f"{where}columns", item.columns)
+    reward = check_reward(f"{where}reward", item.reward) if item.HasField("reward") else None
+    if bool(item.drop_reason) == (reward is not None or bool(item.columns)):
+        raise InvalidArgument(
+            "fill the reward or columns, or give a reason to drop the sample; not both",
+            field=f"{where}drop_reason",
+            value=item.drop_reason,
+        )
+    return Fill(item.sample_id, reward, item.columns, clean_reason(item.drop_reason))
 
 
 def check_commit(request: store_pb.CommitStepRequest) -> None:
@@ -205,9 +272,37 @@ def check_commit(request: store_pb.CommitStepRequest) -> None:
         check_id("claim_ids", claim)
 
 
+def _check_value(field: str, column: store_pb.Column) -> None:
+    """A tensor of the bytes that its shape says, JSON that parses, a reference to something.
+
+    Raises `DataLoss` for a tensor whose checksum is another.
+    """
+    match column.WhichOneof("value"):
+        case "tensor":
+            try:
+                tensors.from_proto(column.tensor)
+            except InvalidArgument as error:
+                raise InvalidArgument(
+                    f"is no tensor: {error.message}",
+                    kind="column_type",
+                    field=f"{field}.tensor",
+                    value=error.value,
+                    remedy="Make it with troupe.tensors.to_proto.",
+                ) from error
+        case "json":
+            try:
+                json.loads(column.json)
+            except ValueError as error:
+                raise InvalidArgument(
+                    f"is no JSON: {error}", kind="column_type", field=f"{field}.json"
+                ) from error
+        case "ref":
+            check_id(f"{field}.ref", column.ref)
+
+
 def _check_sample(
     field: str, request: store_pb.AppendTrajectoryRequest, sample: store_pb.Sample
-) -> None:
+) -> bytes:
     for name, ours, theirs in (
         ("query_id", sample.query_id, request.query_id),
         ("trajectory_id", sample.trajectory_id, request.trajectory_id),
@@ -224,6 +319,8 @@ def _check_sample(
     check_id(f"{field}.sample_id", sample.sample_id)
     check_id(f"{field}.group_id", sample.group_id)
     check_id(f"{field}.agent", sample.agent)
+    for span in sample.versions:
+        check_not_negative(f"{field}.versions", span.version)
     if sample.HasField("reward"):
         check_reward(f"{field}.reward", sample.reward)
     for name, tensor, dtype in (
@@ -239,7 +336,9 @@ def _check_sample(
             value=sample.logprobs.shape[0],
         )
     check_columns(f"{field}.columns", sample.columns)
-    _check_size(field, sample.ByteSize())
+    row = sample.SerializeToString()
+    _check_size(field, len(row))
+    return row
 
 
 def _check_vector(field: str, tensor: pb.Tensor, dtype: pb.Dtype.ValueType) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from services.experience_store.database import Database
+from services.experience_store.database import Call, Database
 from services.experience_store.keys import PolicyKeys
 from services.experience_store.notices import Notices
 from services.experience_store.records import STATE_OF, Record
+from services.experience_store.requests import Fill
 from services.experience_store.steps import Steps
 from services.experience_store.tables import Tables
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
@@ -22,6 +23,8 @@ from troupe.v1 import experience_store_pb2 as store_pb
 PAGE_BYTES: Final = 16 * 2**20
 # Samples looked at for one page: a filter that matches little must not hold a call for long.
 SCAN_LIMIT: Final = 10_000
+# Samples that one script fills: it is done before Redis does anything else.
+FILL_BATCH: Final = 64
 _FREED: Final = frozenset("TD")
 
 
@@ -63,55 +66,50 @@ class Samples:
         self._notices = notices
 
     async def fill(
-        self,
-        job: str,
-        policy: str,
-        step: int,
-        sample: str,
-        reward: float | None,
-        columns: Mapping[str, store_pb.Column],
-        drop_reason: str,
-    ) -> tuple[pb.SampleState.ValueType, bool]:
-        """Fill columns, or drop the sample for `drop_reason`. Returns its state, and whether
-        anything was written: the first value of a column stays.
+        self, job: str, policy: str, step: int, fills: Sequence[Fill]
+    ) -> list[tuple[pb.SampleState.ValueType, bool]]:
+        """Fill columns of samples, or drop them. Returns for each its state, and whether anything
+        was written: the first value of a column stays.
 
         Raises `NotFound` for a sample that is not in the table (its trajectory has not ended, or
         ended without it), `FailedPrecondition` for a new column of one that is claimed already.
+        The other samples are filled nevertheless.
         """
         await self._tables.check_policy(job, policy)
-        parts: list[str | bytes] = []
-        for name, column in sorted(columns.items()):
-            parts += (name, store_pb.Sample(columns={name: column}).SerializeToString())
-        outcome, *rest = await self._steps.on_table(
-            "fill_columns",
-            job,
-            policy,
-            step,
-            sample,
-            "" if reward is None else repr(reward),
-            drop_reason,
-            *parts,
-        )
-        if outcome == b"unknown":
-            raise NotFound(
-                f"step {step} of policy {policy} has no such sample",
-                kind="sample_not_found",
-                field="sample_id",
-                value=sample,
-                remedy="Fill columns after AppendTrajectory has returned.",
-            )
-        state = STATE_OF[rest[0].decode()]
-        if outcome == b"final":
-            raise FailedPrecondition(
-                f"sample {sample} is {pb.SampleState.Name(state)}: its columns are final",
-                kind="sample_final",
-                field="sample_id",
-                value=sample,
-                remedy="Name the column in required_columns, so that the sample waits for it.",
-            )
-        if outcome == b"filled":
+        base = PolicyKeys(job, policy).base
+        # One script for many: what calls cost is each script, each reply and each notice.
+        calls = [
+            Call("fill_columns", base, (step, *_values(fills[start : start + FILL_BATCH])))
+            for start in range(0, len(fills), FILL_BATCH)
+        ]
+        done = await self._steps.on_tables(job, step, calls)
+        replies = [reply for _, batch in done for reply in batch]
+        for index, reply in enumerate(replies):
+            if reply[0] == b"unknown":
+                replies[index] = await self._fill_carried(job, policy, step, fills[index])
+        if any(reply[0] == b"filled" for reply in replies):
             self._notices.written(job, policy, step)
-        return state, bool(outcome == b"filled")
+        return [
+            _filled(policy, step, fill.sample, reply)
+            for fill, reply in zip(fills, replies, strict=True)
+        ]
+
+    async def _fill_carried(self, job: str, policy: str, step: int, fill: Fill) -> list[Any]:
+        """The reply of fill_columns.lua where the sample's query was carried to, if it was."""
+        # The table may not know yet that queries were carried.
+        await self._steps.follow(job, step)
+        places = [step]
+        while True:
+            _, replies = await self._steps.on_table(
+                "fill_columns", job, policy, places.pop(), *_values([fill])
+            )
+            reply: list[Any] = replies[0]
+            if reply[0] != b"unknown":
+                return reply
+            # Queries are carried forward only: this ends.
+            places += [int(to) for to in reply[1]]
+            if not places:
+                return reply
 
     async def rows(
         self, job: str, policy: str, step: int, records: Sequence[tuple[str, Record]]
@@ -120,12 +118,22 @@ class Samples:
 
         Raises `PayloadGoneError` when one was freed.
         """
+        payloads = await self.payloads(job, policy, step, records)
+        return [
+            record.read(payload) for payload, (_, record) in zip(payloads, records, strict=True)
+        ]
+
+    async def payloads(
+        self, job: str, policy: str, step: int, records: Sequence[tuple[str, Record]]
+    ) -> list[bytes]:
+        """What `Record.read` makes samples of. Raises `PayloadGoneError` when one was freed."""
         keys = PolicyKeys(job, policy)
         wanted: dict[str, list[str]] = {}
         for sample, record in records:
-            fields = wanted.setdefault(record.trajectory, [])
+            fields = wanted.setdefault(record.rows, [])
             fields.append(sample)
-            fields += [f"{sample}\t{name}" for name in record.late.split(",") if name]
+            if record.late:
+                fields += [f"{sample}\t{name}" for name in record.late.split(",")]
         replies = await self._database.execute_each(
             [
                 ("HMGET", keys.rows(step, trajectory), *fields)
@@ -137,15 +145,10 @@ class Samples:
             for name, value in zip(fields, values, strict=True):
                 if value is None:
                     raise PayloadGoneError(name)
+                sample, _, column = name.partition("\t")
                 # Serialized messages behind one another merge when they are parsed.
-                sample = name.partition("\t")[0]
-                parts[sample] = parts.get(sample, b"") + value
-        found = []
-        for sample, record in records:
-            row = store_pb.Sample.FromString(parts[sample])
-            record.apply_to(row)
-            found.append(row)
-        return found
+                parts[sample] = parts[sample] + value if column else value
+        return [parts[sample] for sample, _ in records]
 
     async def page(
         self,
@@ -215,3 +218,39 @@ class Samples:
             except PayloadGoneError:
                 pass
         return record.outline(sample, policy)
+
+
+def _values(fills: Sequence[Fill]) -> list[str | bytes | int]:
+    """Arguments of fill_columns.lua behind the step."""
+    values: list[str | bytes | int] = []
+    for fill in fills:
+        reward = "" if fill.reward is None else repr(fill.reward)
+        values += (fill.sample, reward, fill.drop_reason, len(fill.columns))
+        for name, column in sorted(fill.columns.items()):
+            values += (name, store_pb.Sample(columns={name: column}).SerializeToString())
+    return values
+
+
+def _filled(
+    policy: str, step: int, sample: str, reply: Sequence[Any]
+) -> tuple[pb.SampleState.ValueType, bool]:
+    """What a reply of fill_columns.lua says; raises what it refuses."""
+    outcome = reply[0]
+    if outcome == b"unknown":
+        raise NotFound(
+            f"step {step} of policy {policy} has no such sample",
+            kind="sample_not_found",
+            field="sample_id",
+            value=sample,
+            remedy="Fill columns after AppendTrajectory has returned.",
+        )
+    state = STATE_OF[reply[1].decode()]
+    if outcome == b"final":
+        raise FailedPrecondition(
+            f"sample {sample} is {pb.SampleState.Name(state)}: its columns are final",
+            kind="sample_final",
+            field="sample_id",
+            value=sample,
+            remedy="Name the column in required_columns, so that the sample waits for it.",
+        )
+    return state, bool(outcome == b"filled")

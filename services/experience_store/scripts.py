@@ -9,7 +9,7 @@ from typing import Final
 
 from services.experience_store.records import lua_transitions
 
-_JOB_SCRIPTS: Final = ("open_step", "end_trajectory")
+_JOB_SCRIPTS: Final = ("open_step", "amend_step", "end_trajectory", "rosters")
 _POLICY_SCRIPTS: Final = (
     "admit",
     "stage",
@@ -24,6 +24,8 @@ _POLICY_SCRIPTS: Final = (
     "forget_step",
     "sweep",
 )
+# What is put between the prelude and scripts that work on several steps of a table.
+_BETWEEN: Final = {"commit": ("return",), "admit": ("return", "roster")}
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ def load_scripts() -> dict[str, Script]:
     def read(name: str) -> str:
         return (folder / f"{name}.lua").read_text()
 
-    job, policy = read("job"), lua_transitions() + read("policy")
+    job, policy = read("job"), lua_transitions() + read("policy") + read("leases")
     texts = {name: job + read(name) for name in _JOB_SCRIPTS}
-    texts |= {name: policy + read(name) for name in _POLICY_SCRIPTS}
+    for name in _POLICY_SCRIPTS:
+        parts = (*_BETWEEN.get(name, ()), name)
+        texts[name] = policy + "".join(read(part) for part in parts)
     return {name: Script.of(name, text) for name, text in texts.items()}

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
 import grpc
 
-from services.chassis.settings import ServiceSettings
+from services.chassis.idempotency import compares, forgets
 from services.chassis.telemetry import Telemetry
 from services.experience_store import requests
+from services.experience_store.amendments import Amendment
 from services.experience_store.claims import ClaimRequest
 from services.experience_store.database import Database
+from services.experience_store.high_water import MIB
 from services.experience_store.meters import Meters
 from services.experience_store.records import Ending
+from services.experience_store.settings import StoreSettings
 from services.experience_store.store import Store
-from troupe.rpc import InvalidArgument
+from troupe.rpc import ResourceExhausted
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 # Left of a call's deadline for reading payloads and for the way back.
 _DEADLINE_MARGIN: Final = 0.5
+
+
+def _ending_of(request: store_pb.AppendTrajectoryRequest) -> bytes:
+    """Everything of the request but its rows, of which it tells the ids."""
+    ending = (request.job_id, request.step, request.query_id, request.trajectory_id)
+    samples = [sample.sample_id for sample in request.samples]
+    return repr((*ending, request.state, request.reason, samples)).encode()
 
 
 class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
@@ -36,6 +47,11 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with the chassis' server."""
         store_grpc.add_ExperienceStoreServicer_to_server(self, server)
+
+    @property
+    def problem(self) -> str | None:
+        """Why Redis cannot be had yet."""
+        return self.store.database.problem
 
     async def start(self) -> None:
         """Returns once Redis answers."""
@@ -52,7 +68,13 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     ) -> store_pb.CreateTablesResponse:
         _check_common(request)
         requests.check_create(request)
-        await self.store.tables.create(request.job_id, request.policies, request.required_columns)
+        await self.store.tables.create(
+            request.job_id,
+            request.policies,
+            request.required_columns,
+            max_uses=request.max_uses or 1,
+            drop_without_signal=request.drop_without_signal,
+        )
         return store_pb.CreateTablesResponse()
 
     async def OpenStep(
@@ -63,10 +85,19 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         table = await self.store.tables.get(request.job_id)
         requests.check_open(request, table.policies)
         existed, ended = await self.store.steps.open(
-            request.job_id, request.step, request.versions, request.query_ids, request.group_size
+            request.job_id,
+            request.step,
+            request.versions,
+            request.query_ids,
+            request.group_size,
+            held_open=request.held_open,
+            cursor=request.cursor,
         )
         return store_pb.OpenStepResponse(existed=existed, ended_trajectory_ids=ended)
 
+    # Its id names one ending of one trajectory (records.Ending.attempt): who sends it again gets
+    # the first answer. The rows are long, and need not be compared for that.
+    @compares(_ending_of)
     async def AppendTrajectory(
         self, request: store_pb.AppendTrajectoryRequest, context: Any
     ) -> store_pb.AppendTrajectoryResponse:
@@ -74,43 +105,42 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         requests.check_step(request.step)
         requests.check_id("query_id", request.query_id)
         requests.check_id("trajectory_id", request.trajectory_id)
-        requests.check_append(request)
+        rows = requests.check_append(request)
         state = pb.TrajectoryState.Name(request.state).removeprefix("TRAJECTORY_STATE_")
         ending = Ending(
             state, request.request_id, request.query_id, requests.clean_reason(request.reason)
         )
-        accepted = await self.store.trajectories.append(
-            request.job_id, request.step, request.trajectory_id, ending, request.samples
+        try:
+            await self.store.high_water.admit(request.job_id, request.step, sum(map(len, rows)))
+        except ResourceExhausted:
+            self._meters.pushed_back()
+            raise
+        accepted, step = await self.store.trajectories.append(
+            request.job_id, request.step, request.trajectory_id, ending, request.samples, rows
         )
         self._meters.appended(state, accepted, request)
-        return store_pb.AppendTrajectoryResponse(accepted=accepted)
+        return store_pb.AppendTrajectoryResponse(accepted=accepted, step=step)
 
     async def FillColumns(
         self, request: store_pb.FillColumnsRequest, context: Any
     ) -> store_pb.FillColumnsResponse:
         _check_step_call(request)
-        requests.check_id("sample_id", request.sample_id)
-        requests.check_columns("columns", request.columns)
-        reward = None
-        if request.HasField("reward"):
-            reward = requests.check_reward("reward", request.reward)
-        if bool(request.drop_reason) == (reward is not None or bool(request.columns)):
-            raise InvalidArgument(
-                "fill the reward or columns, or give a reason to drop the sample; not both",
-                field="drop_reason",
-                value=request.drop_reason,
-            )
-        state, accepted = await self.store.samples.fill(
-            request.job_id,
-            request.policy,
-            request.step,
-            request.sample_id,
-            reward,
-            request.columns,
-            requests.clean_reason(request.drop_reason),
+        fills = [requests.check_fill("", request)]
+        for index, item in enumerate(request.more):
+            fills.append(requests.check_fill(f"more[{index}].", item))
+        (state, accepted), *more = await self.store.samples.fill(
+            request.job_id, request.policy, request.step, fills
         )
-        return store_pb.FillColumnsResponse(state=state, accepted=accepted)
+        return store_pb.FillColumnsResponse(
+            state=state,
+            accepted=accepted,
+            more=[
+                store_pb.SampleFilled(state=state, accepted=accepted) for state, accepted in more
+            ],
+        )
 
+    # A repeated claim finds its samples in Redis; its response is too large to be kept here too.
+    @forgets(lambda _: True)
     async def ClaimMicroBatch(
         self, request: store_pb.ClaimMicroBatchRequest, context: Any
     ) -> store_pb.ClaimMicroBatchResponse:
@@ -119,11 +149,15 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         requests.check_positive("max_samples", request.max_samples, requests.LARGEST_CLAIM)
         requests.check_positive("lease_seconds", request.lease_seconds, requests.LONGEST_LEASE)
         requests.check_not_negative("max_tokens", request.max_tokens)
+        requests.check_not_negative("oldest_version", request.oldest_version)
         requests.check_not_negative("wait_seconds", request.wait_seconds)
         wait = min(request.wait_seconds, requests.LONGEST_WAIT)
         remaining = context.time_remaining()
         if remaining is not None:
             wait = max(0.0, min(wait, remaining - _DEADLINE_MARGIN))
+        # The call goes on without its caller (idempotency); a claim must not: who would renew it?
+        gone = asyncio.Event()
+        context.add_done_callback(lambda _: gone.set())
         response = await self.store.claims.claim(
             ClaimRequest(
                 job=request.job_id,
@@ -134,8 +168,14 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
                 max_samples=request.max_samples,
                 max_tokens=request.max_tokens,
                 lease_seconds=request.lease_seconds,
+                oldest_version=(
+                    request.oldest_version if request.HasField("oldest_version") else None
+                ),
+                whole_groups=request.whole_groups,
+                balance_tokens=request.balance_tokens,
             ),
             wait,
+            gone.is_set,
         )
         self._meters.claimed(request.policy, response)
         return response
@@ -179,6 +219,9 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
                 reason=request.reason,
                 weights=request.weights if request.HasField("weights") else None,
                 metrics=request.metrics,
+                samples_digest=(
+                    request.samples_digest if request.HasField("samples_digest") else None
+                ),
             ),
         )
         if not existed:
@@ -190,15 +233,25 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     ) -> store_pb.GetStepResponse:
         requests.check_name("job_id", request.job_id)
         requests.check_step(request.step)
-        status = await self.store.steps.status(request.job_id, request.step)
+        status = await self.store.steps.status(
+            request.job_id,
+            request.step,
+            endings=not request.counts_only,
+            queries=request.with_queries,
+        )
         return store_pb.GetStepResponse(
             open=status.open,
             sealed=status.sealed,
             query_ids=status.query_ids,
             versions=status.versions,
-            ended_trajectory_ids=sorted(status.endings),
+            ended_trajectory_ids=status.ended_trajectories,
             commits=status.commits,
             counts=status.counts,
+            group_size=status.group_size,
+            closed=status.open and status.closed,
+            cursor=status.cursor,
+            queries=status.queries,
+            trajectories_ended=status.ended,
         )
 
     async def WatchTables(
@@ -223,18 +276,62 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         )
         return store_pb.ListSamplesResponse(samples=samples, next_page_token=token)
 
+    async def AmendStep(
+        self, request: store_pb.AmendStepRequest, context: Any
+    ) -> store_pb.AmendStepResponse:
+        _check_common(request)
+        requests.check_step(request.step)
+        requests.check_amend(request)
+        complete = await self.store.amendments.amend(
+            Amendment(
+                request.job_id,
+                request.step,
+                add=request.add_query_ids,
+                drop=request.drop_query_ids,
+                reason=requests.clean_reason(request.drop_reason),
+                carry=request.carry_query_ids,
+                carry_to=request.carry_to,
+                close=request.close,
+                cursor=request.cursor,
+            )
+        )
+        return store_pb.AmendStepResponse(complete_query_ids=complete)
+
+    async def DescribeTables(
+        self, request: store_pb.DescribeTablesRequest, context: Any
+    ) -> store_pb.DescribeTablesResponse:
+        requests.check_name("job_id", request.job_id)
+        return await self.store.descriptions.describe(request.job_id)
+
+    async def AuditTables(
+        self, request: store_pb.AuditTablesRequest, context: Any
+    ) -> store_pb.AuditTablesResponse:
+        requests.check_name("job_id", request.job_id)
+        return await self.store.audit.check(request.job_id)
+
+    async def ReadLog(
+        self, request: store_pb.ReadLogRequest, context: Any
+    ) -> AsyncIterator[store_pb.LoggedStep]:
+        requests.check_name("job_id", request.job_id)
+        requests.check_name("policy", request.policy)
+        requests.check_not_negative("from_step", request.from_step)
+        logged = self.store.audit.read(request.job_id, request.policy, request.from_step)
+        async for step in logged:
+            yield step
+
     async def DropTables(
         self, request: store_pb.DropTablesRequest, context: Any
     ) -> store_pb.DropTablesResponse:
         _check_common(request)
-        await self.store.tables.drop(request.job_id)
+        await self.store.tables.drop(request.job_id, purge_log=request.purge_log)
         return store_pb.DropTablesResponse()
 
 
-def make_service(settings: ServiceSettings, telemetry: Telemetry) -> ExperienceStoreService:
+def make_service(settings: StoreSettings, telemetry: Telemetry) -> ExperienceStoreService:
     """The service as `TROUPE_*` describes it."""
-    store = Store(Database(settings.redis_url))
-    return ExperienceStoreService(store, Meters(telemetry, store.database))
+    mark = settings.store_high_water_mib * MIB
+    store = Store(Database(settings.samples_url), high_water_bytes=mark)
+    return ExperienceStoreService(store, Meters(telemetry, store))
 
 
 def _check_common(request: Any) -> None:

@@ -9,50 +9,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from services.experience_store.database import Call, Database
 from services.experience_store.keys import JobKeys, PolicyKeys
+from services.experience_store.log import Log
 from services.experience_store.notices import Notices
-from services.experience_store.records import Ending, parse_commit
+from services.experience_store.progress import StepStatus
+from services.experience_store.records import Ending
+from services.experience_store.rosters import Rosters
 from services.experience_store.tables import Table, Tables
 from troupe.rpc import FailedPrecondition
-from troupe.v1 import experience_store_pb2 as store_pb
 
 # Steps whose commits and bookkeeping outlive them: a resumed job and a late duplicate still find
 # what became of their step. Payloads are freed with the commit.
 KEEP_STEPS: Final = 16
 
 
-@dataclass
-class StepStatus:
-    """What is known of one step of a job."""
-
-    step: int
-    open: bool
-    query_ids: list[str] = field(default_factory=list)
-    versions: dict[str, int] = field(default_factory=dict)
-    expected: int = 0
-    endings: dict[str, Ending] = field(default_factory=dict)
-    counts: list[store_pb.PolicyCounts] = field(default_factory=list)
-    commits: list[store_pb.StepCommit] = field(default_factory=list)
-
-    @property
-    def sealed(self) -> bool:
-        """Whether all trajectories of the step have ended."""
-        return self.open and len(self.endings) >= self.expected
-
-
 class Steps:
     """The steps of all jobs."""
 
     def __init__(
-        self, database: Database, tables: Tables, notices: Notices, keep: int = KEEP_STEPS
+        self,
+        database: Database,
+        tables: Tables,
+        notices: Notices,
+        log: Log,
+        rosters: Rosters,
+        keep: int = KEEP_STEPS,
     ) -> None:
         self._database = database
         self._tables = tables
         self._notices = notices
+        self._log = log
+        self._rosters = rosters
         self._keep = keep
 
     async def open(
@@ -62,34 +52,40 @@ class Steps:
         versions: Mapping[str, int],
         query_ids: Sequence[str],
         group_size: int,
+        *,
+        held_open: bool = False,
+        cursor: int = 0,
     ) -> tuple[bool, list[str]]:
         """Admit a step. Returns whether it was open already, and which trajectories have ended.
 
-        The first call decides; raises `FailedPrecondition` when another one admits other queries.
-        Versions may have moved since for policies that committed: the first ones stay.
+        The first call decides; raises `FailedPrecondition` when another one admits other queries
+        than the step was opened with, or has now. Versions may have moved since for policies that
+        committed: the first ones stay.
         """
         table = await self._tables.get(job)
-        outcome, stored_size, stored_queries = await self._database.run(
+        outcome, stored_size, opened, stored_queries = await self._database.run(
             "open_step",
             JobKeys(job).base,
             step,
             group_size,
             json.dumps(dict(versions), sort_keys=True),
             json.dumps(list(query_ids)),
+            int(held_open),
+            cursor,
             *query_ids,
         )
         existed: bool = outcome == b"existed"
         if existed:
             _check_same(step, "group_size", group_size, int(stored_size))
-            _check_same(step, "query_ids", list(query_ids), json.loads(stored_queries))
-        await self._admit(table, step, group_size, len(query_ids) * group_size)
+            if list(query_ids) != json.loads(stored_queries):
+                _check_same(step, "query_ids", list(query_ids), json.loads(opened))
+        await self._rosters.apply(job, step)
         if not existed:
             await self._trim(table, step)
             return False, []
         # Who resumes skips what has ended: by then it must be in the tables.
         await self.settle(job, step)
-        status = await self.status(job, step)
-        return True, sorted(status.endings)
+        return True, (await self.status(job, step)).ended_trajectories
 
     async def on_table(
         self, script: str, job: str, policy: str, step: int, *args: str | bytes | int
@@ -105,34 +101,43 @@ class Steps:
         """`on_table` for several policies at once."""
         replies = await self._database.run_each(calls)
         if any(reply[0] == b"missing" for reply in replies):
-            await self._readmit(job, step)
+            if await self._rosters.apply(job, step) is None:
+                raise not_open(job, step)
             replies = await self._database.run_each(calls)
             if any(reply[0] == b"missing" for reply in replies):
                 raise not_open(job, step)
         return replies
 
-    async def status(self, job: str, step: int) -> StepStatus:
-        """Everything about one step. Tables may lag a moment behind the endings."""
+    async def status(
+        self, job: str, step: int, *, endings: bool = True, queries: bool = False
+    ) -> StepStatus:
+        """How far a step is. Tables may lag a moment behind the endings.
+
+        What grows with the step is read only when asked for: its `endings`, its `queries`.
+        """
         table = await self._tables.get(job)
         keys = JobKeys(job)
-        stored, endings = await self._database.execute_each(
-            [("HGETALL", keys.step(step)), ("HGETALL", keys.ended(step))]
-        )
-        if not stored:
-            return StepStatus(step, open=False)
-        status = StepStatus(
-            step,
-            open=True,
-            query_ids=json.loads(stored[b"queries"]),
-            versions=json.loads(stored[b"versions"]),
-            expected=int(stored[b"expected"]),
-            endings={name.decode(): Ending.parse(e.decode()) for name, e in endings.items()},
-        )
-        replies = await self._count(table, step)
-        for policy, (counts, dropped, commit) in zip(table.policies, replies, strict=True):
-            status.counts.append(_policy_counts(policy, step, counts, dropped))
-            if commit:
-                status.commits.append(parse_commit(commit))
+        commands = [("HGETALL", keys.step(step))]
+        if endings:
+            commands.append(("HGETALL", keys.ended(step)))
+        if queries:
+            commands.append(("HGETALL", keys.queries(step)))
+        stored, *more = await self._database.execute_each(commands)
+        status = StepStatus.parse(step, stored)
+        if not status.open:
+            return status
+        if endings:
+            status.add_endings(more[0])
+        calls = [Call("count", PolicyKeys(job, p).base, (step,)) for p in table.policies]
+        for policy, (_, *reply) in zip(
+            table.policies, await self.on_tables(job, step, calls), strict=True
+        ):
+            status.add_table(policy, reply)
+        if queries:
+            tallies = await self._database.execute_each(
+                [("HGETALL", PolicyKeys(job, p).step(step, "tallies")) for p in table.policies]
+            )
+            status.add_queries(more[-1], tallies)
         return status
 
     async def live(self, job: str) -> list[int]:
@@ -143,81 +148,106 @@ class Steps:
         """All steps that are still known, oldest first."""
         return [int(s) for s in await self._database.execute("ZRANGE", JobKeys(job).steps, 0, -1)]
 
-    async def closed(self, job: str, step: int) -> None:
+    async def retire(self, job: str, step: int) -> None:
         """Every policy has committed the step: there is nothing more to sweep."""
         await self._database.execute("ZREM", JobKeys(job).live, step)
 
     async def settle(self, job: str, step: int) -> int:
-        """Carry out in all tables what was decided about trajectories; returns how many lagged."""
-        table = await self._tables.get(job)
-        endings = await self._database.execute("HGETALL", JobKeys(job).ended(step))
+        """Carry out in all tables what was decided about rosters and trajectories; returns how many
+        trajectories lagged.
+        """
+        await self._rosters.apply(job, step)
+        table, keys = await self._tables.get(job), JobKeys(job)
+        # In this order: what moved to the step until now, the rosters' number covers.
+        endings, rosters = await self._database.execute_each(
+            [("HGETALL", keys.ended(step)), ("GET", keys.rosters)]
+        )
         missing: set[bytes] = set()
         for policy in table.policies:
             there = await self._database.execute(
                 "HKEYS", PolicyKeys(job, policy).step(step, "ended")
             )
-            missing |= set(endings) - set(there)
+            # Those of dropped queries came with the roster.
+            missing |= {name for name in endings if b"\t" not in name} - set(there)
         for trajectory in sorted(missing):
             ending = Ending.parse(endings[trajectory].decode())
-            await self.carry_out(table, step, trajectory.decode(), ending)
+            await self.carry_out(table, step, trajectory.decode(), ending, int(rosters or 0))
         return len(missing)
 
-    async def carry_out(self, table: Table, step: int, trajectory: str, ending: Ending) -> None:
-        """Bring one decided ending into all tables. Repeatable."""
-        await self.on_tables(
-            table.job,
-            step,
-            [
-                Call(
-                    "append_rows",
-                    PolicyKeys(table.job, policy).base,
-                    (step, trajectory, ending.query, ending.attempt, ending.state, ending.reason),
-                )
-                for policy in table.policies
-            ],
-        )
-        for policy in table.policies:
-            self._notices.written(table.job, policy, step)
+    async def carry_out(
+        self, table: Table, step: int, trajectory: str, ending: Ending, rosters: int
+    ) -> None:
+        """Bring one decided ending into all tables, each of which learns of the rosters up to this
+        number first. Repeatable.
+        """
+        while True:
+            replies = await self.on_tables(
+                table.job,
+                step,
+                [
+                    Call(
+                        "append_rows",
+                        PolicyKeys(table.job, policy).base,
+                        (
+                            step,
+                            trajectory,
+                            ending.query,
+                            ending.attempt,
+                            ending.state,
+                            ending.reason,
+                            rosters,
+                        ),
+                    )
+                    for policy in table.policies
+                ],
+            )
+            for policy in table.policies:
+                self._notices.written(table.job, policy, step)
+            carried = [int(reply[1]) for reply in replies if reply[0] == b"carried"]
+            if not carried:
+                return
+            # Its query, and so the ending, moved meanwhile: queries are carried forward only.
+            rosters = await self.follow(table.job, carried[0])
+            step = carried[0]
 
-    async def _count(self, table: Table, step: int) -> list[tuple[Any, Any, bytes]]:
-        calls = [Call("count", PolicyKeys(table.job, p).base, (step,)) for p in table.policies]
-        replies = await self.on_tables(table.job, step, calls)
-        return [(_pairs(counts), _pairs(dropped), c) for _, counts, dropped, c in replies]
-
-    async def _admit(self, table: Table, step: int, group_size: int, expected: int) -> None:
-        await self._database.run_each(
-            [
-                Call("admit", PolicyKeys(table.job, policy).base, (step, group_size, expected))
-                for policy in table.policies
-            ]
-        )
-
-    async def _readmit(self, job: str, step: int) -> None:
-        table = await self._tables.get(job)
-        group_size, expected = await self._database.execute(
-            "HMGET", JobKeys(job).step(step), "group_size", "expected"
-        )
-        if group_size is None:
-            raise not_open(job, step)
-        await self._admit(table, step, int(group_size), int(expected))
+    async def follow(self, job: str, to: int) -> int:
+        """Every table learns that queries were carried to step `to`; the number of the rosters."""
+        rosters = await self._rosters.apply(job, to)
+        if rosters is None:
+            raise not_open(job, to)
+        return rosters
 
     async def _trim(self, table: Table, newest: int) -> None:
         """Forget committed steps that are more than `keep` steps old."""
         keys = JobKeys(table.job)
         old = await self._database.execute("ZRANGEBYSCORE", keys.steps, "-inf", newest - self._keep)
         for step in (int(s) for s in old):
-            replies = await self._database.run_each(
+            if not await self._log.has(table.job, step):
+                if not await self._committed(table, step):
+                    continue
+                await self._log.keep(table.job, table.policies, step)
+            # Under the job's tag first: nobody admits it in a policy's table again.
+            await self._database.execute_each([("UNLINK", key) for key in keys.all_of(step)])
+            await self._database.run_each(
                 [
-                    Call("forget_step", PolicyKeys(table.job, policy).base, (step, "committed"))
+                    Call("forget_step", PolicyKeys(table.job, p).base, (step, 1))
+                    for p in table.policies
+                ]
+            )
+            await self._database.execute_each(
+                [("ZREM", key, str(step)) for key in (keys.live, keys.steps)]
+            )
+
+    async def _committed(self, table: Table, step: int) -> bool:
+        """Whether every policy has committed the step."""
+        return all(
+            await self._database.execute_each(
+                [
+                    ("HEXISTS", PolicyKeys(table.job, policy).commits, step)
                     for policy in table.policies
                 ]
             )
-            if any(reply[0] == b"live" for reply in replies):
-                continue
-            await self._database.execute_each(
-                [("UNLINK", key) for key in (keys.step(step), keys.ended(step), keys.queries(step))]
-                + [("ZREM", key, str(step)) for key in (keys.live, keys.steps)]
-            )
+        )
 
 
 def not_open(job: str, step: int) -> FailedPrecondition:
@@ -240,25 +270,3 @@ def _check_same(step: int, name: str, ours: object, stored: object) -> None:
             value=str(ours)[:200],
             remedy="Two orchestrators may be running one job; only one of them can go on.",
         )
-
-
-def _pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _policy_counts(
-    policy: str, step: int, counts: Mapping[bytes, bytes], dropped: Mapping[bytes, bytes]
-) -> store_pb.PolicyCounts:
-    def of(letter: bytes) -> int:
-        return int(counts.get(letter, 0))
-
-    return store_pb.PolicyCounts(
-        policy=policy,
-        step=step,
-        pending=of(b"P"),
-        ready=of(b"R"),
-        claimed=of(b"C"),
-        trained=of(b"T"),
-        dropped=of(b"D"),
-        drop_reasons={reason.decode(): int(number) for reason, number in dropped.items()},
-    )

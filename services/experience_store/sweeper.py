@@ -7,11 +7,11 @@ none comes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Final
 
 import structlog
 
+from services.experience_store.background import Background
 from services.experience_store.database import Call, Database
 from services.experience_store.keys import JOBS, JobKeys, PolicyKeys
 from services.experience_store.steps import Steps
@@ -34,21 +34,17 @@ class Sweeper:
         self._tables = tables
         self._steps = steps
         self._period = period
-        self._task: asyncio.Task[None] | None = None
+        self._background = Background()
         # Endings decided by the last round: what is decided since may be on its way.
         self._decided: dict[tuple[str, int], int] = {}
 
     async def start(self) -> None:
         """Begin to sweep."""
-        self._task = asyncio.create_task(self._sweep_forever(), name="sweeper")
+        self._background.start(self._sweep_forever(), "sweeper")
 
     async def stop(self) -> None:
         """End the sweeping."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        await self._background.stop()
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -64,12 +60,22 @@ class Sweeper:
         before, self._decided = self._decided, {}
         for name in await self._database.execute("SMEMBERS", JOBS):
             job = name.decode()
+            try:
+                await self._sweep_rosters(job)
+            except TroupeError as error:
+                if error.kind != "tables_not_found":
+                    raise
             for step in await self._steps.live(job):
                 try:
                     await self._sweep_step(job, step, before.get((job, step), 0))
                 except TroupeError as error:
                     if error.kind not in ("tables_not_found", "step_not_open"):
                         raise
+
+    async def _sweep_rosters(self, job: str) -> None:
+        """Tell tables of amendments that a crash kept from them."""
+        if steps := await self._steps.live(job):
+            await self._steps.follow(job, steps[-1])
 
     async def _sweep_step(self, job: str, step: int, decided: int) -> None:
         table = await self._tables.get(job)
@@ -79,7 +85,7 @@ class Sweeper:
             if returned:
                 log.info("leases_expired", job=job, policy=policy, step=step, samples=returned)
         if all(state == b"committed" for state, _, _ in replies):
-            await self._steps.closed(job, step)
+            await self._steps.retire(job, step)
             return
         if any(there < decided for _, _, there in replies):
             lagged = await self._steps.settle(job, step)

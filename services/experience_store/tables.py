@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.experience_store import notices
-from services.experience_store.database import Call, Database
+from services.experience_store.database import Database
 from services.experience_store.keys import JOBS, JobKeys, PolicyKeys
+from services.experience_store.log import Log
+from services.experience_store.records import Ending
 from troupe.rpc import AlreadyExists, NotFound
 
 
@@ -21,28 +23,76 @@ class Table:
     """Sorted."""
     required: frozenset[str]
     """Columns besides `reward` that a sample needs."""
+    max_uses: int = 1
+    """Optimizer steps that one sample may contribute to."""
+    drop_without_signal: bool = False
+    """Whether groups whose rewards are all equal are dropped."""
 
     def format(self) -> str:
         """The JSON that Redis holds."""
-        return json.dumps({"policies": self.policies, "required": sorted(self.required)})
+        return json.dumps(
+            {
+                "policies": self.policies,
+                "required": sorted(self.required),
+                "max_uses": self.max_uses,
+                "drop_without_signal": self.drop_without_signal,
+            }
+        )
+
+    def check(self, policy: str) -> None:
+        """Raise `NotFound` unless `policy` has a table."""
+        if policy not in self.policies:
+            raise NotFound(
+                f"job {self.job} trains no policy of this name",
+                kind="unknown_policy",
+                field="policy",
+                value=policy,
+                remedy=f"Known: {', '.join(self.policies)}.",
+            )
 
     @staticmethod
     def parse(job: str, text: str | bytes) -> Table:
         """The table that `format` wrote."""
         stored = json.loads(text)
-        return Table(job, tuple(stored["policies"]), frozenset(stored["required"]))
+        return Table(
+            job,
+            tuple(stored["policies"]),
+            frozenset(stored["required"]),
+            # Absent in what an older release wrote.
+            stored.get("max_uses", 1),
+            stored.get("drop_without_signal", False),
+        )
 
 
 class Tables:
     """Declares, finds and frees the tables of jobs."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, log: Log) -> None:
         self._database = database
+        self._log = log
         self._cache: dict[str, Table] = {}
 
-    async def create(self, job: str, policies: Sequence[str], required: Sequence[str]) -> None:
+    async def create(
+        self,
+        job: str,
+        policies: Sequence[str],
+        required: Sequence[str],
+        *,
+        max_uses: int = 1,
+        drop_without_signal: bool = False,
+    ) -> None:
         """Declare the tables; raises `AlreadyExists` when they exist with other contents."""
-        table = Table(job, tuple(sorted(policies)), frozenset(required))
+        table = Table(
+            job, tuple(sorted(policies)), frozenset(required), max_uses, drop_without_signal
+        )
+        if await self._log.tables(job) is not None:
+            raise AlreadyExists(
+                f"job {job} is over: its tables were dropped, its log is kept",
+                kind="job_over",
+                field="job_id",
+                value=job,
+                remedy="Take another job id, or drop the tables with purge_log.",
+            )
         # First of all, so that the sweeper and `drop` find whatever comes after.
         await self._database.execute("SADD", JOBS, job)
         await self._database.execute("SETNX", JobKeys(job).tables, table.format())
@@ -51,6 +101,12 @@ class Tables:
         for field, ours, theirs in (
             ("policies", table.policies, stored.policies),
             ("required_columns", tuple(sorted(table.required)), tuple(sorted(stored.required))),
+            ("max_uses", (str(max_uses),), (str(stored.max_uses),)),
+            (
+                "drop_without_signal",
+                (str(drop_without_signal).lower(),),
+                (str(stored.drop_without_signal).lower(),),
+            ),
         ):
             if ours != theirs:
                 raise AlreadyExists(
@@ -79,43 +135,59 @@ class Tables:
 
     async def check_policy(self, job: str, policy: str) -> None:
         """Raise `NotFound` unless `policy` has a table."""
-        table = await self.get(job)
-        if policy not in table.policies:
-            raise NotFound(
-                f"job {job} trains no policy of this name",
-                kind="unknown_policy",
-                field="policy",
-                value=policy,
-                remedy=f"Known: {', '.join(table.policies)}.",
-            )
+        (await self.get(job)).check(policy)
 
     def forget(self, job: str) -> None:
         """Read the job's declaration again when it is next needed."""
         self._cache.pop(job, None)
 
-    async def drop(self, job: str) -> None:
-        """Free everything of a job. Repeatable; nothing happens when there is nothing."""
+    async def drop(self, job: str, *, purge_log: bool = False) -> None:
+        """Free everything of a job but its log, and that too with `purge_log`.
+
+        Repeatable; nothing happens when there is nothing.
+        """
         self.forget(job)
         keys = JobKeys(job)
         try:
             table = await self.get(job)
         except NotFound:
             await self._database.execute("SREM", JOBS, job)
+            if purge_log and (stored := await self._log.tables(job)) is not None:
+                await self._log.purge(job, Table.parse(job, stored).policies)
             return
-        policies = [PolicyKeys(job, policy) for policy in table.policies]
-        steps = [int(s) for s in await self._database.execute("ZRANGE", keys.steps, 0, -1)]
-        for step in steps:
-            # Under the job's tag first: from here on nothing more is accepted for the step.
-            for key in (keys.step(step), keys.ended(step), keys.queries(step)):
-                await self._database.execute("UNLINK", key)
-            await self._database.run_each(
-                [Call("forget_step", policy.base, (step, "all")) for policy in policies]
-            )
-        for policy in policies:
+        if not purge_log:
+            await self._log.keep_tables(job, table.format())
+        for step in [int(s) for s in await self._database.execute("ZRANGE", keys.steps, 0, -1)]:
+            await self._drop_step(table, step)
+        for policy in [PolicyKeys(job, policy) for policy in table.policies]:
             await self._database.execute("UNLINK", policy.commits)
             await self._database.execute("UNLINK", policy.head)
             await self._database.execute("PUBLISH", policy.channel, f"0 {notices.DROPPED}")
-        for key in (keys.steps, keys.live, keys.tables):
+        for key in (keys.steps, keys.live, keys.rosters):
             await self._database.execute("UNLINK", key)
+        if purge_log:
+            await self._log.purge(job, table.policies)
+        await self._database.execute("UNLINK", keys.tables)
         await self._database.execute("SREM", JOBS, job)
         self.forget(job)
+
+    async def _drop_step(self, table: Table, step: int) -> None:
+        job, keys = table.job, JobKeys(table.job)
+        roster = await self._log.roster(job, step)
+        if roster is not None and not await self._log.has(job, step):
+            await self._log.keep_roster(job, roster)
+        # From here on no trajectory ends in the step; those that have are in the roster.
+        for key in set(keys.all_of(step)) - {keys.ended(step)}:
+            await self._database.execute("UNLINK", key)
+        ended = await self._database.execute("HGETALL", keys.ended(step))
+        if roster is not None and ended:
+            endings = {name.decode(): Ending.parse(text.decode()) for name, text in ended.items()}
+            await self._log.keep_roster(job, replace(roster, endings=endings))
+        for policy in table.policies:
+            base = PolicyKeys(job, policy).base
+            while True:
+                committed = await self._log.keep_unfinished(job, policy, step)
+                outcome, *_ = await self._database.run("forget_step", base, step, int(committed))
+                if outcome == b"forgotten":
+                    break
+        await self._database.execute("UNLINK", keys.ended(step))

@@ -13,6 +13,8 @@ first carries the ending out: a repeated append, `Steps.status`, the sweeper.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 from services.experience_store.database import Call, Database
 from services.experience_store.keys import JobKeys, PolicyKeys
@@ -22,6 +24,11 @@ from services.experience_store.tables import Table, Tables
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
+
+# Per policy the arguments of stage.lua: attempt, records, then id and payload of each row.
+_StagedRows: TypeAlias = list[tuple[str, list[str | bytes]]]
+# Samples of each policy, with their payloads.
+_ByPolicy: TypeAlias = dict[str, list[tuple[store_pb.Sample, bytes]]]
 
 
 class Trajectories:
@@ -39,33 +46,58 @@ class Trajectories:
         trajectory: str,
         ending: Ending,
         samples: Sequence[store_pb.Sample],
-    ) -> bool:
-        """End `trajectory` with `samples`; False when another ending had won before.
+        payloads: Sequence[bytes] = (),
+    ) -> tuple[bool, int]:
+        """End `trajectory` with `samples`. Returns False when another ending had won before, or its
+        query was dropped; and the step that it counts for: its query may have been carried there.
+
+        `payloads` are the samples as bytes, where the caller has them already.
 
         `ending.attempt` identifies this append: repeating it returns what the first call returned.
         Raises `FailedPrecondition` for a step that is not open, a query that is not in it, or one
         whose trajectories have all ended; `InvalidArgument` for a policy that has no table.
         """
         table = await self._tables.get(job)
-        staged = _by_policy(table, samples)
-        if staged:
+        if not payloads:
+            payloads = [sample.SerializeToString() for sample in samples]
+        staged = _by_policy(table, samples, payloads)
+        ending = replace(ending, rows=_numbers(staged))
+        rows = _staged_rows(table, staged, ending)
+        while True:
+            accepted, to = await self._end(table, step, trajectory, ending, rows)
+            if to is None:
+                return accepted, step
+            # First every table moves what is staged there: the same attempt may have won before its
+            # query was carried, and then these rows are the ones that count.
+            await self._steps.follow(job, to)
+            await self._unstage(job, step, trajectory, ending, list(staged))
+            step = to
+
+    async def _end(
+        self, table: Table, step: int, trajectory: str, ending: Ending, rows: _StagedRows
+    ) -> tuple[bool, int | None]:
+        """Whether the ending won in `step`, or the later step that its query was carried to."""
+        job = table.job
+        if rows:
             await self._steps.on_tables(
                 job,
                 step,
                 [
-                    Call("stage", PolicyKeys(job, policy).base, (step, trajectory, *rows))
-                    for policy, rows in _staged_rows(table, staged, ending)
+                    Call("stage", PolicyKeys(job, policy).base, (step, trajectory, *arguments))
+                    for policy, arguments in rows
                 ],
             )
         outcome, *rest = await self._database.run(
             "end_trajectory", JobKeys(job).base, step, trajectory, ending.query, ending.format()
         )
+        if outcome == b"carried":
+            return False, int(rest[0])
         if outcome == b"decided":
             winner = Ending.parse(rest[0].decode())
-            await self._steps.carry_out(table, step, trajectory, winner)
+            await self._steps.carry_out(table, step, trajectory, winner, int(rest[1]))
             if winner.attempt == ending.attempt:
-                return True
-        await self._unstage(job, step, trajectory, ending, list(staged))
+                return True, None
+        await self._unstage(job, step, trajectory, ending, [policy for policy, _ in rows])
         if outcome == b"missing":
             raise not_open(job, step)
         if outcome == b"unknown_query":
@@ -84,7 +116,7 @@ class Trajectories:
                 value=trajectory,
                 remedy="Run as many trajectories per query as the step was opened with.",
             )
-        return False
+        return False, None
 
     async def _unstage(
         self, job: str, step: int, trajectory: str, ending: Ending, policies: Sequence[str]
@@ -98,10 +130,10 @@ class Trajectories:
 
 
 def _by_policy(
-    table: Table, samples: Sequence[store_pb.Sample]
-) -> dict[str, list[store_pb.Sample]]:
-    found: dict[str, list[store_pb.Sample]] = {}
-    for index, sample in enumerate(samples):
+    table: Table, samples: Sequence[store_pb.Sample], payloads: Sequence[bytes]
+) -> _ByPolicy:
+    found: _ByPolicy = {}
+    for index, (sample, payload) in enumerate(zip(samples, payloads, strict=True)):
         if sample.policy not in table.policies:
             raise InvalidArgument(
                 f"job {table.job} trains no policy of this name",
@@ -110,34 +142,27 @@ def _by_policy(
                 value=sample.policy,
                 remedy=f"Send samples of {', '.join(table.policies)} only.",
             )
-        found.setdefault(sample.policy, []).append(sample)
+        found.setdefault(sample.policy, []).append((sample, payload))
     return found
 
 
-def _staged_rows(
-    table: Table, staged: dict[str, list[store_pb.Sample]], ending: Ending
-) -> list[tuple[str, list[str | bytes]]]:
-    """Per policy the arguments of stage.lua: attempt, records, then id and payload of each row."""
-    found: list[tuple[str, list[str | bytes]]] = []
+def _numbers(staged: _ByPolicy) -> str:
+    """`Ending.rows` of these samples."""
+    return ",".join(f"{policy}={len(samples)}" for policy, samples in sorted(staged.items()))
+
+
+def _staged_rows(table: Table, staged: _ByPolicy, ending: Ending) -> _StagedRows:
+    found: _StagedRows = []
     for policy, samples in staged.items():
         records: list[str] = []
         rows: list[str | bytes] = []
-        for sample in samples:
-            payload = _payload(sample)
+        for sample, payload in samples:
+            # What the record holds too, because it moves, is written over it when it is read.
             record = _record(table, sample, len(payload))
             records.append(f"{sample.sample_id}\t{record.format()}")
             rows += (sample.sample_id, payload)
         found.append((policy, [ending.attempt, "\n".join(records), *rows]))
     return found
-
-
-def _payload(sample: store_pb.Sample) -> bytes:
-    """The row without what the record holds, because that moves."""
-    row = store_pb.Sample()
-    row.CopyFrom(sample)
-    row.ClearField("state")
-    row.ClearField("reward")
-    return row.SerializeToString()
 
 
 def _record(table: Table, sample: store_pb.Sample, size: int) -> Record:
@@ -158,4 +183,8 @@ def _record(table: Table, sample: store_pb.Sample, size: int) -> Record:
         agent=sample.agent,
         group=sample.group_id,
         reason="",
+        version=str(min(span.version for span in sample.versions)) if sample.versions else "",
+        uses="0",
+        since="",
+        origin="",
     )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable
-from typing import Final
+import math
+from collections.abc import Collection, Coroutine, Iterable
+from typing import Any, Final
 
+import structlog
+
+from services.orchestrator.batch import Batch, Flight
 from services.orchestrator.context import JobContext
 from services.orchestrator.engines import Engines
 from services.orchestrator.faults import RENEWABLE, Attempts, Patience, job_fault
@@ -17,51 +20,117 @@ from troupe.scheduling import admission, placement
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
 
+_log = structlog.get_logger(__name__)
 _ENDED: Final = frozenset(
     {pb.TRAJECTORY_STATE_COMPLETED, pb.TRAJECTORY_STATE_FAILED, pb.TRAJECTORY_STATE_ABORTED}
 )
 # Another wave starts when a quarter of the window is free: a call per wave, not per trajectory.
 _WAVE_FRACTION: Final = 0.25
+# The store has ended what is aborted; telling who runs it only saves the work.
+_ABORT_SECONDS: Final = 10.0
 Group = list[ro.Ticket]
 
 
 class Dispatch:
-    """One batch of trajectories. A stream that breaks, or a worker that is lost, costs nothing
-    but time: what it had not ended goes to whoever is ready.
+    """All trajectories of a job, of however many batches, in one window.
 
-    `on_end` sees each trajectory's first ending; what it raises ends the dispatch. `ended` asks
-    the experience store which trajectories have ended although nobody said so.
+    A stream that breaks, or a worker that is lost, costs nothing but time: what it had not ended
+    goes to whoever is ready. Batches of older steps go first.
     """
 
-    def __init__(
-        self,
-        job: JobContext,
-        engines: Engines,
-        step: int,
-        patience: Patience,
-        on_end: Callable[[ro.TrajectoryEvent], None],
-        ended: Callable[[], Awaitable[Collection[str]]] | None = None,
-    ) -> None:
+    def __init__(self, job: JobContext, engines: Engines) -> None:
         self._job = job
         self._engines = engines
-        self._step = step
-        self._patience = patience
-        self._on_end = on_end
-        self._ended = ended
         self._limit = job.spec.limits.max_concurrent_trajectories
-        self._open: dict[str, ro.Ticket] = {}
-        self._waiting: deque[Group] = deque()
+        self._open: dict[str, Flight] = {}
+        # Groups that wait for a worker, oldest step first.
+        self._waiting: list[Group] = []
         # Trajectories per worker that are dispatched and not ended.
         self._running: dict[Worker, set[str]] = {}
-        self._streams: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         # A worker that just failed, until its pause is over.
         self._resting: set[Worker] = set()
         self._attempts: dict[Worker, Attempts] = {}
         # By trajectory: what kills its worker is run again only so often.
         self._victims: dict[str, Victims] = {}
         self._wake = asyncio.Event()
-        self._turn = step
-        self._fault: TroupeError | None = None
+        self._turn = 0
+
+    async def run(self) -> None:
+        """Start what was added, until cancelled. Raises `TroupeError`: a fault of the job."""
+        watch = asyncio.create_task(self._watch_engines())
+        try:
+            while True:
+                self._start_wave()
+                self._wake.clear()
+                await self._wake.wait()
+                self._reap()
+                for victims in list(self._victims.values()):
+                    victims.check()
+        finally:
+            self._job.shared.in_flight.pop(self._job.job_id, None)
+            watch.cancel()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(watch, *self._tasks, return_exceptions=True)
+
+    def add(self, batch: Batch, groups: Iterable[Group]) -> None:
+        """Run these, too. The members of a group start together."""
+        groups = list(groups)
+        for group in groups:
+            batch.add([ticket.trajectory_id for ticket in group])
+            for ticket in group:
+                self._open[ticket.trajectory_id] = Flight(batch, ticket)
+        self._wait(groups)
+
+    def withdraw(self, batch: Batch, query_ids: Collection[str], reason: str) -> None:
+        """The store has ended these queries: wait for them no longer, abort what runs of them."""
+        gone = self._of(batch, query_ids)
+        for trajectory_id in gone:
+            del self._open[trajectory_id]
+        batch.remove(gone)
+        self._wait(())
+        for worker, running in self._running.items():
+            if there := running & gone:
+                self._spawn(self._abort(worker, sorted(there), reason))
+
+    def move(self, source: Batch, query_ids: Collection[str], target: Batch) -> None:
+        """These queries go on in another batch; what runs of them runs on."""
+        moved = self._of(source, query_ids)
+        for trajectory_id in moved:
+            self._open[trajectory_id].batch = target
+        target.add(moved)
+        source.remove(moved)
+        for query_id in query_ids:
+            target.note_started(query_id, source.started.pop(query_id, {}))
+        self._wait(())
+
+    def describe(self, batch: Batch) -> str:
+        """Where the trajectories of a batch are."""
+        where = ", ".join(f"{len(ids)} on {worker}" for worker, ids in self._running.items() if ids)
+        if not where:
+            return f"waiting for a ready rollout worker for {batch.open} trajectories"
+        return f"waiting for {batch.open} trajectories ({where})"
+
+    def _of(self, batch: Batch, query_ids: Collection[str]) -> set[str]:
+        wanted = set(query_ids)
+        return {
+            trajectory_id
+            for trajectory_id, flight in self._open.items()
+            if flight.batch is batch and flight.ticket.query_id in wanted
+        }
+
+    def _wait(self, more: Collection[Group]) -> None:
+        """Put groups where they belong in the queue, and those that left out of it."""
+        groups = [
+            left
+            for group in (*self._waiting, *more)
+            if (left := [one for one in group if one.trajectory_id in self._open])
+        ]
+        # Stable: first come, first served within a step.
+        groups.sort(key=lambda group: self._open[group[0].trajectory_id].batch.step)
+        self._waiting = groups
+        self._wake.set()
 
     def _in_flight(self) -> int:
         """Trajectories dispatched and not ended; also told to whoever pictures the cluster."""
@@ -69,135 +138,112 @@ class Dispatch:
         self._job.shared.in_flight[self._job.job_id] = count
         return count
 
-    async def run(self, groups: Iterable[Group]) -> None:
-        """Return when every ticket's trajectory has ended. Raises `TroupeError`: a fault of the
-        job, the deadline, or what `on_end` raised."""
-        for group in groups:
-            self._waiting.append(group)
-            self._open.update((ticket.trajectory_id, ticket) for ticket in group)
-        watch = asyncio.create_task(self._watch_engines())
-        try:
-            while self._open:
-                self._start_wave()
-                self._patience.say(self._describe())
-                self._wake.clear()
-                await self._patience.wait(self._wake.wait())
-                self._reap()
-                for victims in self._victims.values():
-                    victims.check()
-                if self._fault is not None:
-                    raise self._fault
-        finally:
-            self._job.shared.in_flight.pop(self._job.job_id, None)
-            watch.cancel()
-            for stream in self._streams:
-                stream.cancel()
-            await asyncio.gather(watch, *self._streams, return_exceptions=True)
-
-    def _describe(self) -> str:
-        if self._running:
-            where = ", ".join(
-                f"{len(ids)} on {worker}" for worker, ids in self._running.items() if ids
-            )
-            return f"waiting for {len(self._open)} trajectories ({where or 'none dispatched'})"
-        return f"waiting for a ready rollout worker for {len(self._open)} trajectories"
-
     def _start_wave(self) -> None:
-        workers = {
-            worker.worker_id: worker
-            for worker in self._engines.ready()
-            if worker not in self._resting
-        }
         in_flight = self._in_flight()
-        if not self._waiting or not workers:
+        if not self._waiting:
             return
         sizes = [len(group) for group in self._waiting]
         count = admission.next_wave(sizes, in_flight=in_flight, limit=self._limit)
         if count < len(sizes) and in_flight > (1 - _WAVE_FRACTION) * self._limit:
             return
+        groups, self._waiting = self._waiting[:count], self._waiting[count:]
+        by_batch: dict[Batch, list[Group]] = {}
+        for group in groups:
+            batch = self._open[group[0].trajectory_id].batch
+            by_batch.setdefault(batch, []).append(group)
+        left: list[Group] = []
+        for batch, some in by_batch.items():
+            left += self._start(batch, some)
+        self._waiting = left + self._waiting
+        self._in_flight()
+
+    def _start(self, batch: Batch, groups: list[Group]) -> list[Group]:
+        """Give a batch's groups to workers; returns them when there is none."""
+        workers = {
+            worker.worker_id: worker
+            for worker in self._engines.ready(batch.floors)
+            if worker not in self._resting
+        }
+        if not workers:
+            return groups
         loads = [
             placement.RolloutWorker(worker_id, len(self._running.get(worker, ())))
             for worker_id, worker in workers.items()
         ]
         self._turn += 1
-        chosen = placement.spread_queries(sizes[:count], loads, turn=self._turn)
+        chosen = placement.spread_queries([len(group) for group in groups], loads, turn=self._turn)
         tickets: dict[str, Group] = {}
-        for worker_id in chosen:
-            tickets.setdefault(worker_id, []).extend(self._waiting.popleft())
-        for worker_id, group in tickets.items():
-            self._start_stream(workers[worker_id], group)
-        self._in_flight()
+        for worker_id, group in zip(chosen, groups, strict=True):
+            tickets.setdefault(worker_id, []).extend(group)
+        for worker_id, together in tickets.items():
+            worker = workers[worker_id]
+            ids = {ticket.trajectory_id for ticket in together}
+            self._running.setdefault(worker, set()).update(ids)
+            self._spawn(self._follow(worker, batch, together))
+        return []
 
-    def _start_stream(self, worker: Worker, tickets: Group) -> None:
-        ids = {ticket.trajectory_id for ticket in tickets}
-        self._running.setdefault(worker, set()).update(ids)
-        stream = asyncio.create_task(self._follow(worker, tickets))
-        self._streams.add(stream)
-        stream.add_done_callback(lambda _: self._wake.set())
-
-    def _reap(self) -> None:
-        for stream in [stream for stream in self._streams if stream.done()]:
-            self._streams.discard(stream)
-            stream.result()
-
-    async def _follow(self, worker: Worker, tickets: Group) -> None:
+    async def _follow(self, worker: Worker, batch: Batch, tickets: Group) -> None:
         """Run tickets on one worker to their end, or give back what is left of them."""
         request = ro.RunQueriesRequest(
-            request_id=new_id("run"), job_id=self._job.job_id, step=self._step, tickets=tickets
+            request_id=new_id("run"), job_id=self._job.job_id, step=batch.step, tickets=tickets
         )
         running = self._running[worker]
+        ids = {ticket.trajectory_id for ticket in tickets}
         try:
             async with worker.while_alive():
-                stream = worker.rollout.RunQueries(request, timeout=self._patience.left)
+                stream = worker.rollout.RunQueries(request, timeout=batch.patience.left)
                 async for event in stream:
                     if self._take(event):
                         running.discard(event.trajectory_id)
                         self._in_flight()
+                        if self._waiting:
+                            self._wake.set()
                         if worker in self._attempts:
                             self._attempts[worker].reset()
-            left = [ticket for ticket in tickets if ticket.trajectory_id in self._open]
-            if left:
+            if left := ids & self._open.keys():
                 raise Unavailable(f"{worker} ended its stream before {len(left)} trajectories did")
+            running -= ids
         except TroupeError as error:
-            running.difference_update(ticket.trajectory_id for ticket in tickets)
-            await self._give_back(worker, tickets, error)
+            running -= ids
+            await self._give_back(worker, ids & self._open.keys(), error)
 
     def _take(self, event: ro.TrajectoryEvent) -> bool:
         """Whether the event ended a trajectory. Only its first ending counts."""
-        if event.HasField("problem"):
-            self._fail(job_fault(event.problem))
+        flight = self._open.get(event.trajectory_id)
+        if flight is not None:
+            flight.batch.note_started(event.query_id, event.start_versions)
+            if event.HasField("problem"):
+                flight.batch.fail(job_fault(event.problem))
         if event.state not in _ENDED:
             return False
-        if self._open.pop(event.trajectory_id, None) is not None:
-            try:
-                self._on_end(event)
-            except TroupeError as error:
-                self._fail(error)
-            if self._waiting or not self._open:
-                self._wake.set()
+        if flight is not None:
+            del self._open[event.trajectory_id]
+            self._victims.pop(event.trajectory_id, None)
+            flight.batch.end(event)
         return True
 
-    def _fail(self, error: TroupeError) -> None:
-        """End the dispatch: this is not the worker's fault."""
-        self._fault = error
-        self._wake.set()
-
-    async def _give_back(self, worker: Worker, tickets: Group, error: TroupeError) -> None:
+    async def _give_back(self, worker: Worker, ids: Collection[str], error: TroupeError) -> None:
+        over: set[str] = set()
+        for batch in {self._open[one].batch for one in ids}:
+            over.update(await batch.ended())
         left: dict[str, Group] = {}
-        over = await self._ended_unseen()
-        for ticket in tickets:
-            if ticket.trajectory_id in over:
-                self._open.pop(ticket.trajectory_id, None)
-            elif ticket.trajectory_id in self._open:
-                left.setdefault(ticket.query_id, []).append(ticket)
-                self._note_victim(ticket.trajectory_id, worker)
-        self._waiting.extend(left.values())
+        for trajectory_id in sorted(ids):
+            if (flight := self._open.get(trajectory_id)) is None:
+                continue
+            if trajectory_id in over:
+                del self._open[trajectory_id]
+                flight.batch.end_unseen(trajectory_id)
+                continue
+            left.setdefault(flight.ticket.query_id, []).append(flight.ticket)
+            self._note_victim(trajectory_id, worker)
+        self._wait(left.values())
         if error.kind in RENEWABLE:
             self._engines.lost_job(worker)
         elif not worker.alive:
             self._running.pop(worker, None)
         count = sum(len(group) for group in left.values())
-        attempts = self._attempts.setdefault(worker, Attempts(self._patience))
+        lasting = Patience(f"work on {worker}", math.inf, "")
+        attempts = self._attempts.setdefault(worker, Attempts(lasting))
         self._resting.add(worker)
         self._wake.set()
         try:
@@ -216,6 +262,7 @@ class Dispatch:
         if victims is None:
             victims = self._victims[trajectory_id] = Victims(
                 self._job.shared.workers,
+                self._job.spec.limits.worker_deaths,
                 f"ran {trajectory_id}",
                 "workflow",
                 "Look into the rollout workers' logs for what ended them: the workflow, a crash in "
@@ -223,13 +270,28 @@ class Dispatch:
             )
         victims.note(worker)
 
-    async def _ended_unseen(self) -> Collection[str]:
-        if self._ended is None:
-            return ()
+    async def _abort(self, worker: Worker, trajectory_ids: list[str], reason: str) -> None:
+        request = ro.AbortTrajectoriesRequest(
+            request_id=new_id("abort"),
+            job_id=self._job.job_id,
+            trajectory_ids=trajectory_ids,
+            reason=reason,
+        )
         try:
-            return await self._ended()
-        except TroupeError:
-            return ()  # running one twice is safe: the store takes the first ending only
+            async with worker.while_alive():
+                await worker.rollout.AbortTrajectories(request, timeout=_ABORT_SECONDS)
+        except TroupeError as error:
+            _log.warning("trajectories not aborted", worker=str(worker), error=str(error))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self._wake.set())
+
+    def _reap(self) -> None:
+        for task in [task for task in self._tasks if task.done()]:
+            self._tasks.discard(task)
+            task.result()
 
     async def _watch_engines(self) -> None:
         while True:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 from services.orchestrator.context import JobContext
@@ -41,9 +42,11 @@ class Engines:
         # Prepared workers, and the version that each policy has there.
         self._served: dict[Worker, dict[str, int]] = {}
         self._troubles: dict[Worker, str] = {}
+        self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changed = asyncio.Event()
         self._victims = Victims(
             job.shared.workers,
+            job.spec.limits.worker_deaths,
             "prepared engines",
             "policies",
             "Look into the rollout workers' logs for what ended them: a model too large for the "
@@ -53,13 +56,16 @@ class Engines:
         # What a worker may take to have all engines up.
         self.prepare_seconds = max(limits) + _MARGIN_SECONDS
 
-    def ready(self) -> list[Worker]:
-        """The workers to which queries may go now."""
-        wanted = {policy: ref.version for policy, ref in self._wanted.items()}
+    def ready(self, floors: Mapping[str, int] | None = None) -> list[Worker]:
+        """The workers to which queries may go now: those that serve the newest versions, or any
+        from `floors` on for the policies that it names."""
+        wanted = {policy: ref.version for policy, ref in self._wanted.items()} | dict(floors or {})
         return [
             worker
             for worker, versions in self._served.items()
-            if worker.usable and versions == wanted
+            if worker.usable
+            and versions.keys() == wanted.keys()
+            and all(versions[policy] >= version for policy, version in wanted.items())
         ]
 
     async def change(self) -> None:
@@ -115,9 +121,13 @@ class Engines:
 
         A worker that is lost meanwhile, or has lost the job, is left to `run`.
         """
+        if self._wanted[weights.policy].version == weights.version:
+            return
         self._wanted[weights.policy] = weights
-        workers = list(self._served)
-        await together(*(self._update(worker, weights, patience) for worker in workers))
+        # Commits may come faster than engines load: one version after another, in order.
+        async with self._loading[weights.policy]:
+            workers = list(self._served)
+            await together(*(self._update(worker, weights, patience) for worker in workers))
         self._notify()
 
     async def release(self, seconds: float) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
+from services.orchestrator.batch import Batch
 from services.orchestrator.context import JobContext
 from services.orchestrator.dispatch import Dispatch
-from services.orchestrator.engines import Engines
 from services.orchestrator.faults import Patience
 from services.orchestrator.metrics import Tally
 from troupe.rpc import ResourceExhausted
@@ -18,9 +18,9 @@ from troupe.v1 import rollout_pb2 as ro
 class EvaluationRunner:
     """One evaluation: the same held-out queries each time, nothing stored, nothing trained."""
 
-    def __init__(self, job: JobContext, engines: Engines, step: int) -> None:
+    def __init__(self, job: JobContext, dispatch: Dispatch, step: int) -> None:
         self._job = job
-        self._engines = engines
+        self._dispatch = dispatch
         self._step = step
         self._name = f"the evaluation after {step} steps"
         self._plan = admission.plan_evaluation(
@@ -33,11 +33,15 @@ class EvaluationRunner:
         """The evaluation's metrics, `evaluation/...`; `tally.scores()` compares."""
         began = time.monotonic()
         patience = Patience(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
-        dispatch = Dispatch(self._job, self._engines, self._step, patience, self._on_end)
+        batch = Batch(self._step, patience, self._on_end)
+        self._dispatch.add(batch, [[evaluation_ticket(query)] for query in self._plan])
+        batch.seal()
         ticker = asyncio.create_task(self._tick())
         try:
-            await dispatch.run([[evaluation_ticket(query)] for query in self._plan])
+            await batch.finished(lambda: self._dispatch.describe(batch))
         finally:
+            # Those of a pause run for nobody.
+            self._dispatch.withdraw(batch, [query.query_id for query in self._plan], "cancelled")
             ticker.cancel()
             await asyncio.gather(ticker, return_exceptions=True)
             await self._recent.flush()

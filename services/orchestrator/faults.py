@@ -78,6 +78,12 @@ async def alongside(main: Coroutine[Any, Any, T], background: Coroutine[Any, Any
         await asyncio.gather(body, aside, return_exceptions=True)
 
 
+def cancelled_from_outside() -> bool:
+    """Whether the running task was told to stop, rather than one that it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class Patience:
     """A deadline that knows what is being waited for, so that it can say so when it ends.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,6 +17,12 @@ from troupe.v1 import orchestrator_pb2 as orch
 
 # The event log is bounded; a step logs about one event, so this is months of steps.
 _LOG_CAP = 50_000
+# What to do about a move that a job's state forbids.
+_REMEDIES = {
+    pb.JOB_STATE_SUBMITTED: "Only a paused, failed or cancelled job can go on.",
+    pb.JOB_STATE_PAUSING: "Only a job that is starting or running can be paused.",
+    pb.JOB_STATE_CANCELLING: "It has ended: there is nothing to cancel.",
+}
 
 
 class Superseded(Aborted):
@@ -32,6 +40,8 @@ class JobStore:
         self._redis = redis
         self._log = log
         self._clock = clock
+        # Which orchestrator this is, for people that look for the other one.
+        self.instance = f"{socket.gethostname()}, process {os.getpid()}"
 
     @property
     def address(self) -> str:
@@ -72,8 +82,10 @@ class JobStore:
         epoch: int | None = None,
         problem: pb.Problem | None = None,
         sources: Sequence[pb.JobState.ValueType] | None = None,
+        spec_json: str | None = None,
     ) -> JobRecord:
         """Move the state machine and log it, at once; already there: nothing happens.
+        With the move the specification becomes `spec_json`, if that is given.
 
         A runner passes its `epoch`. Of the sources that the table allows, `sources` keeps a part.
         Raises `FailedPrecondition` for a move that is not allowed, `Superseded`, `NotFound`.
@@ -97,9 +109,10 @@ class JobStore:
                 self._event(state=change),
                 _LOG_CAP,
                 *self._fields_of(target, problem),
+                *(() if spec_json is None else ("spec_json", spec_json)),
             ],
         )
-        self._raise_if_superseded(job_id, outcome)
+        await self._raise_if_superseded(job_id, outcome)
         if outcome == b"refused":
             source = pb.JobState.ValueType(int(before))
             raise FailedPrecondition(
@@ -107,13 +120,14 @@ class JobStore:
                 kind="illegal_transition",
                 field="job_id",
                 value=job_id,
+                remedy=_REMEDIES.get(target),
             )
         self._log.wake(job_id)
         return await self.get(job_id)
 
     async def adopt(self, job_id: str) -> int:
         """Take the job over: the epoch with which the new runner writes. Older ones are fenced."""
-        return int(await self._redis.call("HINCRBY", JobKeys(job_id).record, "epoch", 1))
+        return int(await self._redis.run("adopt", [JobKeys(job_id).record], [self.instance]))
 
     async def finish_step(
         self, job_id: str, epoch: int, step: int, values: Mapping[str, float]
@@ -154,7 +168,7 @@ class JobStore:
         """Raise `Superseded` unless `epoch` is the newest."""
         now = await self._redis.call("HGET", JobKeys(job_id).record, "epoch")
         if now is None or int(now) != epoch:
-            self._raise_if_superseded(job_id, b"superseded" if now else b"missing")
+            await self._raise_if_superseded(job_id, b"superseded" if now else b"missing")
 
     async def metrics(self, job_id: str, start: int = 0) -> list[orch.MetricsLogged]:
         """The rows from number `start` on, oldest first."""
@@ -192,7 +206,7 @@ class JobStore:
                 *(part for pair in fields.items() for part in pair),
             ],
         )
-        self._raise_if_superseded(job_id, outcome)
+        await self._raise_if_superseded(job_id, outcome)
         self._log.wake(job_id)
         return bool(outcome == b"written")
 
@@ -221,12 +235,16 @@ class JobStore:
         at = timestamp(self._clock())
         return orch.JobEvent(at=at, state=state, metrics=metrics).SerializeToString()
 
-    def _raise_if_superseded(self, job_id: str, outcome: bytes) -> None:
+    async def _raise_if_superseded(self, job_id: str, outcome: bytes) -> None:
         if outcome == b"missing":
             raise self._unknown(job_id)
         if outcome == b"superseded":
+            epoch, owner = await self._redis.call("HMGET", JobKeys(job_id).record, "epoch", "owner")
             raise Superseded(
-                f"another orchestrator has taken job {job_id} over; this one stops running it",
+                f"another orchestrator ({(owner or b'unknown').decode()}) has taken job {job_id} "
+                f"over, as number {int(epoch or 0)}; this one stops running it",
+                field="epoch",
+                value=int(epoch or 0),
                 remedy="Run one orchestrator per Redis.",
             )
 

@@ -7,6 +7,7 @@ import hashlib
 import re
 import time
 from collections import defaultdict
+from contextlib import suppress
 from typing import Final
 
 import structlog
@@ -15,9 +16,11 @@ from services.orchestrator.context import Shared
 from services.orchestrator.job_store import Superseded, same_submission
 from services.orchestrator.records import JobRecord
 from services.orchestrator.redis_access import RedisUnavailable
+from services.orchestrator.room import drop_tables
 from services.orchestrator.runner import JobRunner
-from troupe.job import JobSpecError, parse_job
-from troupe.rpc import InvalidArgument, TroupeError, new_id
+from troupe.job import JobSpec, JobSpecError, parse_job
+from troupe.job.compatibility import Difference, differences, incompatible
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -51,11 +54,7 @@ class Jobs:
         Raises `InvalidArgument` naming every fault of the specification, or `AlreadyExists` when
         `job_id` is another job's.
         """
-        try:
-            # In a thread: YAML takes its time, and other calls should not have to.
-            spec = await asyncio.to_thread(parse_job, text)
-        except JobSpecError as error:
-            raise _explain(error) from error
+        spec = await _parse(text)
         job_id = job_id or job_id_of(spec.name, request_id or new_id())
         if not _JOB_ID.match(job_id):
             raise InvalidArgument(
@@ -99,18 +98,41 @@ class Jobs:
                 self.launch(job_id)
             return record
 
-    async def resume(self, job_id: str) -> JobRecord:
-        """Continue a paused, failed or cancelled job from its last committed step."""
+    async def resume(self, job_id: str, text: str = "") -> JobRecord:
+        """Continue a paused, failed or cancelled job from its last committed step; under the
+        specification `text`, if there is one.
+
+        Raises `FailedPrecondition` naming every difference that makes it another job,
+        `InvalidArgument` naming every fault of the specification.
+        """
+        spec = await _parse(text) if text.strip() else None
         async with self.lock(job_id):
             record = await self._shared.store.get(job_id)
+            changes = [] if spec is None else check_compatible(record, spec)
             if record.state in _RUNS:
+                if changes:
+                    raise FailedPrecondition(
+                        f"job {job_id} is {record.state_name}: its specification cannot change now",
+                        kind="job_active",
+                        field="spec",
+                        value=changes[0].path,
+                        remedy="Pause the job, then resume it with the new specification.",
+                    )
                 return record
             record = await self._shared.store.move(
-                job_id, pb.JOB_STATE_SUBMITTED, sources=_RESUMABLE
+                job_id,
+                pb.JOB_STATE_SUBMITTED,
+                sources=_RESUMABLE,
+                spec_json=spec.model_dump_json() if spec is not None and changes else None,
             )
-            if (task := self._tasks.get(job_id)) is not None:
-                # The runner before wrote its last state; it has nothing left to do.
-                await asyncio.gather(task, return_exceptions=True)
+            if changes:
+                text = "; ".join(map(str, changes))
+                await self._shared.log.notice(
+                    job_id,
+                    orch.Notice.SEVERITY_INFO,
+                    f"goes on under another specification: {text}",
+                )
+            await self._runner_before(job_id)
             self.launch(job_id)
             return record
 
@@ -129,6 +151,29 @@ class Jobs:
                 runner.cancel()
             else:
                 self.launch(job_id)
+            return record
+
+    async def forget(self, job_id: str) -> JobRecord:
+        """Free the rows that an ended job holds; it cannot be resumed then.
+
+        Raises `FailedPrecondition` while the job has not ended.
+        """
+        async with self.lock(job_id):
+            record = await self._shared.store.get(job_id)
+            if not record.terminal:
+                raise FailedPrecondition(
+                    f"job {job_id} is {record.state_name}: its rows are needed",
+                    kind="job_active",
+                    field="job_id",
+                    value=job_id,
+                    remedy="Cancel it first.",
+                )
+            await self._runner_before(job_id)
+            with suppress(NotFound):  # it ended before it had any
+                await drop_tables(self._shared, job_id)
+            await self._shared.log.notice(
+                job_id, orch.Notice.SEVERITY_INFO, "its rows are freed; it cannot be resumed"
+            )
             return record
 
     def launch(self, job_id: str) -> None:
@@ -157,12 +202,22 @@ class Jobs:
                 return await runner.run()
             except Superseded as error:
                 _log.warning("job taken over", job_id=job_id, error=str(error))
+                here = self._shared.store.instance
+                with suppress(TroupeError):
+                    await self._shared.log.notice(
+                        job_id, orch.Notice.SEVERITY_WARNING, f"{here} stops: {error}"
+                    )
                 return None
             except RedisUnavailable as error:
                 _log.error("job waits for Redis", job_id=job_id, error=str(error))
                 await self._wait_for_redis()
                 # What the old runner had in memory may be older than what Redis has.
                 runner = self._runners[job_id] = JobRunner(self._shared, job_id)
+
+    async def _runner_before(self, job_id: str) -> None:
+        """Wait for the runner that wrote the job's last state; it has nothing left to do."""
+        if (task := self._tasks.get(job_id)) is not None:
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _wait_for_redis(self) -> None:
         while True:
@@ -184,6 +239,30 @@ def job_id_of(name: str, request_id: str) -> str:
     """The id of a job submitted by `request_id`: the same whenever the request is repeated."""
     digest = hashlib.blake2s(f"{name}/{request_id}".encode(), digest_size=4).hexdigest()
     return f"{name}-{digest}"
+
+
+async def _parse(text: str) -> JobSpec:
+    try:
+        # In a thread: YAML takes its time, and other calls should not have to.
+        return await asyncio.to_thread(parse_job, text)
+    except JobSpecError as error:
+        raise _explain(error) from error
+
+
+def check_compatible(record: JobRecord, spec: JobSpec) -> list[Difference]:
+    """How `spec` differs from what the job ran under. Raises `FailedPrecondition` when it is not
+    the same job any more."""
+    old = record.spec()
+    if bad := incompatible(old, spec, steps_done=record.step):
+        raise FailedPrecondition(
+            f"this is not the specification of the same job ({record.step} steps are done): "
+            + "; ".join(map(str, bad)),
+            kind="spec_incompatible",
+            field=bad[0].path,
+            value=bad[0].new,
+            remedy="Take these back, or submit it as a new job.",
+        )
+    return differences(old, spec)
 
 
 def _explain(error: JobSpecError) -> InvalidArgument:

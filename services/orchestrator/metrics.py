@@ -26,6 +26,8 @@ class Tally:
         self._versions = versions
         self.completed = 0
         self.failed = 0
+        # Ended because nobody needs them any more.
+        self.aborted = 0
         self._reasons: Counter[str] = Counter()
         self._rewards: defaultdict[str, _Mean] = defaultdict(_Mean)
         self._team_metrics: defaultdict[str, _Mean] = defaultdict(_Mean)
@@ -40,7 +42,7 @@ class Tally:
     @property
     def ended(self) -> int:
         """Trajectories counted."""
-        return self.completed + self.failed
+        return self.completed + self.failed + self.aborted
 
     @property
     def most_common_reason(self) -> str:
@@ -57,6 +59,9 @@ class Tally:
             if turn.versions and turn.policy in self._versions:
                 oldest = min(span.version for span in turn.versions)
                 self._staleness.add(self._versions[turn.policy] - oldest)
+        if event.state == pb.TRAJECTORY_STATE_ABORTED:
+            self.aborted += 1
+            return
         if event.state != pb.TRAJECTORY_STATE_COMPLETED:
             self.failed += 1
             self._reasons[event.reason or "no reason given"] += 1
@@ -87,6 +92,8 @@ class Tally:
             "trajectories/completed": float(self.completed),
             "trajectories/failed": float(self.failed),
         }
+        if self.aborted:
+            found["trajectories/aborted"] = float(self.aborted)
         found |= {f"reward/{agent}/mean": mean.value for agent, mean in self._rewards.items()}
         found |= {f"response_length/{name}": mean.value for name, mean in self._lengths.items()}
         found |= {f"trajectory/{name}": mean.value for name, mean in self._team_metrics.items()}
@@ -115,6 +122,20 @@ def commit_metrics(commits: Iterable[es.StepCommit]) -> dict[str, float]:
                 found[f"{commit.policy}/{name}"] = value
         found[f"{commit.policy}/samples"] = float(commit.num_samples)
         found[f"{commit.policy}/skipped"] = float(commit.outcome == es.STEP_OUTCOME_SKIPPED)
+    return found
+
+
+def staleness(commits: Iterable[es.StepCommit]) -> dict[str, float]:
+    """How many versions older than the one they trained the samples of a step were, over all
+    policies: mean over samples, and max. Empty when no trainer says."""
+    told = [one for one in commits if one.num_samples and "staleness/mean" in one.metrics]
+    samples = sum(one.num_samples for one in told)
+    found: dict[str, float] = {}
+    if samples:
+        total = sum(one.metrics["staleness/mean"] * one.num_samples for one in told)
+        found["staleness/mean"] = total / samples
+    if worst := [one.metrics["staleness/max"] for one in told if "staleness/max" in one.metrics]:
+        found["staleness/max"] = max(worst)
     return found
 
 

@@ -21,9 +21,9 @@ from services.orchestrator.workers import WorkerRegistry
 from troupe.rpc import NO_RETRY, RetryPolicy, connect
 from troupe.v1.experience_store_pb2_grpc import ExperienceStoreStub
 
-# A job rather waits for its experience store than fails: five minutes, then it says so.
-_PATIENT: Final = RetryPolicy(max_attempts=1000)
-_PATIENT_SECONDS: Final = 300.0
+# A job rather waits for its experience store than fails; what bounds a job's waits are its limits.
+_PATIENT: Final = RetryPolicy(max_attempts=100_000)
+_PATIENT_SECONDS: Final = 7200.0
 
 
 class Orchestrator:

@@ -8,36 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
-from services.orchestrator.context import JobContext
-from services.orchestrator.engines import Engines
 from services.orchestrator.evaluation import EvaluationRunner
+from services.orchestrator.manifests import manifest, write_manifest
 from services.orchestrator.records import JobRecord
 from services.orchestrator.sinks import Sinks
-from services.orchestrator.steps import StepRunner
-from services.orchestrator.training import Trainers
+from services.orchestrator.step_rollout import Crew
+from services.orchestrator.window import Window
 from troupe.rpc import TroupeError
 from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import trainer_pb2 as tr
 
 
 class Progress:
     """Takes a job with bound policies and ready engines from step to step."""
 
-    def __init__(
-        self,
-        job: JobContext,
-        record: JobRecord,
-        trainers: Trainers,
-        engines: Engines,
-        sinks: Sinks,
-    ) -> None:
-        self._job = job
+    def __init__(self, crew: Crew, record: JobRecord, sinks: Sinks) -> None:
+        self._crew = crew
+        self._job = crew.job
         self._record = record
-        self._trainers = trainers
-        self._engines = engines
         self._sinks = sinks
+        self._window = Window(crew, record.step, self._finish)
 
     @property
     def finished(self) -> bool:
@@ -49,14 +44,27 @@ class Progress:
         """Why the newest checkpoint is missing, if it is."""
         return self._record.checkpoint_problem
 
-    async def step(self) -> None:
-        """Do the next step."""
-        step = self._record.step
-        values = await StepRunner(self._job, self._engines, self._trainers, step).run()
+    async def advance(self) -> None:
+        """Do all steps up to the next one after which something is due, or those that are open
+        after `close`."""
+        await self._window.run(self._next_due())
+
+    def close(self) -> None:
+        """Begin no further step."""
+        self._window.close()
+
+    async def _finish(self, step: int, values: dict[str, float]) -> None:
         store = self._job.shared.store
         await store.finish_step(self._job.job_id, self._job.epoch, step, values)
         self._record = replace(self._record, step=step + 1)
         await self._copy(orch.MetricsLogged(step=step + 1, values=values))
+
+    def _next_due(self) -> int:
+        """Steps after which an evaluation or checkpoints are due; at the latest the last."""
+        spec, step = self._job.spec, self._record.step
+        evaluations = spec.evaluation.every if spec.evaluation.queries else 0
+        every = [one for one in (spec.checkpoint.every, evaluations) if one > 0]
+        return min([spec.pipeline.steps, *((step // one + 1) * one for one in every)])
 
     async def catch_up(self) -> bool:
         """Do what is due at this step and not done yet: a checkpoint, an evaluation. True."""
@@ -74,7 +82,7 @@ class Progress:
 
     async def _evaluate(self) -> None:
         record = self._record
-        evaluation = EvaluationRunner(self._job, self._engines, record.step)
+        evaluation = EvaluationRunner(self._job, self._crew.dispatch, record.step)
         values = await evaluation.run()
         name = "before" if record.step == 0 else "after" if self.finished else None
         fields = {} if name is None else {name: json.dumps(evaluation.tally.scores())}
@@ -90,10 +98,11 @@ class Progress:
         job.show(f"saving checkpoints after step {step}", step=step)
         policies = job.spec.trained_policies
         results = await asyncio.gather(
-            *(self._trainers.policies[policy].save_checkpoint() for policy in policies),
+            *(self._crew.trainers.policies[policy].save_checkpoint() for policy in policies),
             return_exceptions=True,
         )
         problem: pb.Problem | None = None
+        saved: dict[str, tr.SaveCheckpointResponse] = {}
         for policy, result in zip(policies, results, strict=True):
             what = f"checkpoint of {policy} after step {step}"
             if isinstance(result, TroupeError):
@@ -103,9 +112,27 @@ class Progress:
             elif isinstance(result, BaseException):
                 raise result
             else:
+                saved[policy] = result
                 await job.info(f"{what}: {result.path}")
+        if len(saved) == len(policies):
+            await self._write_manifest(saved)
         await job.shared.store.note_checkpoint(job.job_id, job.epoch, step, problem)
         self._record = replace(self._record, checkpointed=step, checkpoint_problem=problem)
+
+    async def _write_manifest(self, saved: Mapping[str, tr.SaveCheckpointResponse]) -> None:
+        """Say what belongs together. No step is open now, so that nothing moves meanwhile."""
+        job, step = self._job, self._record.step
+        request = es.GetStepRequest(job_id=job.job_id, step=step - 1, counts_only=True)
+        last = await job.shared.experience.GetStep(request)
+        entries = await job.shared.ledger.entries(job.job_id)
+        weights = {policy: entries[policy].weights for policy in saved}
+        content = manifest(job.spec, step, last, weights, saved)
+        try:
+            await asyncio.to_thread(
+                write_manifest, job.directory, content, job.spec.checkpoint.keep
+            )
+        except OSError as error:
+            await job.error(f"no manifest of the checkpoints after step {step}: {error.strerror}")
 
     async def _copy(self, row: orch.MetricsLogged) -> None:
         for trouble in await self._sinks.write(row):

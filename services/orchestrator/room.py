@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
+import structlog
+
 from services.orchestrator.context import Shared
 from services.orchestrator.records import TERMINAL
-from troupe.rpc import NotFound, new_id
+from services.orchestrator.workers import Worker
+from troupe.rpc import NotFound, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 from troupe.v1 import trainer_pb2 as tr
+
+_log = structlog.get_logger(__name__)
 
 
 async def make_room(shared: Shared, job_id: str, *, self_too: bool = False) -> None:
@@ -33,11 +39,35 @@ async def make_room(shared: Shared, job_id: str, *, self_too: bool = False) -> N
             if binding.state == pb.BINDING_STATE_RELEASED:
                 continue
             if await _over(shared, over, binding.job_id):
-                give_back = tr.ReleaseRequest(
-                    request_id=new_id("release"), job_id=binding.job_id, policy=binding.policy
-                )
-                calls.append(worker.trainer.Release(give_back, timeout=seconds))
+                calls.append(_release(worker, binding, seconds))
     await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def _release(worker: Worker, binding: tr.BindingStatus, seconds: float) -> None:
+    request = tr.ReleaseRequest(
+        request_id=new_id("release"), job_id=binding.job_id, policy=binding.policy
+    )
+    await worker.trainer.Release(request, timeout=seconds)
+    # Until its next beat the worker would count as busy, and be passed over.
+    if binding in worker.beat.bindings:
+        worker.beat.bindings.remove(binding)
+
+
+async def free_tables(shared: Shared, job_id: str) -> None:
+    """Free what the last commits of a job left to be used again; nobody will. The log stays."""
+    try:
+        await drop_tables(shared, job_id, timeout=shared.settings.cleanup_seconds)
+    except TroupeError as error:
+        _log.warning("tables not freed", job_id=job_id, error=str(error))
+
+
+async def drop_tables(shared: Shared, job_id: str, *, timeout: float | None = None) -> None:
+    """Free the rows of a job within `timeout` seconds (default: the client's); its log stays.
+
+    Raises `NotFound` when it never had any.
+    """
+    request = es.DropTablesRequest(request_id=new_id("drop"), job_id=job_id)
+    await shared.experience.DropTables(request, timeout=timeout)
 
 
 async def _over(shared: Shared, known: dict[str, bool], job_id: str) -> bool:

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import structlog
 
 from services.orchestrator.context import JobContext, Shared
+from services.orchestrator.dispatch import Dispatch
 from services.orchestrator.engines import Engines
-from services.orchestrator.faults import Patience, alongside
+from services.orchestrator.faults import (
+    Patience,
+    alongside,
+    cancelled_from_outside,
+    together,
+)
 from services.orchestrator.job_store import Superseded
 from services.orchestrator.progress import Progress
 from services.orchestrator.records import JobRecord
 from services.orchestrator.redis_access import RedisUnavailable
-from services.orchestrator.room import make_room
+from services.orchestrator.room import free_tables, make_room
 from services.orchestrator.sinks import Sinks, make_directory
+from services.orchestrator.step_rollout import Crew
+from services.orchestrator.table_watch import TableWatch
 from services.orchestrator.training import Trainers
 from troupe.rpc import FailedPrecondition, Internal, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
@@ -30,6 +39,7 @@ from troupe.v1 import orchestrator_pb2 as orch
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
+_EPOCH_SECONDS: Final = 1.0
 _BOTH: Final = (orch.WORKER_KIND_TRAINER, orch.WORKER_KIND_ROLLOUT)
 
 
@@ -41,6 +51,8 @@ class JobRunner:
         self._job_id = job_id
         self._pause = asyncio.Event()
         self._cancel = False
+        # Whether its engines and trainers were up in an earlier life.
+        self._was_up = False
         self._body: asyncio.Task[None] | None = None
         self._epoch: int
         self._job: JobContext
@@ -48,10 +60,13 @@ class JobRunner:
         self._sinks: Sinks | None = None
         self._trainers: Trainers | None = None
         self._engines: Engines | None = None
+        self._progress: Progress | None = None
 
     def pause(self) -> None:
         """The job's state has become PAUSING: stop after the step in flight."""
         self._pause.set()
+        if self._progress is not None:
+            self._progress.close()
 
     def cancel(self) -> None:
         """The job's state has become CANCELLING: stop now."""
@@ -70,7 +85,7 @@ class JobRunner:
             await self._adopt()
             await self._run_body()
         except asyncio.CancelledError:
-            if not self._cancel or _cancelled_from_outside():
+            if not self._cancel or cancelled_from_outside():
                 raise
         except (Superseded, RedisUnavailable):
             raise
@@ -99,6 +114,7 @@ class JobRunner:
             spec_json=record.spec_json,
             directory=record.directory,
         )
+        self._was_up = record.state == pb.JOB_STATE_RUNNING or record.step > 0
         if record.state == pb.JOB_STATE_PAUSING:
             # The orchestrator died while the step finished; a resume takes the step up again.
             self._pause.set()
@@ -121,12 +137,22 @@ class JobRunner:
         assert self._sinks is not None, "opened by _bind"
         weights = {name: one.weights for name, one in trainers.policies.items()}
         self._engines = engines = Engines(self._job, weights, trainers.republish)
-        progress = Progress(self._job, self._record, trainers, engines, self._sinks)
-        if not await alongside(self._play(progress, engines), engines.run()):
+        crew = Crew(
+            job=self._job,
+            trainers=trainers,
+            engines=engines,
+            dispatch=Dispatch(self._job, engines),
+            tables=TableWatch(self._shared.experience, self._job_id),
+        )
+        self._progress = progress = Progress(crew, self._record, self._sinks)
+        aside = together(engines.run(), crew.dispatch.run(), crew.tables.run(), self._watch_epoch())
+        if not await alongside(self._play(progress, engines), aside):
             return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
         # Engines stay up, so that people can generate, until another job needs the room.
         await trainers.release(self._shared.settings.cleanup_seconds)
         await self._move(pb.JOB_STATE_SUCCEEDED, progress.checkpoint_problem)
+        if self._job.spec.pipeline.max_uses > 1:
+            await free_tables(self._shared, self._job_id)
         return self._shared.log.forget(self._job_id)
 
     async def _bind(self) -> Trainers:
@@ -144,15 +170,29 @@ class JobRunner:
             request_id=new_id("tables"),
             job_id=self._job_id,
             policies=job.spec.trained_policies,
+            required_columns=job.spec.pipeline.required_columns,
+            max_uses=job.spec.pipeline.max_uses,
+            drop_without_signal=job.spec.pipeline.dynamic_sampling,
         )
         await shared.experience.CreateTables(tables)
-        # A commit that nobody reported: the store is the truth.
-        request = es.GetStepRequest(job_id=self._job_id, step=self._record.step)
-        for commit in (await shared.experience.GetStep(request)).commits:
-            await shared.ledger.commit(self._job_id, commit)
+        # Commits that nobody reported: the store is the truth.
+        step, found = self._record.step, es.GetStepResponse(open=True)
+        while found.open:
+            request = es.GetStepRequest(job_id=self._job_id, step=step, counts_only=True)
+            found = await shared.experience.GetStep(request)
+            for commit in found.commits:
+                await shared.ledger.commit(self._job_id, commit)
+            step += 1
         self._trainers = Trainers(job, await shared.ledger.entries(self._job_id))
         await self._trainers.bind_all(self._patience("bind"))
         return self._trainers
+
+    async def _watch_epoch(self) -> None:
+        """Notice within seconds, not at the next write, that another runner has the job."""
+        while True:
+            await asyncio.sleep(_EPOCH_SECONDS)
+            with suppress(RedisUnavailable):  # what must be written will say so
+                await self._shared.store.check_epoch(self._job_id, self._epoch)
 
     async def _play(self, progress: Progress, engines: Engines) -> bool:
         """Prepare engines, then step until all is done (True) or a pause is asked for (False)."""
@@ -161,18 +201,17 @@ class JobRunner:
         while not progress.finished:
             if await self._unless_paused(progress.catch_up()) is None:
                 return False
-            await progress.step()
+            await progress.advance()
             if self._pause.is_set() and not progress.finished:
                 return False
         await progress.catch_up()
         return True
 
     async def _prepare(self, engines: Engines) -> bool:
-        patience = Patience(
+        patience = self._patient(
             "preparing engines",
             engines.prepare_seconds,
             "policies.*.engine.start_timeout_seconds",
-            self._job.show,
         )
         await engines.wait_ready(patience)
         await self._move(pb.JOB_STATE_RUNNING)
@@ -244,9 +283,12 @@ class JobRunner:
         field = f"{what}_timeout_seconds"
         names = {"workers": "waiting for workers", "bind": "binding policies"}
         seconds: float = getattr(self._shared.settings, field)
-        return Patience(names[what], seconds, f"TROUPE_{field.upper()}", self._job.show)
+        return self._patient(names[what], seconds, f"TROUPE_{field.upper()}")
 
-
-def _cancelled_from_outside() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    def _patient(self, what: str, seconds: float, field: str) -> Patience:
+        """Patience to come up. A job that was up before comes back, however often it must, for as
+        long as one of its steps may take."""
+        limit = self._job.spec.limits.step_seconds
+        if self._was_up and limit > seconds:
+            seconds, field = limit, "limits.step_seconds"
+        return Patience(what, seconds, field, self._job.show)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import grpc
 
 from services.chassis.telemetry import Telemetry
-from services.orchestrator import checkpoints
+from services.orchestrator import audit, checkpoints
 from services.orchestrator.orchestrator import Orchestrator
-from services.orchestrator.records import JobRecord
+from services.orchestrator.records import TERMINAL, JobRecord
 from services.orchestrator.settings import OrchestratorSettings
-from troupe.rpc import InvalidArgument
+from troupe.rpc import InvalidArgument, NotFound
+from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import orchestrator_pb2_grpc as orch_grpc
 
@@ -82,7 +84,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         self, request: orch.ResumeJobRequest, context: Any
     ) -> orch.ResumeJobResponse:
         _check_id(request)
-        record = await self._at.jobs.resume(request.job_id)
+        record = await self._at.jobs.resume(request.job_id, request.spec)
         return orch.ResumeJobResponse(job=await self._view(record))
 
     async def CancelJob(
@@ -91,6 +93,13 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         _check_id(request)
         record = await self._at.jobs.cancel(request.job_id, request.reason)
         return orch.CancelJobResponse(job=await self._view(record))
+
+    async def ForgetJob(
+        self, request: orch.ForgetJobRequest, context: Any
+    ) -> orch.ForgetJobResponse:
+        _check_id(request)
+        record = await self._at.jobs.forget(request.job_id)
+        return orch.ForgetJobResponse(job=await self._view(record))
 
     async def ListVersions(
         self, request: orch.ListVersionsRequest, context: Any
@@ -154,6 +163,24 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         await self._record(request)
         return await self._at.shared.trajectories.get(request.job_id, request.trajectory_id)
 
+    async def ListSamples(
+        self, request: es.ListSamplesRequest, context: Any
+    ) -> es.ListSamplesResponse:
+        record = await self._record(request)
+        with _rows_of(record):
+            return await self._at.shared.experience.ListSamples(request)
+
+    async def DescribeTables(
+        self, request: es.DescribeTablesRequest, context: Any
+    ) -> es.DescribeTablesResponse:
+        record = await self._record(request)
+        with _rows_of(record):
+            return await self._at.shared.experience.DescribeTables(request)
+
+    async def AuditJob(self, request: orch.AuditJobRequest, context: Any) -> orch.AuditJobResponse:
+        await self._record(request)
+        return await audit.audit(self._at.shared, request.job_id)
+
     async def GetCluster(
         self, request: orch.GetClusterRequest, context: Any
     ) -> orch.GetClusterResponse:
@@ -212,6 +239,25 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
 def make_service(settings: OrchestratorSettings, telemetry: Telemetry) -> OrchestratorService:
     """The service as `TROUPE_*` describes it."""
     return OrchestratorService(Orchestrator(settings))
+
+
+@contextmanager
+def _rows_of(record: JobRecord) -> Iterator[None]:
+    """Says why there are no rows, in terms of the job."""
+    try:
+        yield
+    except NotFound as error:
+        if error.kind != "tables_not_found":
+            raise
+        over = record.state in TERMINAL
+        raise NotFound(
+            f"job {record.job_id} is {record.state_name} and "
+            + ("its rows are freed" if over else "has no rows yet"),
+            kind=error.kind,
+            field="job_id",
+            value=record.job_id,
+            remedy="`troupe jobs audit` tells what became of them." if over else None,
+        ) from error
 
 
 def _check_id(request: Any) -> None:

@@ -4,84 +4,100 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable
+from typing import Final
 
-from services.orchestrator.context import JobContext
-from services.orchestrator.dispatch import Dispatch
-from services.orchestrator.engines import Engines
 from services.orchestrator.evaluation import check_failures, report_failures
 from services.orchestrator.faults import Patience, together
-from services.orchestrator.metrics import Tally, commit_metrics
-from services.orchestrator.training import Trainers
+from services.orchestrator.metrics import Tally, commit_metrics, staleness
+from services.orchestrator.roster import Cursor, Roster
+from services.orchestrator.step_rollout import Crew, StepRollout
 from services.orchestrator.trajectories import as_event
-from troupe.rpc import new_id
-from troupe.scheduling import admission
+from services.orchestrator.waiting import name_missing_columns
+from troupe.rpc import DeadlineExceeded
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import rollout_pb2 as ro
+
+# Modes in which training begins with the first micro-batch that is ready.
+_EAGER: Final = frozenset({"micro_batch", "async"})
 
 
 class StepRunner:
     """Runs one step of a job in the job's pipeline mode.
 
     The step may have been begun before a crash: trajectories that ended then are not run again,
-    and policies that committed are not trained again.
+    and policies that committed are not trained again. In mode `async` the step `before` may not be
+    over: every policy trains its steps in order, whatever the others do.
     """
 
     def __init__(
         self,
-        job: JobContext,
-        engines: Engines,
-        trainers: Trainers,
+        crew: Crew,
         step: int,
+        cursor: Cursor,
+        before: StepRunner | None,
+        ahead: int,
+        will_follow: Callable[[], bool],
     ) -> None:
+        job = crew.job
+        self._crew = crew
         self._job = job
-        self._engines = engines
-        self._trainers = trainers
-        self._step = step
-        pipeline = job.spec.pipeline
-        self._mode = pipeline.mode
-        self._plan = admission.plan_step(
-            job_seed=job.spec.seed,
-            step=step,
-            queries_per_step=pipeline.queries_per_step,
-            group_size=pipeline.group_size,
-        )
-        self._total = pipeline.queries_per_step * pipeline.group_size
+        self.step = step
+        self._before = before
+        self._mode = job.spec.pipeline.mode
         self._name = f"step {step + 1}"
-        self._patience = Patience(self._name, job.spec.limits.step_seconds, "limits.step_seconds")
-        # Trajectories of the step that have ended, those before a restart included.
-        self._over = 0
-        # Of those before, the ones that failed: a job that was resumed must not fail over them
-        # again, their cause may be mended.
+        # Those `ahead` of it may take as long each.
+        self._patience = Patience(
+            self._name, job.spec.limits.step_seconds * (1 + ahead), "limits.step_seconds"
+        )
+        self._roster = Roster(job, step, cursor)
+        self._rollout: StepRollout = StepRollout(
+            crew,
+            self._roster,
+            self._patience,
+            self._on_end,
+            None if before is None else before._rollout,
+            will_follow,
+        )
+        # Of what ended before a restart, the failures: a job that was resumed must not fail over
+        # them again, their cause may be mended.
         self._forgiven = 0
-        self._begun = self._total
-        # Commits that the store knew when this runner came to the step; all of them.
-        self._found: dict[str, es.StepCommit] = {}
+        self._unseen = 0
         self._commits: dict[str, es.StepCommit] = {}
-        # What the rows of this step were or will be generated with.
-        self._versions: dict[str, int] = {}
-        self._tally = Tally(job.spec.agents, self._versions)
+        self._committed = {policy: asyncio.Event() for policy in job.spec.trained_policies}
+        on_policy = self._mode != "async"
+        self._tally = Tally(job.spec.agents, self._roster.versions if on_policy else {})
         self._recent = job.shared.trajectories.buffer(job.job_id, step, evaluation=False)
-        self._rollout_seconds = 0.0
-        self._served = asyncio.Event()
+        self._began = time.monotonic()
+        self._ended = 0.0
+
+    async def open(self, found: es.GetStepResponse) -> None:
+        """Admit the step durably, or take it up as it was `found`."""
+        roster, before = self._roster, self._before
+        # What the step before leaves over is still to come, if it may leave anything.
+        first = before is None or before._roster.closed
+        await roster.open(
+            found,
+            {one: self._crew.trainers.policies[one].weights.version for one in self._committed},
+            roster.wanted + (roster.spare if first else 0),
+        )
+        for policy in roster.commits:
+            self._crew.committed[policy] = max(self._crew.committed[policy], self.step + 1)
+        kept = await self._job.shared.trajectories.find(self._job.job_id, roster.ended)
+        for one in kept:
+            self._tally.add(as_event(one), timed=False)
+        self._unseen = len(roster.ended) - len(kept)
+        self._forgiven = self._tally.failed
 
     async def run(self) -> dict[str, float]:
         """The step's metrics, when every policy has committed it and engines serve the result.
 
         Raises `TroupeError`: a fault of the job, or `DeadlineExceeded` naming what was missing.
         """
-        began = time.monotonic()
-        ended = await self._open()
-        self._over = len(ended)
-        for kept in await self._job.shared.trajectories.find(self._job.job_id, ended):
-            self._tally.add(as_event(kept), timed=False)
-        self._begun = self._total - len(ended)
-        self._forgiven = self._tally.failed
-        rollout = self._roll_out(ended)
+        rollout = self._rollout.run()
         policies = self._job.spec.trained_policies
-        ticker = asyncio.create_task(self._tick())
         try:
-            if self._mode == "micro_batch":
+            if self._mode in _EAGER:
                 await together(rollout, *(self._train(policy) for policy in policies))
             else:
                 await rollout
@@ -90,74 +106,56 @@ class StepRunner:
                         await self._train(policy)
                 else:
                     await together(*(self._train(policy) for policy in policies))
+        except DeadlineExceeded as error:
+            raise await name_missing_columns(self._job, self.step, error) from error
         finally:
-            ticker.cancel()
-            await asyncio.gather(ticker, return_exceptions=True)
             await self._recent.flush()
         await report_failures(self._job, self._name, self._tally, self._total)
-        values = self._tally.values(self._rollout_seconds)
-        if unseen := self._total - self._tally.ended:
+        return await self._values()
+
+    async def flush(self) -> None:
+        """Write the trajectories that have ended."""
+        await self._recent.flush()
+
+    @property
+    def _total(self) -> int:
+        return self._roster.trajectories
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Trajectories that have ended, and all of them."""
+        return max(0, self._total - self._rollout.batch.open), self._total
+
+    async def _values(self) -> dict[str, float]:
+        values = self._tally.values(self._rollout.seconds)
+        if unseen := self._unseen + self._rollout.batch.unseen:
             # Ended in the store just before a worker or an orchestrator could tell.
             values["trajectories/unseen"] = float(unseen)
+        values |= self._rollout.values()
         values |= commit_metrics(self._commits.values())
-        values["step/seconds"] = time.monotonic() - began
+        values |= staleness(self._commits.values())
+        self._ended = time.monotonic()
+        began = self._began if self._before is None else max(self._began, self._before._ended)
+        values["step/seconds"] = self._ended - began
+        # It would keep every step before it.
+        self._before = None
         return values
 
-    async def _open(self) -> frozenset[str]:
-        """Admit the step durably; which of its trajectories have ended already."""
-        store, job_id = self._job.shared.experience, self._job.job_id
-        found = await store.GetStep(es.GetStepRequest(job_id=job_id, step=self._step))
-        self._found = {commit.policy: commit for commit in found.commits}
-        self._versions.update(
-            found.versions
-            if found.open
-            else {
-                policy: self._trainers.policies[policy].weights.version
-                for policy in self._job.spec.trained_policies
-            }
-        )
-        response = await store.OpenStep(
-            es.OpenStepRequest(
-                request_id=new_id("open"),
-                job_id=job_id,
-                step=self._step,
-                versions=self._versions,
-                query_ids=[query.query_id for query in self._plan],
-                group_size=self._job.spec.pipeline.group_size,
-            )
-        )
-        return frozenset(response.ended_trajectory_ids)
-
-    async def _roll_out(self, ended: Collection[str]) -> None:
-        groups = [group for query in self._plan if (group := train_tickets(query, ended))]
-        if not groups:
-            return
-        began = time.monotonic()
-        dispatch = Dispatch(
-            self._job, self._engines, self._step, self._patience, self._on_end, self._ended
-        )
-        await dispatch.run(groups)
-        self._rollout_seconds = time.monotonic() - began
-
     def _on_end(self, event: ro.TrajectoryEvent) -> None:
-        self._over += 1
         self._tally.add(event)
         self._recent.add(event)
-        check_failures(self._job, self._name, self._tally, self._begun, forgiven=self._forgiven)
-
-    async def _ended(self) -> Collection[str]:
-        request = es.GetStepRequest(job_id=self._job.job_id, step=self._step)
-        found = await self._job.shared.experience.GetStep(request)
-        return frozenset(found.ended_trajectory_ids)
+        begun = self._total - len(self._roster.ended)
+        check_failures(self._job, self._name, self._tally, begun, forgiven=self._forgiven)
 
     async def _train(self, policy: str) -> None:
         """Commit the policy's step; the ledger moves, engines load what is new."""
-        trainer = self._trainers.policies[policy]
-        before = trainer.weights.version
-        if (found := self._found.get(policy)) is not None:
+        if self._before is not None:
+            await self._patience.wait(self._before._committed[policy].wait())
+        trainer = self._crew.trainers.policies[policy]
+        if (found := self._roster.commits.get(policy)) is not None:
             commit = trainer.adopt(found)
         else:
-            commit = await trainer.run_step(self._step, self._patience)
+            commit = await trainer.run_step(self.step, self._patience)
         await self._job.shared.ledger.commit(self._job.job_id, commit)
         if commit.outcome == es.STEP_OUTCOME_SKIPPED:
             await self._job.warn(
@@ -165,49 +163,34 @@ class StepRunner:
             )
         elif commit.outcome == es.STEP_OUTCOME_EMPTY:
             await self._job.warn(f"{self._name}: there was no sample for {policy}")
-        if trainer.weights.version != before:
-            await self._engines.update(trainer.weights, self._patience)
         self._commits[policy] = commit
+        weights = trainer.weights
+        crew = self._crew
+        crew.committed[policy] = max(crew.committed[policy], self.step + 1)
+        self._committed[policy].set()
+        await crew.engines.update(weights, self._patience)
+        crew.served[policy] = max(crew.served[policy], self.step + 1)
+        # More steps may open.
+        crew.tables.touch()
 
-    async def _tick(self) -> None:
-        """Tell followers of progress, and write trajectories, now and then."""
-        while True:
-            self._job.show(
-                self._describe(),
-                step=self._step + 1,
-                done=self._over,
-                total=self._total,
-            )
-            await asyncio.sleep(self._job.shared.settings.activity_seconds)
-            await self._recent.flush()
-
-    def _describe(self) -> str:
+    def describe(self) -> str:
+        """What the step does now, for people."""
+        policies = self._crew.trainers.policies
         trained = self._job.spec.trained_policies
-        busy = sum(self._trainers.policies[policy].progress is not None for policy in trained)
+        busy = sum(
+            policies[policy].progress is not None
+            for policy in trained
+            if policy not in self._commits
+        )
         total = self._job.spec.pipeline.steps
-        parts = [f"{self._over} of {self._total} trajectories"]
+        over, of = self.progress
+        parts = [f"{over} of {of} trajectories"]
         if busy:
             parts.append(f"{busy} of {len(trained)} policies training")
         if self._commits:
             parts.append(f"{len(self._commits)} committed")
-        if self._over < self._total and not self._engines.ready():
+        if over < of and not self._crew.engines.ready(self._roster.versions):
             parts.append("waiting for a rollout worker")
-        if unbound := [p for p in trained if self._trainers.policies[p].worker is None]:
+        if unbound := [policy for policy in trained if policies[policy].worker is None]:
             parts.append(f"waiting for a trainer worker for {', '.join(unbound)}")
-        return f"step {self._step + 1}/{total}: {', '.join(parts)}"
-
-
-def train_tickets(query: admission.QueryPlan, ended: Collection[str]) -> list[ro.Ticket]:
-    """Tickets for the trajectories of a query that have not ended."""
-    return [
-        ro.Ticket(
-            query_id=query.query_id,
-            trajectory_id=trajectory_id,
-            split="train",
-            index=query.index,
-            seed=seed,
-            purpose=ro.Ticket.PURPOSE_TRAIN,
-        )
-        for trajectory_id, seed in zip(query.trajectory_ids, query.seeds, strict=True)
-        if trajectory_id not in ended
-    ]
+        return f"step {self.step + 1}/{total}: {', '.join(parts)}"

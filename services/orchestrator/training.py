@@ -52,7 +52,10 @@ class Trainers:
         loads = [
             placement.TrainerWorker(
                 worker.worker_id,
-                sum(one.job_id != self._job.job_id for one in worker.beat.bindings),
+                sum(
+                    one.job_id != self._job.job_id and one.state != pb.BINDING_STATE_RELEASED
+                    for one in worker.beat.bindings
+                ),
             )
             for worker in workers
         ]
@@ -107,6 +110,7 @@ class PolicyTrainer:
         self._avoid: Worker | None = None
         self._victims = Victims(
             job.shared.workers,
+            job.spec.limits.worker_deaths,
             f"loaded or trained {policy}",
             f"policies.{policy}",
             "Look into the trainers' logs for what ended them. If it was memory, lower "
@@ -167,7 +171,8 @@ class PolicyTrainer:
     def adopt(self, commit: es.StepCommit) -> es.StepCommit:
         """Take over a commit that the store knows and that no worker of ours has told of."""
         applied = commit.outcome == es.STEP_OUTCOME_APPLIED
-        if applied and commit.weights.version != self.weights.version:
+        # A policy that leads may be further already.
+        if applied and commit.weights.version > self.weights.version:
             self._weights = commit.weights
             # Whoever is bound may still be at the version before.
             self.worker = None
@@ -249,6 +254,7 @@ class PolicyTrainer:
             policy=self.policy,
             step=step,
             version=self.weights.version,
+            oldest_version=max(0, self.weights.version - self._job.spec.alpha_of(self.policy)),
         )
         async with worker.while_alive():
             async for event in worker.trainer.RunStep(request, timeout=patience.left):
@@ -261,7 +267,7 @@ class PolicyTrainer:
 
     async def _committed(self, step: int) -> es.StepCommit | None:
         """What the store knows: the one truth about commits."""
-        request = es.GetStepRequest(job_id=self._job.job_id, step=step)
+        request = es.GetStepRequest(job_id=self._job.job_id, step=step, counts_only=True)
         found = await self._job.shared.experience.GetStep(request)
         return next((one for one in found.commits if one.policy == self.policy), None)
 

@@ -7,20 +7,19 @@ one process after another, before the step's deadline ends the job.
 
 from __future__ import annotations
 
-from typing import Final
-
 from services.orchestrator.workers import NAMES, Worker, WorkerRegistry
 from troupe.rpc import FailedPrecondition
 
-# Fewer than a supervisor restarts a process before it gives the cluster up.
-_LIMIT: Final = 3
-
 
 class Victims:
-    """Workers that broke off while they did `doing` ("ran q0-s0-t1")."""
+    """Workers that broke off while they did `doing` ("ran q0-s0-t1"); `limit` of them are too many
+    (the job's `limits.worker_deaths`)."""
 
-    def __init__(self, registry: WorkerRegistry, doing: str, field: str, remedy: str) -> None:
+    def __init__(
+        self, registry: WorkerRegistry, limit: int, doing: str, field: str, remedy: str
+    ) -> None:
         self._registry = registry
+        self._limit = limit
         self._doing = doing
         self._field = field
         self._remedy = remedy
@@ -42,13 +41,15 @@ class Victims:
         To be asked again when a worker was lost. One that was only out of reach is back under its
         own id.
         """
-        if len(self._ids) < _LIMIT:
+        if len(self._ids) < self._limit:
             return
         dead = self._ids - {one.worker_id for one in self._registry.all() if one.alive}
-        if len(dead) >= _LIMIT:
+        if len(dead) >= self._limit:
+            who = f"{len(dead)} {self._kind} workers died one after another while each"
+            if len(dead) == 1:
+                who = f"a {self._kind} worker died while it"
             raise FailedPrecondition(
-                f"{len(dead)} {self._kind} workers died one after another while each "
-                f"{self._doing}: {', '.join(sorted(dead))}",
+                f"{who} {self._doing}: {', '.join(sorted(dead))}",
                 kind="workers_keep_dying",
                 field=self._field,
                 remedy=self._remedy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
 
 from services.chassis.app import Service, run
@@ -24,6 +25,7 @@ def main() -> int:
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    gc.disable()  # until the libraries are in: see `warmup`
     return run(make, RolloutSettings)
 
 

@@ -43,14 +43,7 @@ async def generate(
         generation = await policy.router.generate(
             request.request_id or new_id("generate"),
             list(prompt_ids),
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_new_tokens=sampling.max_new_tokens,
-                stop_token_ids=sampling.stop_token_ids,
-                seed=sampling.seed,
-            ),
+            SamplingParams.of(sampling),
             home=Home(),
             deadline_seconds=job.spec.limits.turn_seconds,
         )

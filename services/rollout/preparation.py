@@ -32,7 +32,13 @@ class EngineFactory(Protocol):
     """Makes an engine that has not been started (`engines.factory.make_engine`)."""
 
     def __call__(
-        self, engine_id: str, policy_name: str, policy_spec: PolicySpec, *, replica: int
+        self,
+        engine_id: str,
+        policy_name: str,
+        policy_spec: PolicySpec,
+        *,
+        replica: int,
+        deterministic: bool,
     ) -> Engine: ...
 
 
@@ -75,11 +81,11 @@ class Preparation:
         except EntrypointError as error:
             raise _invalid(error) from error
         functions = JobFunctions(self._rewards, job_id, spec)
-        await functions.register()
+        await functions.announce()
         policies = {}
         for name, policy in spec.policies.items():
             # In a thread: it imports an engine's libraries, which takes seconds.
-            engines = await asyncio.to_thread(self._engines, job_id, name, policy)
+            engines = await asyncio.to_thread(self._engines, job_id, name, spec)
             policies[name] = ServedPolicy(
                 name, languages[name], engines, self._transfer, policy.engine, refs[name]
             )
@@ -107,14 +113,20 @@ class Preparation:
                 spec.limits.max_concurrent_trajectories,
                 one_query=spec.pipeline.mode == "serial",
             ),
+            transfer=self._transfer,
         )
 
-    def _engines(self, job_id: str, name: str, policy: PolicySpec) -> list[Engine]:
+    def _engines(self, job_id: str, name: str, spec: JobSpec) -> list[Engine]:
+        policy = spec.policies[name]
         urls = policy.engine.urls
         count = len(urls) if urls else policy.engine.replicas
         return [
             self._make_engine(
-                f"{job_id}.{name}.{number}@{self._worker_id}", name, policy, replica=number
+                f"{job_id}.{name}.{number}@{self._worker_id}",
+                name,
+                policy,
+                replica=number,
+                deterministic=spec.pipeline.deterministic,
             )
             for number in range(count)
         ]

@@ -11,6 +11,7 @@ from services.rollout.queries import QuerySource
 from services.rollout.rewards import JobFunctions
 from troupe.job import JobSpec
 from troupe.rpc.errors import InvalidArgument
+from troupe.transfer import Transfer
 from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow import Role, Workflow
 
@@ -27,6 +28,7 @@ class PreparedJob:
     policies: Mapping[str, ServedPolicy]
     roles: Mapping[str, Role]
     gate: Gate
+    transfer: Transfer
     policy_of: Mapping[str, ServedPolicy] = field(init=False)
     """The served policy of each agent."""
     evaluation_roles: Mapping[str, Role] = field(init=False)

@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from services.rollout.columns import Shelf
 from troupe.tensors import to_proto
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store
@@ -23,12 +24,13 @@ def samples_of(
     trained: Collection[str],
     rewards: Mapping[str, float],
     group_by: GroupBy,
+    shelf: Shelf,
 ) -> list[store.Sample]:
     """One row per turn of a trained policy, with the turn's own reward or else its agent's.
 
     `sample_id` and `Sample.turn` count over the whole trajectory, since agents may share a
     policy; `group_id` counts the agent's own turns, since those are what is comparable between
-    trajectories.
+    trajectories. Columns that are too large for a row are left on `shelf`.
     """
     samples = []
     for turn in turns:
@@ -39,9 +41,10 @@ def samples_of(
             continue
         agent = turn.role.name
         group_id = f"{ticket.query_id}/{agent}"
+        sample_id = f"{ticket.query_id}_{turn.position}_{ticket.trajectory_id}"
         samples.append(
             store.Sample(
-                sample_id=f"{ticket.query_id}_{turn.position}_{ticket.trajectory_id}",
+                sample_id=sample_id,
                 policy=turn.role.policy,
                 query_id=ticket.query_id,
                 trajectory_id=ticket.trajectory_id,
@@ -55,6 +58,7 @@ def samples_of(
                 reward=reply.reward if reply.reward is not None else rewards.get(agent),
                 finish_reason=reply.finish_reason,
                 temperature=turn.sampling.temperature,
+                columns=shelf.columns_of(sample_id, reply.columns),
             )
         )
     return samples

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import math
+import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from services.rollout.clock import TrajectoryClock
 from troupe.job import FunctionSpec, JobSpec
-from troupe.rpc.errors import DeadlineExceeded, NotFound, TroupeError
+from troupe.rpc import RetryPolicy
+from troupe.rpc.errors import DeadlineExceeded, Internal, NotFound, TroupeError, Unavailable
 from troupe.rpc.ids import new_id
 from troupe.v1 import reward_pb2 as pb
 from troupe.workflow import ToolError
@@ -21,6 +26,11 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _CANCEL_SECONDS = 2.0
+_ANNOUNCE_SECONDS = 2.0
+# A reward function whose worker process dies this often kills it by itself; and a call that the
+# service fails this often does not only fail because its connection was cut.
+LIVES = 3
+_BACKOFF = RetryPolicy()
 _REMEDIES = {
     pb.InvocationError.KIND_NOT_IMPORTABLE: "Make it importable where the reward service runs: "
     "the directory that holds it on PYTHONPATH, the function at the module's top level.",
@@ -42,6 +52,18 @@ class JobFunctions:
             **{f"rewards/{name}": function for name, function in spec.rewards.items()},
         }
         self._registering: asyncio.Task[None] | None = None
+        self._jitter = random.Random()
+
+    async def announce(self) -> None:
+        """Register early, so that a bad function is known before anything runs.
+
+        A service that is away is told later, by the first call. Raises `TroupeError`.
+        """
+        try:
+            async with asyncio.timeout(_ANNOUNCE_SECONDS):
+                await self.register()
+        except (TimeoutError, Unavailable, DeadlineExceeded):
+            log.info("the reward service is away", job_id=self._job_id)
 
     async def register(self) -> None:
         """Make the functions known to the reward service. Raises `TroupeError`."""
@@ -64,10 +86,11 @@ class JobFunctions:
     ) -> str:
         """Result of `tools/...` or `rewards/...` as JSON, within `timeout` seconds.
 
-        Raises `ToolError`. Cancelling the task cancels the invocation.
+        A reward service that is away, restarts, or dies during the call costs time only: the call
+        is repeated until it is answered. Raises `ToolError`. Cancelling the task cancels the
+        invocation.
         """
         request = pb.InvokeRequest(
-            invocation_id=new_id("invoke"),
             name=f"{self._job_id}/{name}",
             version=self._functions[name].version,
             arguments_json=arguments_json,
@@ -76,7 +99,7 @@ class JobFunctions:
         )
         try:
             async with asyncio.timeout(timeout):
-                response = await self._invoke(request, timeout)
+                response = await self._until_answered(name, request, timeout)
         except (TimeoutError, DeadlineExceeded) as error:
             self._cancel_later(request.invocation_id)
             raise ToolError(
@@ -108,16 +131,46 @@ class JobFunctions:
             )
         return response.result_json
 
-    async def _invoke(self, request: pb.InvokeRequest, timeout: float) -> pb.InvokeResponse:
+    async def _until_answered(
+        self, name: str, request: pb.InvokeRequest, timeout: float
+    ) -> pb.InvokeResponse:
+        """The answer of the function itself, good or bad."""
+        # Reward functions are declared stateless. A tool whose worker died may have done its deed.
+        lives = LIVES if name.startswith("rewards/") else 1
+        for attempt in itertools.count(1):
+            # The service may remember how a former invocation ended: as broken as we saw it.
+            request.invocation_id = new_id("invoke")
+            try:
+                response = await self._stub.Invoke(request, timeout=timeout)
+            except NotFound:
+                await self._register_anew()
+                continue
+            except (Unavailable, Internal) as error:
+                lives -= isinstance(error, Internal)
+                if lives == 0:
+                    raise
+                log.info("an invocation broke", name=name, attempt=attempt, error=str(error))
+                await asyncio.sleep(_BACKOFF.backoff(attempt, error, self._jitter))
+                continue
+            kind = response.error.kind if response.HasField("error") else None
+            if kind == pb.InvocationError.KIND_WORKER_DIED:
+                lives -= 1
+                if lives > 0:
+                    continue
+            # Cancelled by whoever stopped the service or lost our connection: we have not.
+            if kind != pb.InvocationError.KIND_CANCELLED:
+                return response
+        raise AssertionError("the count has no end")
+
+    async def _register_anew(self) -> None:
+        """The service was restarted. Of all the calls that notice, one registers."""
+        if self._registering is None or self._registering.done():
+            log.info("the reward service forgot the functions", job_id=self._job_id)
+            self._registering = asyncio.create_task(self.register())
         try:
-            return await self._stub.Invoke(request, timeout=timeout)
-        except NotFound:
-            # The service was restarted. Of all the calls that notice, one registers.
-            if self._registering is None or self._registering.done():
-                log.info("the reward service forgot the functions", job_id=self._job_id)
-                self._registering = asyncio.create_task(self.register())
             await asyncio.shield(self._registering)
-            return await self._stub.Invoke(request, timeout=timeout)
+        except Unavailable as broken:  # it was restarted again
+            await asyncio.sleep(_BACKOFF.backoff(1, broken, self._jitter))
 
     def _cancel_later(self, invocation_id: str) -> None:
         task = asyncio.create_task(self._cancel(invocation_id))
@@ -141,11 +194,10 @@ _background: set[asyncio.Task[None]] = set()
 class TrajectoryTools:
     """`troupe.workflow.ToolBackend` of one trajectory."""
 
-    def __init__(self, functions: JobFunctions, trajectory_id: str, deadline: float) -> None:
-        """`deadline`: of the trajectory, in the event loop's time."""
+    def __init__(self, functions: JobFunctions, trajectory_id: str, clock: TrajectoryClock) -> None:
         self._functions = functions
         self._trajectory_id = trajectory_id
-        self._deadline = deadline
+        self._clock = clock
 
     async def invoke(self, name: str, arguments_json: str) -> str:
         """Call a tool. Raises `ToolError`."""
@@ -156,7 +208,8 @@ class TrajectoryTools:
         return json.loads(await self._call(f"rewards/{name}", json.dumps(arguments)))
 
     async def _call(self, name: str, arguments_json: str) -> str:
-        left = self._deadline - asyncio.get_running_loop().time()
-        return await self._functions.call(
-            name, arguments_json, trajectory_id=self._trajectory_id, timeout=max(left, 0.001)
-        )
+        left = self._clock.bound(math.inf)
+        with self._clock.elsewhere():
+            return await self._functions.call(
+                name, arguments_json, trajectory_id=self._trajectory_id, timeout=max(left, 0.001)
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -64,6 +64,8 @@ class _Running:
     task: asyncio.Task[None] = field(init=False)
     listeners: set[Listener] = field(default_factory=set)
     newest: rollout.TrajectoryEvent | None = None
+    aborted: str = ""
+    """Why, once it is to be aborted."""
 
     def publish(self, news: _News) -> None:
         if isinstance(news, rollout.TrajectoryEvent):
@@ -103,6 +105,22 @@ class Runner:
                 listener.hear(running.newest)
         return listener
 
+    def abort(self, job_id: str, trajectory_ids: Iterable[str], reason: str) -> list[str]:
+        """End trajectories as ABORTED, those that wait for a place included; which ones ran here.
+
+        Returns before they have ended: their listeners hear of it. Repeatable.
+        """
+        found = []
+        for trajectory_id in trajectory_ids:
+            running = self._running.get((job_id, trajectory_id))
+            if running is None:
+                continue
+            found.append(trajectory_id)
+            if not running.aborted:
+                running.aborted = reason
+                running.task.cancel()
+        return found
+
     async def cancel(self, job_id: str) -> None:
         """End the trajectories of a job, as if nobody had asked for them."""
         await self._cancel([r for (job, _), r in self._running.items() if job == job_id])
@@ -139,7 +157,15 @@ class Runner:
 
     async def _live(self, key: tuple[str, str], running: _Running, trajectory: Trajectory) -> None:
         try:
-            await trajectory.run()
+            try:
+                await trajectory.run()
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                assert task is not None
+                # Cancelled for both reasons, it is not to be stored.
+                if not running.aborted or task.uncancel():
+                    raise
+                await trajectory.abort(running.aborted)
         except asyncio.CancelledError:
             running.publish(
                 Unavailable(f"trajectory {key[1]} was cancelled", kind="trajectory_cancelled")

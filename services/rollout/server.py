@@ -20,6 +20,7 @@ from services.rollout.runner import Runner
 from services.rollout.settings import RolloutSettings
 from services.rollout.store import TrajectoryLog
 from services.rollout.threads import DaemonThreads
+from services.rollout.warmup import warm_up
 from services.rollout.watchdog import Watchdog
 from troupe.rpc import InvalidArgument, RetryPolicy, connect
 from troupe.states import TRAJECTORY, is_terminal
@@ -28,7 +29,7 @@ from troupe.v1 import experience_store_pb2_grpc, orchestrator_pb2, reward_pb2_gr
 from troupe.v1 import rollout_pb2 as pb
 
 # Endings must outlive a restart of the store: the deadline ends the attempts, not their number.
-_PATIENT = RetryPolicy(max_attempts=1000)
+_PATIENT = RetryPolicy(max_attempts=1_000_000)
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServicer):
@@ -52,7 +53,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             Transfer(settings.transfer_dir),
             reward_pb2_grpc.RewardStub(self._reward),
             settings.worker_id,
-            make or partial(make_engine, threads=settings.threads),
+            make
+            or partial(make_engine, threads=settings.threads, trace_dir=settings.paced_trace_dir),
         )
         self._jobs = JobTable(preparation, settings.worker_id)
         self._runner = Runner(
@@ -72,6 +74,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         # Also for the users' own `asyncio.to_thread`.
         asyncio.get_running_loop().set_default_executor(DaemonThreads())
         self._watchdog.start()
+        warm_up()
         await self._heartbeat.start()
 
     async def stop(self, grace: float) -> None:
@@ -106,6 +109,16 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             if is_terminal(TRAJECTORY, event.state):
                 self._metrics.ended(request.job_id, event)
             yield event
+
+    async def AbortTrajectories(
+        self, request: pb.AbortTrajectoriesRequest, context: Any
+    ) -> pb.AbortTrajectoriesResponse:
+        """End trajectories as ABORTED; answers before the store has been told."""
+        _require("job_id", request.job_id)
+        aborted = self._runner.abort(
+            request.job_id, request.trajectory_ids, request.reason or "aborted"
+        )
+        return pb.AbortTrajectoriesResponse(aborted_trajectory_ids=aborted)
 
     async def UpdateWeights(
         self, request: pb.UpdateWeightsRequest, context: Any

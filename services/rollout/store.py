@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
 
-from troupe.rpc.errors import InvalidArgument, ResourceExhausted
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from troupe.rpc.ids import new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import experience_store_pb2 as pb
@@ -17,63 +18,85 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# The store may be restarting with a Redis behind it; a finished trajectory is worth waiting for.
-APPEND_SECONDS = 180.0
+State: TypeAlias = common.TrajectoryState.ValueType
+_FAILED = common.TRAJECTORY_STATE_FAILED
+_ABORTED = common.TRAJECTORY_STATE_ABORTED
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a trajectory's ending goes. `seconds`: how long the store may keep us waiting: it may
+    be restarting, or full until a step is committed."""
+
+    job_id: str
+    step: int
+    query_id: str
+    trajectory_id: str
+    seconds: float
 
 
 class TrajectoryLog:
-    """Writes endings. The store keeps the first one of a trajectory."""
+    """Writes endings. The store keeps the first one of a trajectory.
+
+    All raise `TroupeError` when the store could not be asked within `Place.seconds`, or does not
+    know the step.
+    """
 
     def __init__(self, stub: ExperienceStoreAsyncStub) -> None:
         self._stub = stub
 
-    async def complete(
-        self,
-        job_id: str,
-        step: int,
-        query_id: str,
-        trajectory_id: str,
-        samples: Sequence[pb.Sample],
-    ) -> str:
-        """Store the rows of a completed trajectory, all or none. Returns "" or why it has none.
+    async def complete(self, at: Place, samples: Sequence[pb.Sample]) -> tuple[State, str]:
+        """Store the rows of a completed trajectory, all or none; how it ended, and why.
 
-        Rows that the store can never take (larger than a message or a row may be) end the
-        trajectory as failed. Raises `TroupeError` when the store could not be asked.
+        Rows that the store can never take (larger than a message or a row may be) end it as
+        FAILED. One whose query has left its step ends as ABORTED.
         """
-        request = pb.AppendTrajectoryRequest(
-            request_id=new_id("append"),
-            job_id=job_id,
-            step=step,
-            query_id=query_id,
-            trajectory_id=trajectory_id,
-            state=common.TRAJECTORY_STATE_COMPLETED,
-            samples=samples,
-        )
         try:
-            response = await self._stub.AppendTrajectory(request, timeout=APPEND_SECONDS)
+            return await self._end(at, common.TRAJECTORY_STATE_COMPLETED, "", samples)
         except (ResourceExhausted, InvalidArgument) as error:
             if error.kind not in ("message_too_large", "row_too_large"):
                 raise
-            reason = f"rows_too_large: {error.message}"
-            await self.fail(job_id, step, query_id, trajectory_id, reason)
-            return reason
-        if not response.accepted:
-            log.info("the trajectory had ended before", trajectory_id=trajectory_id)
-        return ""
+            return await self.fail(at, f"rows_too_large: {error.message}")
 
-    async def fail(
-        self, job_id: str, step: int, query_id: str, trajectory_id: str, reason: str
-    ) -> None:
-        """Store that the trajectory has no rows, and why. Raises `TroupeError`."""
-        await self._stub.AppendTrajectory(
+    async def fail(self, at: Place, reason: str) -> tuple[State, str]:
+        """Store that the trajectory has no rows, and why; how it ended, and why."""
+        return await self._end(at, _FAILED, reason)
+
+    async def abort(self, at: Place, reason: str) -> None:
+        """Store that the trajectory was aborted, unless it has ended already."""
+        try:
+            await self._end(at, _ABORTED, reason)
+        except (FailedPrecondition, NotFound) as error:
+            # Who drops a query, or a whole job, does so before he aborts what runs of it.
+            log.info("nothing to abort in the store", error=str(error))
+
+    async def _end(
+        self, at: Place, state: State, reason: str, samples: Sequence[pb.Sample] = ()
+    ) -> tuple[State, str]:
+        response = await self._stub.AppendTrajectory(
             pb.AppendTrajectoryRequest(
                 request_id=new_id("append"),
-                job_id=job_id,
-                step=step,
-                query_id=query_id,
-                trajectory_id=trajectory_id,
-                state=common.TRAJECTORY_STATE_FAILED,
+                job_id=at.job_id,
+                step=at.step,
+                query_id=at.query_id,
+                trajectory_id=at.trajectory_id,
+                state=state,
                 reason=reason,
+                samples=samples,
             ),
-            timeout=APPEND_SECONDS,
+            timeout=at.seconds,
         )
+        if response.step != at.step:
+            log.info("its query was carried over", asked=at.step, step=response.step)
+        if response.accepted or state == _ABORTED:
+            return state, reason
+        if await self._has_left(at, response.step):
+            return _ABORTED, "dropped: its query has left the step"
+        log.info("the trajectory had ended before")
+        return state, reason
+
+    async def _has_left(self, at: Place, step: int) -> bool:
+        """Whether the trajectory's query is no longer one of the step's."""
+        request = pb.GetStepRequest(job_id=at.job_id, step=step, counts_only=True)
+        known = await self._stub.GetStep(request, timeout=at.seconds)
+        return known.open and at.query_id not in known.query_ids

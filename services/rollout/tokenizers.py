@@ -15,7 +15,7 @@ from troupe.workflow import ChatTokenizer
 
 # transformers replaces its own module while it is imported: who imports it from another thread at
 # that time gets the one without names. Two jobs may be prepared at once.
-_importing = threading.Lock()
+IMPORTING = threading.Lock()
 _HUB_REMEDY = "Check the path; a hub id must be downloaded already or the hub reachable."
 
 
@@ -33,7 +33,7 @@ def load_language(model: ModelSpec, field: str) -> Language:
     Raises `FailedPrecondition` for a tokenizer or model that cannot be loaded, and
     `InvalidArgument` for one that does not fit the other; `field` names the model in the job.
     """
-    with _importing:
+    with IMPORTING:
         importlib.import_module("transformers")
     tokenizer = _load_tokenizer(model, field)
     config = _load_config(model, field)

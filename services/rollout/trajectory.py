@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,14 +9,16 @@ from typing import Any
 import structlog
 
 from services.rollout import records, scoring
+from services.rollout.clock import TrajectoryClock
+from services.rollout.columns import Shelf
 from services.rollout.prepared import PreparedJob
 from services.rollout.rewards import TrajectoryTools
-from services.rollout.store import TrajectoryLog
+from services.rollout.store import Place, TrajectoryLog
 from services.rollout.turns import TurnBackend
 from services.rollout.watchdog import blocked_since
 from services.rollout.workflow_call import FATAL, bounded, call_workflow
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
-from troupe.states import TRAJECTORY, check
+from troupe.states import TRAJECTORY, check, is_terminal
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow import Agents, Query, Tools, Turn, WorkflowError
@@ -30,7 +31,7 @@ _REASON_LIMIT = 1000
 
 
 class Trajectory:
-    """Runs once. Whatever the workflow does, it ends: completed, failed with a reason, or
+    """Runs once. Whatever the workflow does, it ends: completed, failed or aborted for a reason, or
     cancelled from outside, in which case nothing of it is stored and it may be run again."""
 
     def __init__(
@@ -43,13 +44,22 @@ class Trajectory:
     ) -> None:
         self._job = job
         self._ticket = ticket
-        self._step = step
         self._store = store
+        self._place = Place(
+            job.job_id,
+            step,
+            ticket.query_id,
+            ticket.trajectory_id,
+            job.spec.limits.step_seconds,
+        )
         self._emit = emit
         self.state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_PENDING
         self._turns: Sequence[Turn] = ()
         self._rewards: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
+        self._shelf = Shelf(job.transfer, job.job_id)
+        self._began: float | None = None
+        self._start_versions: dict[str, int] = {}
 
     async def run(self) -> None:
         """Play, score, store, report. Raises `TroupeError` when the store cannot be reached."""
@@ -58,49 +68,60 @@ class Trajectory:
             job_id=self._job.job_id, trajectory_id=ticket.trajectory_id
         )
         async with self._job.gate.enter(ticket.query_id):
-            began = time.monotonic()
+            self._began = time.monotonic()
             self._move(pb.TRAJECTORY_STATE_RUNNING)
-            self._emit(self._event(began))
+            self._emit(self._event())
             problem = None
             try:
                 samples = await self._play()
             except WorkflowError as error:
+                state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_FAILED
                 reason = f"{error.kind}: {error.message}"[:_REASON_LIMIT]
                 problem = _problem(error) if error.kind in FATAL else None
                 log.info("a trajectory failed", reason=reason)
-                if ticket.purpose == rollout.Ticket.PURPOSE_TRAIN:
-                    await self._store.fail(
-                        self._job.job_id, self._step, ticket.query_id, ticket.trajectory_id, reason
-                    )
+                if self._stored:
+                    state, reason = await self._store.fail(self._place, reason)
             else:
-                reason = ""
-                if ticket.purpose == rollout.Ticket.PURPOSE_TRAIN:
-                    reason = await self._store.complete(
-                        self._job.job_id,
-                        self._step,
-                        ticket.query_id,
-                        ticket.trajectory_id,
-                        samples,
-                    )
-            failed = pb.TRAJECTORY_STATE_FAILED
-            self._move(failed if reason else pb.TRAJECTORY_STATE_COMPLETED)
-            self._emit(self._event(began, reason=reason, problem=problem))
+                state, reason = pb.TRAJECTORY_STATE_COMPLETED, ""
+                if self._stored:
+                    await self._shelf.put()
+                    state, reason = await self._store.complete(self._place, samples)
+                    if state == pb.TRAJECTORY_STATE_ABORTED:
+                        await self._shelf.discard()
+            self._move(state)
+            self._emit(self._event(reason=reason, problem=problem))
+
+    async def abort(self, reason: str) -> None:
+        """Store and report that it was aborted, after `run` was cancelled. Raises `TroupeError`."""
+        log.info("a trajectory was aborted", reason=reason)
+        if self._stored:
+            await self._store.abort(self._place, reason)
+        self._move(pb.TRAJECTORY_STATE_ABORTED)
+        self._emit(self._event(reason=reason))
+
+    @property
+    def _stored(self) -> bool:
+        return self._ticket.purpose == rollout.Ticket.PURPOSE_TRAIN
 
     async def _play(self) -> list[Any]:
         """Rows of the trajectory. Raises `WorkflowError`: it failed, `kind` and message say why."""
         job, ticket = self._job, self._ticket
         limits = job.spec.limits
-        deadline = asyncio.get_running_loop().time() + limits.trajectory_seconds
+        deterministic = job.spec.pipeline.deterministic
+        clock = TrajectoryClock(
+            limits.trajectory_seconds, longest=limits.step_seconds, patient=deterministic
+        )
         evaluating = ticket.purpose == rollout.Ticket.PURPOSE_EVALUATE
         backend = TurnBackend(
             ticket.trajectory_id,
             job.policy_of,
             turn_seconds=limits.turn_seconds,
-            deadline=deadline,
+            clock=clock,
+            began=self._turn_began,
         )
         roles = job.evaluation_roles if evaluating else job.roles
         agents = Agents(roles, backend, seed=ticket.seed)
-        tools = TrajectoryTools(job.functions, ticket.trajectory_id, deadline)
+        tools = TrajectoryTools(job.functions, ticket.trajectory_id, clock)
         waits_for = "its query"
 
         async def play() -> Any:
@@ -119,7 +140,7 @@ class Trajectory:
             )
             if pending := backend.pending:
                 message += f", which was waiting for {', '.join(pending)}"
-            seconds, culprit = blocked_since(deadline - limits.trajectory_seconds)
+            seconds, culprit = blocked_since(clock.began)
             if seconds:
                 message += (
                     f"; for {seconds:.1f} s of it the workflow of {culprit} blocked the event loop"
@@ -127,18 +148,18 @@ class Trajectory:
             return WorkflowError(message, kind="deadline")
 
         try:
-            query, given = await bounded(play(), deadline, late)
+            query, given = await bounded(play(), clock, late)
             self._turns = agents.close()
             self._metrics = query.metrics
             self._move(pb.TRAJECTORY_STATE_SCORING)
-            self._emit(self._event(None))
+            self._emit(self._event())
             waits_for = "its reward functions"
             rewards = scoring.check_rewards(given, roles.keys(), "the workflow")
             parts = await bounded(
                 scoring.call_functions(
                     list(job.spec.rewards), tools, query, self._turns, rewards, roles.keys()
                 ),
-                deadline,
+                clock,
                 late,
             )
         finally:
@@ -155,14 +176,24 @@ class Trajectory:
             trained=job.trained,
             rewards=total,
             group_by=job.spec.algorithm.group_by,
+            shelf=self._shelf,
         )
 
     def _move(self, target: pb.TrajectoryState.ValueType) -> None:
         check(TRAJECTORY, self.state, target)
         self.state = target
 
+    def _turn_began(self, policy: str, version: int) -> None:
+        """Note the oldest version of each policy; whoever bounds staleness hears of it at once."""
+        known = self._start_versions.get(policy)
+        if known is not None and known <= version:
+            return
+        self._start_versions[policy] = version
+        if self._job.spec.pipeline.mode == "async" and self.state == pb.TRAJECTORY_STATE_RUNNING:
+            self._emit(self._event())
+
     def _event(
-        self, began: float | None, *, reason: str = "", problem: pb.Problem | None = None
+        self, *, reason: str = "", problem: pb.Problem | None = None
     ) -> rollout.TrajectoryEvent:
         event = rollout.TrajectoryEvent(
             query_id=self._ticket.query_id,
@@ -170,10 +201,10 @@ class Trajectory:
             state=self.state,
             reason=reason,
             problem=problem,
+            start_versions=self._start_versions,
         )
-        if self.state in (pb.TRAJECTORY_STATE_COMPLETED, pb.TRAJECTORY_STATE_FAILED):
-            assert began is not None
-            event.seconds = time.monotonic() - began
+        if is_terminal(TRAJECTORY, self.state):
+            event.seconds = 0.0 if self._began is None else time.monotonic() - self._began
             event.rewards.update(self._rewards)
             event.metrics.update(records.metrics_of(self._turns))
             event.metrics.update(self._metrics)

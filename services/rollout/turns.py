@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from services.rollout.clock import TrajectoryClock
 from services.rollout.engines.base import Generation, SamplingParams
 from services.rollout.policy import ServedPolicy
 from services.rollout.router import Home
@@ -20,13 +21,16 @@ class TurnBackend:
         policies: Mapping[str, ServedPolicy],
         *,
         turn_seconds: float,
-        deadline: float,
+        clock: TrajectoryClock,
+        began: Callable[[str, int], None],
     ) -> None:
-        """`policies`: by agent; `deadline`: of the trajectory, in the event loop's time."""
+        """`policies`: by agent. `began(policy, version)` is told of each version that a policy
+        began a turn with."""
         self._trajectory_id = trajectory_id
         self._policies = policies
         self._turn_seconds = turn_seconds
-        self._deadline = deadline
+        self._clock = clock
+        self._began = began
         self._homes: dict[str, Home] = {}
         self._asked = 0
         self._pending: dict[asyncio.Task[object], str] = {}
@@ -39,11 +43,11 @@ class TurnBackend:
     async def generate(
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
     ) -> Generation:
-        """One turn, within the turn's and the trajectory's deadline. Raises `TurnError`."""
+        """One turn, within the turn's and the trajectory's time. Raises `TurnError`."""
         policy = self._policies[agent]
         task = asyncio.current_task()
         assert task is not None
-        seconds = min(self._turn_seconds, self._deadline - asyncio.get_running_loop().time())
+        seconds = self._clock.bound(self._turn_seconds)
         if seconds <= 0:
             raise TurnError(
                 f"'{agent}' was asked for a turn after the trajectory's deadline", kind="deadline"
@@ -55,22 +59,19 @@ class TurnBackend:
         self._asked += 1
         self._pending[task] = agent
         try:
-            return await policy.router.generate(
-                request_id,
-                list(prompt_ids),
-                SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    max_new_tokens=sampling.max_new_tokens,
-                    stop_token_ids=sampling.stop_token_ids,
-                    seed=sampling.seed,
-                ),
-                home=home,
-                deadline_seconds=seconds,
-            )
+            with self._clock.elsewhere():
+                generation = await policy.router.generate(
+                    request_id,
+                    list(prompt_ids),
+                    SamplingParams.of(sampling),
+                    home=home,
+                    deadline_seconds=seconds,
+                )
         finally:
             self._pending.pop(task, None)
+        if generation.versions:
+            self._began(policy.name, generation.versions[0].version)
+        return generation
 
     def close(self) -> None:
         """Cancel branches that still wait for a turn: nobody will read it."""

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import structlog
 
+from services.rollout.clock import TrajectoryClock
 from services.rollout.watchdog import IN_WORKFLOW, WorkflowBlockedError
 from troupe.workflow import Agents, Query, ToolError, Tools, TurnError, Workflow, WorkflowError
 
@@ -70,16 +71,21 @@ def _raised(error: BaseException) -> WorkflowError:
     return WorkflowError(f"{type(error).__name__}: {error}{at}", kind="workflow_raised")
 
 
-async def bounded(work: Awaitable[Any], deadline: float, late: Callable[[], WorkflowError]) -> Any:
-    """Result of `work`. At `deadline` (event loop's time) raises `late()`, which is asked before
-    anything is cancelled; also when `work` refuses to be: then it is left behind."""
+async def bounded(
+    work: Awaitable[Any], clock: TrajectoryClock, late: Callable[[], WorkflowError]
+) -> Any:
+    """Result of `work`. When `clock` has run out raises `late()`, which is asked before anything is
+    cancelled; also when `work` refuses to be: then it is left behind."""
     task = asyncio.ensure_future(work)
     error: WorkflowError | None = None
     try:
-        left = deadline - asyncio.get_running_loop().time()
-        await asyncio.wait({task}, timeout=max(0.0, left))
-        if not task.done():
-            error = late()
+        while True:
+            await asyncio.wait({task}, timeout=max(0.0, clock.left))
+            if task.done():
+                break
+            if clock.left <= 0:  # a clock may have stood still
+                error = late()
+                break
     finally:
         if not task.done():
             task.cancel()

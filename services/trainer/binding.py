@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 
 from services.trainer.checkpoint import checkpoint_path, save_checkpoint
-from services.trainer.learner import Learner
-from services.trainer.policy_model import check_tokenizer, load_model, load_tokenizer
+from services.trainer.learner import Applied, Learner
+from services.trainer.paced import PacedLearner, stand_in
+from services.trainer.policy_model import (
+    check_tokenizer,
+    load_model,
+    load_tokenizer,
+    policy_seed,
+)
 from services.trainer.publication import Publication
+from services.trainer.randomness import Generators, Randomness, seeded
+from services.trainer.rows import Row
 from services.trainer.settings import TrainerSettings
-from services.trainer.state import StateStore, TrainingState
+from services.trainer.state import Frontier, StateStore, TrainingState
 from troupe.job import JobSpec
-from troupe.rpc import FailedPrecondition, new_id
+from troupe.rpc import DataLoss, FailedPrecondition, new_id
 from troupe.states import BINDING, check
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import trainer_pb2
 
 log = structlog.get_logger("troupe.trainer")
@@ -49,6 +60,9 @@ class Binding:
         self.step = 0
         self.samples = 0
         self.on_change: Callable[[], None] = lambda: None
+        # Where the committed version comes from, and whether its commit was seen to agree.
+        self.frontier = Frontier()
+        self.verified = False
         # The model in memory may be ahead of the committed version.
         self.dirty = False
         self._settings = settings
@@ -56,9 +70,11 @@ class Binding:
         self._states = StateStore(
             settings.data_dir, job_id, policy, sync=settings.trainer_sync_files
         )
+        self._transfer = transfer
         self._publication = Publication(transfer, job_id, policy)
         self._learner: Learner | None = None
         self._tokenizer: Any = None
+        self._randomness = Randomness({}, device)
 
     @property
     def trainable(self) -> bool:
@@ -106,43 +122,88 @@ class Binding:
         kept = self.trainable and self._states.exists(version, checksum)
         if version > 0 or kept:
             self._restore(version, checksum)
+        else:
+            self._randomness = Randomness(self._seeded(), self._device)
         tensors = self._learner.published()
         self.weights = self._publication.ensure(version, tensors, checksum)
         if self.trainable and not kept:
-            self._states.save(self._snapshot(self.weights))
+            self._states.save(self._snapshot(self.weights, self.frontier))
         if self._learner.needs_reference and self.trainable:
             self._learner.set_reference(self._states.load(0).weights)
+
+    def accumulate(self, rows: Sequence[Row], stop: threading.Event) -> None:
+        """`Learner.accumulate`, drawing from this policy's generators. Blocking."""
+        with self._randomness.drawing():
+            self.learner.accumulate(rows, stop)
+
+    def apply(self) -> Applied:
+        """`Learner.apply` on the committed version. Blocking."""
+        with self._randomness.drawing():
+            return self.learner.apply(self.version)
 
     def ensure_published(self) -> None:
         """Publish the committed version again if it has gone. Blocking."""
         checksum = self.weights.checksum
         self._publication.ensure(self.version, self.learner.published(), checksum)
 
-    def persist(self) -> pb.WeightsRef:
+    def persist(self, frontier: Frontier) -> pb.WeightsRef:
         """Publish the stepped weights as the next version and make its state durable. Blocking.
 
         Neither is the truth before the commit. Raises StorageFull, ResourceExhausted.
         """
         weights = self._publication.publish(self.version + 1, self.learner.published())
-        self._states.save(self._snapshot(weights))
+        self._states.save(self._snapshot(weights, frontier))
         return weights
 
-    def adopt(self, weights: pb.WeightsRef) -> None:
-        """Make `weights`, which a commit names, the version of this binding. Blocking.
+    def adopt(self, commit: store_pb.StepCommit) -> None:
+        """Make what a commit names the version of this binding. Blocking.
 
-        Loads them from disk where they are not what memory holds.
+        Loads it from disk where it is not what memory holds. Raises DataLoss of kind
+        "state_mismatch" when that was trained on other samples than the commit says.
         """
+        weights = commit.weights
         ours = (self.weights.version, self.weights.checksum)
         if self.dirty or ours != (weights.version, weights.checksum):
             self._restore(weights.version, weights.checksum)
+            self.verify(commit)
             self.weights = weights
             self.ensure_published()
         self._prune()
 
-    def confirm(self, weights: pb.WeightsRef) -> None:
-        """The step in memory was committed as `weights`. Blocking, in any thread."""
+    def verify(self, commit: store_pb.StepCommit | None) -> None:
+        """Compare the state that was loaded with the commit of its step, as far as both tell.
+
+        Raises DataLoss of kind "state_mismatch" when it was trained on other samples: weights,
+        optimizer and the store's frontier belong together, or none of them is used.
+        """
+        mine = self.frontier
+        self.verified = True
+        if commit is None or commit.outcome != store_pb.STEP_OUTCOME_APPLIED:
+            return  # these weights are not of that step
+        if mine.samples_digest is None or not commit.HasField("samples_digest"):
+            return
+        if (mine.step, mine.samples_digest) != (commit.step, commit.samples_digest):
+            self.dirty, self.verified = True, False
+            raise DataLoss(
+                f"the state of version {commit.weights.version} comes from step {mine.step} and "
+                f"samples {mine.samples_digest:016x}; its commit is of step {commit.step} and "
+                f"samples {commit.samples_digest:016x}",
+                kind="state_mismatch",
+                field="version",
+                value=commit.weights.version,
+                remedy="Restore the state directory, or resume the job from an older version.",
+            )
+
+    def confirm(self, weights: pb.WeightsRef, frontier: Frontier | None) -> None:
+        """The step in memory was committed as `weights`. Blocking, in any thread.
+
+        `frontier`: what `persist` was told; None when the weights are the ones before.
+        """
         self.dirty = False
+        self._randomness.commit()
         self.weights = weights
+        self.frontier = frontier or self.frontier
+        self.verified = True
         self._prune()
 
     def reset(self) -> None:
@@ -151,6 +212,7 @@ class Binding:
             self._restore(self.version, self.weights.checksum)
         else:
             self.learner.discard()
+            self._randomness.rewind()
 
     def leave(self) -> None:
         """Let published versions go that nobody needs any more: all but the newest. Blocking.
@@ -191,9 +253,17 @@ class Binding:
     def _make_learner(self) -> Learner:
         policy = self.spec.policies[self.policy]
         settings = self._settings
-        model = load_model(self.policy, policy, self.spec.seed)
+        paced = policy.paced is not None
+        model: Any
+        if paced:
+            model = stand_in(self.policy, self.spec)
+        else:
+            model = load_model(self.policy, policy, self.spec.seed)
         self._tokenizer = load_tokenizer(self.policy, policy)
         check_tokenizer(self.policy, policy, self._tokenizer, model)
+        if paced:
+            where = settings.paced_trace_dir
+            return PacedLearner(model, self.spec, self.policy, settings.worker_id, where)
         return Learner(
             model,
             self.spec,
@@ -208,13 +278,37 @@ class Binding:
         self.dirty = True  # until all of it is back
         state = self._states.load(version, checksum)
         self.learner.restore(state.weights, state.moments)
+        self._randomness = Randomness(state.generators or self._seeded(), self._device)
+        self.frontier, self.verified = state.frontier, False
         self.dirty = False
         log.info("state loaded", job_id=self.job_id, policy=self.policy, version=version)
 
-    def _snapshot(self, weights: pb.WeightsRef) -> TrainingState:
+    def _seeded(self) -> Generators:
+        return seeded(policy_seed(self.spec.seed, self.policy), self._device)
+
+    def load_column(self, key: str) -> np.ndarray[Any, Any]:
+        """A value that a sample keeps by reference. Blocking. Raises TransferError."""
+        value: np.ndarray[Any, Any] = self._transfer.get(key)[0]["value"].numpy()
+        return value
+
+    def drop_columns(self, keys: Iterable[str]) -> None:
+        """Delete values of this job's samples that nobody needs any more. Blocking.
+
+        Keys outside `{job}/`, and those of weights and states, are not samples' to delete.
+        """
+        for key in keys:
+            if key.startswith(f"{self.job_id}/") and "@" not in key:
+                self._transfer.delete(key)
+
+    def _snapshot(self, weights: pb.WeightsRef, frontier: Frontier) -> TrainingState:
         learner = self.learner
         return TrainingState(
-            weights.version, weights.checksum, learner.weights(), learner.moments()
+            weights.version,
+            weights.checksum,
+            learner.weights(),
+            learner.moments(),
+            self._randomness.now,
+            frontier,
         )
 
     def _prune(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import structlog
@@ -22,6 +23,17 @@ _SLACK_SECONDS = 20.0
 # Between two attempts to reach a store that the channel's own retries did not reach.
 _PAUSE_SECONDS = 1.0
 _RELEASE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a micro-batch may consist of; fields as in ClaimMicroBatchRequest."""
+
+    max_samples: int
+    max_tokens: int = 0
+    oldest_version: int | None = None
+    whole_groups: bool = False
+    balance_tokens: bool = False
 
 
 class StepClaims:
@@ -50,21 +62,21 @@ class StepClaims:
         """Whether leases may have run out; if not, a lost claim was taken from us."""
         return time.monotonic() > self._extended + self._lease
 
-    async def committed(self) -> store_pb.StepCommit | None:
-        """The step's commit, if there is one."""
-        commits = (await self._status()).commits
+    async def committed(self, step: int | None = None) -> store_pb.StepCommit | None:
+        """The step's commit, if there is one; or that of another step, if it is kept."""
+        commits = (await self._status(step)).commits
         return next((c for c in commits if c.policy == self._where["policy"]), None)
 
-    async def claim(self, samples: int, tokens: int, wait: float) -> Claim:
+    async def claim(self, bounds: Bounds, wait: float) -> Claim:
         """Lease a micro-batch; waits in the store until one is ready or there is nothing more.
 
         A caller that is cancelled does not take the question back: the store may still answer
         it with samples, which `close` then returns.
         """
-        self._asking = asyncio.create_task(self._ask(samples, tokens, wait))
+        self._asking = asyncio.create_task(self._ask(bounds, wait))
         return await asyncio.shield(self._asking)
 
-    async def _ask(self, samples: int, tokens: int, wait: float) -> Claim:
+    async def _ask(self, bounds: Bounds, wait: float) -> Claim:
         while True:
             asked = time.monotonic()
             # One id per question: the store answers a repeated one as it did the first time.
@@ -72,8 +84,7 @@ class StepClaims:
                 **self._where,
                 request_id=new_id("claim"),
                 claimant=self._claimant,
-                max_samples=samples,
-                max_tokens=tokens,
+                **asdict(bounds),
                 lease_seconds=self._lease,
                 wait_seconds=wait,
             )
@@ -164,8 +175,13 @@ class StepClaims:
         reason: str,
         weights: pb.WeightsRef,
         metrics: dict[str, float],
+        digest: int | None = None,
     ) -> store_pb.StepCommit:
-        """End the step; returns the commit that holds, which may be somebody else's."""
+        """End the step; returns the commit that holds, which may be somebody else's.
+
+        `digest`: of the samples whose gradients are in `weights`. Raises FailedPrecondition of
+        kind "digest_mismatch" when they are not those that we hold.
+        """
         request = store_pb.CommitStepRequest(
             **self._where,
             request_id=new_id("commit"),
@@ -175,13 +191,18 @@ class StepClaims:
             reason=reason,
             weights=weights,
             metrics=metrics,
+            samples_digest=digest,
         )
         response = await self._patiently(lambda: self._stub.CommitStep(request))
         commit: store_pb.StepCommit = response.commit
         return commit
 
-    async def _status(self) -> store_pb.GetStepResponse:
-        request = store_pb.GetStepRequest(job_id=self._where["job_id"], step=self._where["step"])
+    async def _status(self, step: int | None = None) -> store_pb.GetStepResponse:
+        request = store_pb.GetStepRequest(
+            job_id=self._where["job_id"],
+            step=self._where["step"] if step is None else step,
+            counts_only=True,
+        )
         return await self._patiently(lambda: self._stub.GetStep(request))
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:

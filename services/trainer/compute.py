@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -30,6 +31,8 @@ class Compute:
         """The result of `call(*args, **kwargs)`."""
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(self._pool, lambda: call(*args, **kwargs))
+        # What it raises concerns nobody once its caller was cancelled: asking marks it as seen.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(future)
 
     def close(self) -> None:
@@ -41,4 +44,7 @@ def choose_device(name: str) -> torch.device:
     """ "auto": the first GPU if there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        # Read when the GPU is used first; without it deterministic jobs would be refused.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     return torch.device(name)

@@ -10,14 +10,17 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import deterministic
 
-from services.trainer.batching import plan
+from services.trainer.batching import Piece, plan
+from services.trainer.columns import TokenColumns
+from services.trainer.exact_sum import ExactSum, NotSummable
 from services.trainer.forward import costs_of, response_logits, supports_sharing
 from services.trainer.optimizer import (
     Moments,
@@ -28,13 +31,13 @@ from services.trainer.optimizer import (
 )
 from services.trainer.rows import Row, response_lengths
 from services.trainer.summary import BatchSummary
+from services.trainer.units import GroupBuffer
 from troupe.algorithms import (
     TokenStatistics,
     group_advantages,
     grpo_loss_sum,
     normalizer,
     selective_log_softmax,
-    token_weights,
 )
 from troupe.job import JobSpec
 
@@ -54,6 +57,8 @@ class Applied:
     # Why not, when not.
     reason: str
     metrics: dict[str, float]
+    # Of the ids of the samples that were accumulated (`BatchSummary.digest`).
+    digest: int = 0
 
 
 @dataclass
@@ -63,6 +68,7 @@ class _Sums:
     normalizer: int = 0
     tokens: TokenStatistics = field(default_factory=TokenStatistics)
     summary: BatchSummary = field(default_factory=BatchSummary)
+    groups: GroupBuffer = field(default_factory=GroupBuffer)
     micro_batches: int = 0
     seconds: float = 0.0
     # Set once a loss is not finite: the rest of the step is only counted.
@@ -74,7 +80,17 @@ class Stopped(Exception):
 
 
 class Learner:
-    """Trains the model of one policy on one device."""
+    """Trains the model of one policy on one device.
+
+    With `pipeline.deterministic` the weights after a step are a function, bit for bit, of the
+    weights before it and of the set of its samples: whatever the order in which they come and
+    however they are cut into micro-batches (units.py, exact_sum.py). That holds on one kind of
+    machine with one number of threads (`TROUPE_THREADS`): both change how sums are laid out.
+
+    A stand-in (paced.py) has to offer what `Binding` and `StepRun` use: `model`, `vocabulary`,
+    `num_parameters`, `needs_reference`, `set_reference`, `accumulate`, `apply` (whose `digest` the
+    store checks), `discard`, `published`, `weights`, `moments`, `restore`.
+    """
 
     def __init__(
         self,
@@ -87,11 +103,16 @@ class Learner:
         share_prefixes: bool = True,
         skip_zero_advantages: bool = True,
     ) -> None:
+        """Train `model` in the type of its parameters: float32, or float64 for proofs."""
         self._device = device or torch.device("cpu")
         self.model = model.to(self._device)
         self._job = spec
         self._policy = spec.policies[policy]
         self._optimizer = make_optimizer(self.model, self._policy.optimizer)
+        self._parameters = list(self.model.parameters())
+        self._dtype = self._parameters[0].dtype
+        # Made with the first gradient: a frozen policy needs none.
+        self._exact: ExactSum | None = None
         self._reference: Any = None
         self._sums = _Sums()
         self._budget = forward_tokens or _FORWARD_TOKENS.get(self._device.type, 4096)
@@ -110,7 +131,8 @@ class Learner:
     @property
     def needs_reference(self) -> bool:
         """Whether the loss contains a divergence from the first version."""
-        return self._job.algorithm.kl_coefficient > 0
+        brought = "reference_logprobs" in self._job.pipeline.required_columns
+        return self._job.algorithm.kl_coefficient > 0 and not brought
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
@@ -120,24 +142,44 @@ class Learner:
     # Accumulation.
 
     def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
-        """Add the gradient of these rows' summed loss. Raises `Stopped` between passes."""
+        """Add the gradient of these rows' summed loss. Raises `Stopped` between passes.
+
+        In deterministic mode the rows of a group are computed when all of them have come.
+        """
         started = time.perf_counter()
+        self._sums.micro_batches += 1
+        if self._job.pipeline.deterministic:
+            for unit in self._sums.groups.add(rows):
+                self._add_unit(unit, stop)
+        else:
+            self._add(rows, stop)
+        self._sums.seconds += time.perf_counter() - started
+
+    def _add_unit(self, unit: Sequence[Row], stop: threading.Event | None) -> None:
+        """Add a group's gradient, which depends on nothing but the group, exactly."""
+        with _deterministic():
+            self._add(unit, stop)
+        if self._exact is None:
+            self._exact = ExactSum(self._parameters)
+        try:
+            self._exact.add([parameter.grad for parameter in self._parameters])
+        except NotSummable as error:
+            self._sums.broken = self._sums.broken or str(error)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _add(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
         sums, algorithm = self._sums, self._job.algorithm
-        lengths = response_lengths(rows)
         advantages = group_advantages(
             [row.reward for row in rows],
             [row.group_rewards for row in rows],
             scale_by_std=algorithm.scale_by_std,
         )
-        sums.micro_batches += 1
-        sums.normalizer += normalizer(lengths, algorithm.normalize)
+        sums.normalizer += normalizer(response_lengths(rows), algorithm.normalize)
         sums.summary.add(rows, advantages.numpy())
         sums.broken = sums.broken or _not_finite(rows, advantages)
         chosen = self._with_gradient(advantages)
         if not sums.broken and chosen:
-            kept = [rows[i] for i in chosen]
-            self._backward(kept, advantages[chosen], stop)
-        sums.seconds += time.perf_counter() - started
+            self._backward([rows[i] for i in chosen], advantages[chosen], stop)
 
     def _with_gradient(self, advantages: torch.Tensor) -> list[int]:
         """Rows whose loss has a gradient: all, unless only the advantage makes one."""
@@ -151,52 +193,45 @@ class Learner:
         self, rows: list[Row], advantages: torch.Tensor, stop: threading.Event | None
     ) -> None:
         algorithm, device = self._job.algorithm, self._device
-        lengths = response_lengths(rows)
-        behaviour = torch.from_numpy(np.concatenate([row.behaviour for row in rows])).to(device)
-        spread = torch.repeat_interleave(advantages, torch.tensor(lengths))
-        spread = spread.to(device, torch.float32)
-        weights = token_weights(lengths, algorithm.normalize).to(device, torch.float32)
-        heat = _temperatures(rows, lengths).to(device)
+        columns = TokenColumns.of(
+            rows, advantages, algorithm.normalize, device=device, dtype=self._dtype
+        )
+        how: dict[str, Any] = {
+            "clip_low": algorithm.clip_low,
+            "clip_high": algorithm.clip_high,
+            "correction": self._job.correction,
+            "correction_cap": algorithm.correction_cap,
+        }
         for piece in plan(rows, self._budget, sharing=self._sharing, limit=self._limit):
             if stop is not None and stop.is_set():
                 raise Stopped
             here = piece.to(device)
+            own = columns.at(here.order)
             with self._autocast():
-                logits = response_logits(self.model, here) / heat[here.order]
+                logits = response_logits(self.model, here) / own.temperatures
             logprobs, entropy = selective_log_softmax(logits, here.targets)
-            reference = self._reference_logprobs(here, heat[here.order])
+            how["reference_logprobs"] = self._reference_logprobs(here, own)
             loss = grpo_loss_sum(
                 logprobs,
-                behaviour[here.order],
-                spread[here.order],
-                weights[here.order],
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                reference_logprobs=reference,
+                own.behaviour,
+                own.advantages,
+                own.weights,
                 kl_coefficient=algorithm.kl_coefficient,
                 entropy=entropy,
                 entropy_coefficient=algorithm.entropy_coefficient,
+                **how,
             )
             if not torch.isfinite(loss):
                 self._sums.broken = f"the loss of a micro-batch is {loss.item()}"
                 return
             torch.autograd.backward(loss)
-            self._sums.tokens.add(
-                loss,
-                logprobs,
-                behaviour[here.order],
-                spread[here.order],
-                entropy,
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                reference_logprobs=reference,
-            )
+            self._sums.tokens.add(loss, logprobs, own.behaviour, own.advantages, entropy, **how)
 
-    def _reference_logprobs(self, piece: Any, heat: torch.Tensor) -> torch.Tensor | None:
-        if self._reference is None:
-            return None
+    def _reference_logprobs(self, piece: Piece, own: TokenColumns) -> torch.Tensor | None:
+        if own.reference is not None or self._reference is None:
+            return own.reference
         with torch.no_grad(), self._autocast():
-            logits = response_logits(self._reference, piece) / heat
+            logits = response_logits(self._reference, piece) / own.temperatures
             return selective_log_softmax(logits, piece.targets)[0]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -213,6 +248,8 @@ class Learner:
         """
         started = time.perf_counter()
         sums, optimizer = self._sums, self._policy.optimizer
+        for unit in sums.groups.rest():
+            self._add_unit(unit, None)
         metrics = sums.summary.metrics(version) | sums.tokens.metrics()
         total = max(sums.normalizer, 1)
         if sums.tokens.tokens:
@@ -235,24 +272,29 @@ class Learner:
         seconds = sums.seconds + time.perf_counter() - started
         metrics["train/seconds"] = seconds
         metrics["train/micro_batches"] = float(sums.micro_batches)
+        digest = sums.summary.digest
         self.discard()
-        return Applied(not reason, reason, metrics)
+        return Applied(not reason, reason, metrics, digest)
 
     def _scale_gradients(self, total: int, max_norm: float) -> float:
         """Divide the summed gradients by N, clip; returns their norm before the clip."""
-        grads = []
-        for parameter in self.model.parameters():
+        for parameter in self._parameters:
             if parameter.grad is None:
                 # Every sample of the step had advantage zero: a step of size zero.
                 parameter.grad = torch.zeros_like(parameter)
-            grads.append(parameter.grad)
-        torch._foreach_div_(grads, float(total))
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._exact is not None:
+            self._exact.write(grads, float(total))
+        else:
+            torch._foreach_div_(grads, float(total))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, foreach=True)
         return float(norm)
 
     def discard(self) -> None:
         """Forget what was accumulated."""
         self._optimizer.zero_grad(set_to_none=True)
+        if self._exact is not None:
+            self._exact.clear()
         self._sums = _Sums()
 
     # State.
@@ -287,10 +329,17 @@ class Learner:
         import_moments(self.model, self._optimizer, moments)
 
 
-def _temperatures(rows: Sequence[Row], lengths: Sequence[int]) -> torch.Tensor:
-    """[tokens, 1] what each token's logits were divided by when it was drawn."""
-    each = torch.tensor([row.temperature for row in rows], dtype=torch.float32)
-    return torch.repeat_interleave(each, torch.tensor(lengths))[:, None]
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Only kernels that give the same bits every time they are given the same numbers."""
+    before = torch.are_deterministic_algorithms_enabled()
+    # Else every fresh tensor is filled: a search for reads of what nobody wrote.
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _not_finite(rows: Sequence[Row], advantages: torch.Tensor) -> str:

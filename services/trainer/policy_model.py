@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,16 @@ _HUB_REMEDY = (
 
 
 def import_transformers() -> None:
-    """Take the seconds that this needs before the first policy is waited for."""
+    """Take the seconds that this needs before the first policy is waited for.
+
+    The Auto classes import by themselves next to nothing: what every architecture needs comes
+    with the first model otherwise.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    for module in ("modeling_utils", "modeling_layers", "activations", "masking_utils"):
+        with contextlib.suppress(ImportError):  # another release: it comes with the model
+            importlib.import_module(f"transformers.{module}")
 
 
 def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
@@ -46,6 +56,20 @@ def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
             raise _explain(policy, source.path, error) from error
     model.eval()  # dropout would make every token off-policy
     return model
+
+
+def load_config(policy: str, spec: PolicySpec) -> Any:
+    """The transformers configuration of `policy`, without any weights. Raises as `load_model`."""
+    from transformers import AutoConfig
+
+    source = spec.model
+    if source.config is not None:
+        return _config_of(policy, source.config)
+    assert source.path is not None  # spec: exactly one of path and config
+    try:
+        return AutoConfig.from_pretrained(source.path, revision=source.revision)
+    except Exception as error:
+        raise _explain(policy, source.path, error) from error
 
 
 def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
@@ -106,31 +130,43 @@ def policy_seed(seed: int, policy: str) -> int:
 
 
 def _from_config(policy: str, values: dict[str, Any], seed: int) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    field = f"policies.{policy}.model.config"
+    config = _config_of(policy, values)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(policy_seed(seed, policy))
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise _no_model(policy, config.model_type, error) from error
+
+
+def _config_of(policy: str, values: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
     settings = dict(values)
     model_type = settings.pop("model_type", None)
     if not model_type:
         raise InvalidArgument(
             "the configuration has no `model_type`",
             kind="model_config_invalid",
-            field=field,
+            field=f"policies.{policy}.model.config",
             remedy="Add for example `model_type: qwen3`.",
         )
     try:
-        config = AutoConfig.for_model(model_type, **settings)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(policy_seed(seed, policy))
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoConfig.for_model(model_type, **settings)
     except Exception as error:
-        raise InvalidArgument(
-            f"no model can be made from it: {_first_line(error)}",
-            kind="model_config_invalid",
-            field=field,
-            value=model_type,
-            remedy="See the transformers documentation of this model type's configuration.",
-        ) from error
+        raise _no_model(policy, model_type, error) from error
+
+
+def _no_model(policy: str, model_type: str, error: Exception) -> InvalidArgument:
+    return InvalidArgument(
+        f"no model can be made from it: {_first_line(error)}",
+        kind="model_config_invalid",
+        field=f"policies.{policy}.model.config",
+        value=model_type,
+        remedy="See the transformers documentation of this model type's configuration.",
+    )
 
 
 def _explain(policy: str, path: str, error: Exception) -> InvalidArgument:

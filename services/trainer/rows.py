@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,14 @@ class Row:
     version: int
     # What the logits were divided by when `behaviour` was taken.
     temperature: float = 1.0
+    # Samples of one group share a baseline; unique within the step.
+    group: str = ""
+    trajectory: str = ""
+    agent: str = ""
+    # Steps that have trained it before.
+    uses: int = 0
+    # float32 [response_len]: log-probs under the first version, if the sample brings them.
+    reference: Floats | None = None
 
     @property
     def response_length(self) -> int:
@@ -40,12 +48,21 @@ class Row:
         return len(self.ids) - self.prompt_length
 
 
-def parse_rows(claimed: Iterable[store_pb.ClaimedSample], vocabulary: int) -> list[Row]:
+# Loads the value of a column that is kept by reference, from its key.
+Load = Callable[[str], np.ndarray[Any, Any]]
+# A column that spares the trainer the forward pass of the first version.
+REFERENCE_COLUMN = "reference_logprobs"
+
+
+def parse_rows(
+    claimed: Iterable[store_pb.ClaimedSample], vocabulary: int, load: Load | None = None
+) -> list[Row]:
     """The rows of a claim in the order of their ids, whatever order they were claimed in.
 
-    Raises ChecksumError, or FailedPrecondition of kind "malformed_sample".
+    With `load` also their `reference_logprobs`, where they have that column. Raises
+    ChecksumError, FailedPrecondition of kind "malformed_sample", or what `load` raises.
     """
-    rows = [_parse(item) for item in claimed]
+    rows = [_parse(item, load) for item in claimed]
     for row in rows:
         if row.ids.size and (row.ids.min() < 0 or row.ids.max() >= vocabulary):
             raise _malformed(
@@ -56,21 +73,20 @@ def parse_rows(claimed: Iterable[store_pb.ClaimedSample], vocabulary: int) -> li
     return sorted(rows, key=lambda row: row.sample_id)
 
 
-def _parse(item: store_pb.ClaimedSample) -> Row:
+def _parse(item: store_pb.ClaimedSample, load: Load | None) -> Row:
     sample = item.sample
     prompt = tensors.from_proto(sample.prompt_ids)
     response = tensors.from_proto(sample.response_ids)
     behaviour = tensors.from_proto(sample.logprobs).astype(np.float32, copy=False)
-    for name, array in (
-        ("prompt_ids", prompt),
-        ("response_ids", response),
-        ("logprobs", behaviour),
-    ):
-        if array.ndim != 1:
+    reference = None if load is None else _reference(sample, load)
+    scores = {"logprobs": behaviour, REFERENCE_COLUMN: reference}
+    for name, array in {"prompt_ids": prompt, "response_ids": response, **scores}.items():
+        if array is not None and array.ndim != 1:
             raise _malformed(sample.sample_id, f"{name} has shape {list(array.shape)}", _BUG)
-    if len(behaviour) != len(response):
-        text = f"{len(response)} response tokens but {len(behaviour)} log-probs"
-        raise _malformed(sample.sample_id, text, _BUG)
+    for name, array in scores.items():
+        if array is not None and len(array) != len(response):
+            text = f"{len(response)} response tokens but {len(array)} {name}"
+            raise _malformed(sample.sample_id, text, _BUG)
     if len(prompt) == 0:
         raise _malformed(sample.sample_id, "the prompt is empty", "Begin prompts with a token.")
     if not sample.HasField("reward"):
@@ -81,11 +97,32 @@ def _parse(item: store_pb.ClaimedSample) -> Row:
         prompt_length=len(prompt),
         behaviour=behaviour,
         reward=sample.reward,
-        group_rewards=tuple(item.group_rewards) or (sample.reward,),
+        # Sorted: a mean of them must not depend on how the members are called.
+        group_rewards=tuple(sorted(item.group_rewards)) or (sample.reward,),
         version=sample.versions[0].version if sample.versions else 0,
         # Engines report greedy responses under the plain distribution.
         temperature=sample.temperature if sample.temperature > 0 else 1.0,
+        group=f"{sample.query_id}\t{sample.group_id}",
+        trajectory=sample.trajectory_id,
+        agent=sample.agent,
+        uses=sample.uses,
+        reference=reference,
     )
+
+
+def _reference(sample: store_pb.Sample, load: Load) -> Floats | None:
+    if REFERENCE_COLUMN not in sample.columns:
+        return None
+    column = sample.columns[REFERENCE_COLUMN]
+    match column.WhichOneof("value"):
+        case "tensor":
+            value = tensors.from_proto(column.tensor)
+        case "ref":
+            value = load(column.ref)
+        case _:
+            text = f"{REFERENCE_COLUMN} is no tensor"
+            raise _malformed(sample.sample_id, text, "Append float32 [response_len].")
+    return value.astype(np.float32, copy=False)
 
 
 def response_lengths(rows: Sequence[Row]) -> list[int]:

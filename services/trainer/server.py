@@ -57,7 +57,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     ) -> AsyncIterator[trainer_pb2.StepEvent]:
         """Run or join a step."""
         _require(request, "job_id", "policy")
-        events = self.worker.run_step(request.job_id, request.policy, request.step, request.version)
+        oldest = request.oldest_version if request.HasField("oldest_version") else None
+        where = (request.job_id, request.policy)
+        events = self.worker.run_step(*where, request.step, request.version, oldest)
         async for event in events:
             yield event
 

@@ -1,12 +1,12 @@
 """Training state on disk: everything that a step changes, one directory per version.
 
 `{data_dir}/{job}/state/{policy}/v{version}-{checksum}/` with weights.safetensors,
-optimizer.safetensors and state.json. A directory appears under its name only when it is
-complete; two attempts at one version do not overwrite each other, since the content's
-checksum is part of the name, and the ledger says which one counts.
+optimizer.safetensors, random.safetensors and state.json. A directory appears under its name only
+when it is complete; two attempts at one version do not overwrite each other, since the checksum of
+the published weights is part of the name, and the ledger says which one counts.
 
-Nothing in a step is random (dropout is off) and the learning rate is a function of the
-version, so neither generator nor scheduler has any state to keep.
+The learning rate is a function of the version, so the scheduler has no state to keep. What a
+version was trained on is kept with it: `Frontier`, which must be what the commit says.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,7 +30,19 @@ from troupe.rpc import DataLoss, FailedPrecondition
 from troupe.transfer import checksum_of
 
 _NAME = re.compile(r"^v(\d+)-([0-9a-f]{12})$")
-FORMAT = 1
+_UNFINISHED = re.compile(r"^\.v(\d+)-")
+# 2: random generators and the frontier. States of format 1 are read as if they had none.
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Up to where a version has trained: consistent with weights, optimizer and generators."""
+
+    # Step whose samples made this version; -1: none, these are the first weights.
+    step: int = -1
+    # The commit's `samples_digest`.
+    samples_digest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,9 @@ class TrainingState:
     checksum: str
     weights: dict[str, torch.Tensor]
     moments: dict[str, torch.Tensor]
+    # What random generators draw next (randomness.py).
+    generators: dict[str, torch.Tensor] = field(default_factory=dict)
+    frontier: Frontier = Frontier()
 
 
 class StateStore:
@@ -58,27 +74,39 @@ class StateStore:
     def save(self, state: TrainingState) -> Path:
         """Make `state` durable. Raises ResourceExhausted ("storage_full"); what was there stays."""
         target = self._directory / f"v{state.version}-{state.checksum[:12]}"
-        if target.is_dir():
+        parts = {
+            "weights": _plain(state.weights),
+            "optimizer": _plain(state.moments),
+            "random": _plain(state.generators),
+        }
+        digest = state.frontier.samples_digest
+        meta = {
+            "format": FORMAT,
+            "version": state.version,
+            "checksum": state.checksum,
+            "step": state.frontier.step,
+            "samples_digest": None if digest is None else f"{digest:016x}",
+            **{name: checksum_of(tensors) for name, tensors in parts.items()},
+        }
+        if self._is(target, meta):
             return target
         temp = self._directory / f".{target.name}.{secrets.token_hex(4)}.tmp"
         with reported(self._directory, "training state"):
             try:
                 temp.mkdir(parents=True)
-                save_file(_plain(state.weights), temp / "weights.safetensors")
-                save_file(_plain(state.moments), temp / "optimizer.safetensors")
-                meta = {
-                    "format": FORMAT,
-                    "version": state.version,
-                    "checksum": state.checksum,
-                    "weights": checksum_of(state.weights),
-                    "optimizer": checksum_of(state.moments),
-                }
+                for name, tensors in parts.items():
+                    save_file(tensors, temp / f"{name}.safetensors")
                 (temp / "state.json").write_text(json.dumps(meta))
                 if self._sync:
                     for file in temp.iterdir():
                         sync_file(file)
-                with contextlib.suppress(FileExistsError):
-                    temp.rename(target)
+                # An attempt that was never committed may have published the same bits and
+                # still differ: in precision below the published type, or in its samples.
+                old = temp.with_suffix(".old")
+                with contextlib.suppress(FileNotFoundError):
+                    target.rename(old)
+                temp.rename(target)
+                shutil.rmtree(old, ignore_errors=True)
                 if self._sync:
                     sync_directory(self._directory)
             finally:
@@ -113,6 +141,18 @@ class StateStore:
             if version > newest - keep or (first and version == 0):
                 continue
             shutil.rmtree(path, ignore_errors=True)
+        # What a save left behind that was killed; whoever else is at it is superseded.
+        for path in self._directory.glob(".v*"):
+            match = _UNFINISHED.match(path.name)
+            if match and int(match[1]) <= newest:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _is(self, path: Path, meta: dict[str, Any]) -> bool:
+        """Whether `path` holds exactly what `meta` says."""
+        try:
+            return bool(json.loads((path / "state.json").read_text()) == meta)
+        except (OSError, ValueError):
+            return False
 
     def _matching(self, version: int, checksum: str) -> Iterator[Path]:
         for found, short, path in self._entries():
@@ -131,9 +171,15 @@ class StateStore:
             meta = json.loads((path / "state.json").read_text())
             weights = load_file(path / "weights.safetensors")
             moments = load_file(path / "optimizer.safetensors")
-            sums = (meta["weights"], meta["optimizer"])
-            if sums != (checksum_of(weights), checksum_of(moments)):
+            parts = {"weights": weights, "optimizer": moments}
+            if meta["format"] > FORMAT:
+                raise ValueError(f"its format {meta['format']} is of a newer version of Troupe")
+            if meta["format"] > 1:
+                parts["random"] = load_file(path / "random.safetensors")
+            if any(meta[name] != checksum_of(tensors) for name, tensors in parts.items()):
                 raise ValueError("its bytes do not match their checksums")
+            digest = meta.get("samples_digest")
+            frontier = Frontier(meta.get("step", -1), None if digest is None else int(digest, 16))
             if meta["version"] != version or (checksum and meta["checksum"] != checksum):
                 raise ValueError("it holds another version than its name says")
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -144,7 +190,8 @@ class StateStore:
                 value=version,
                 remedy="Restore the directory, or resume the job from an older version.",
             ) from error
-        return TrainingState(version, meta["checksum"], weights, moments)
+        generators = parts.get("random", {})
+        return TrainingState(version, meta["checksum"], weights, moments, generators, frontier)
 
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import structlog
 
 from services.trainer.binding import Binding
-from services.trainer.claims import Claim, StepClaims, is_lost
+from services.trainer.claims import Bounds, Claim, StepClaims, is_lost
 from services.trainer.compute import Compute
 from services.trainer.learner import Stopped
 from services.trainer.rows import parse_rows
 from services.trainer.settings import TrainerSettings
+from services.trainer.state import Frontier
+from troupe.job import JobSpec
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -36,6 +38,7 @@ class StepRun:
         binding: Binding,
         step: int,
         version: int,
+        oldest_version: int | None,
         make_claims: Callable[[], StepClaims],
         compute: Compute,
         settings: TrainerSettings,
@@ -43,6 +46,9 @@ class StepRun:
         self.step = step
         self.binding = binding
         self._version = version
+        self._bounds = _bounds(binding.spec, oldest_version)
+        # Columns by reference that go with the samples that this step ends.
+        self._refs: set[str] = set()
         self._make_claims = make_claims
         self._claims = make_claims()
         self._compute = compute
@@ -60,6 +66,10 @@ class StepRun:
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._task.done()
+
+    def starts_from(self, version: int) -> bool:
+        """Whether it makes the version after `version`."""
+        return self._version == version
 
     async def watch(self) -> AsyncIterator[trainer_pb2.StepEvent]:
         """Progress from now on; the last event carries the commit. Raises what the step raised.
@@ -159,6 +169,17 @@ class StepRun:
                 value=self._version,
                 remedy="Bind the policy at the ledger's version first.",
             )
+        if self.binding.frontier.step >= self.step:
+            raise FailedPrecondition(
+                f"version {self._version} of policy {self.binding.policy} comes from step "
+                f"{self.binding.frontier.step}, which this store has not seen committed",
+                kind="frontier_mismatch",
+                field="step",
+                value=self.step,
+                remedy="Store and training state are of different runs: restore both together.",
+            )
+        if not self.binding.verified and self.binding.frontier.step >= 0:
+            self.binding.verify(await self._claims.committed(self.binding.frontier.step))
         await self._compute.run(self.binding.reset)
         # Whoever trained this step before us is superseded: it can no longer commit.
         await self._claims.supersede()
@@ -220,13 +241,14 @@ class StepRun:
         started = time.perf_counter()
         binding = self.binding
         self._micro_batches = self._samples = self._tokens = 0
+        self._refs.clear()
         binding.move(pb.BINDING_STATE_ACCUMULATING)
         await self._accumulate()
         binding.move(pb.BINDING_STATE_STEPPING)
         if not self._claims.claim_ids:
             return await self._commit(store_pb.STEP_OUTCOME_EMPTY, "", binding.weights, {})
         binding.dirty = True
-        outcome = await self._compute.run(binding.learner.apply, binding.version)
+        outcome = await self._compute.run(binding.apply)
         binding.dirty = outcome.applied
         metrics = dict(outcome.metrics)
         wall = time.perf_counter() - started
@@ -238,9 +260,10 @@ class StepRun:
             )
         binding.move(pb.BINDING_STATE_PUBLISHING)
         began = time.perf_counter()
-        weights = await self._compute.run(binding.persist)
+        frontier = Frontier(self.step, outcome.digest)
+        weights = await self._compute.run(binding.persist, frontier)
         metrics["train/publish_seconds"] = time.perf_counter() - began
-        return await self._commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, metrics)
+        return await self._commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, metrics, frontier)
 
     async def _accumulate(self) -> None:
         """Gradients of all micro-batches; the next one is claimed while one is computed."""
@@ -262,18 +285,17 @@ class StepRun:
             await asyncio.gather(following, return_exceptions=True)
 
     async def _claim(self) -> Claim:
-        pipeline, wait = self.binding.spec.pipeline, self._settings.trainer_claim_wait_seconds
-        return await self._claims.claim(
-            pipeline.micro_batch_samples, pipeline.micro_batch_tokens, wait
-        )
+        return await self._claims.claim(self._bounds, self._settings.trainer_claim_wait_seconds)
 
     def _train_on(self, claim: Claim) -> int:
         """Accumulate one claim; returns its tokens. In the compute thread."""
         if self._stop.is_set():
             raise Stopped
-        learner = self.binding.learner
-        rows = parse_rows(claim.samples, learner.vocabulary)
-        learner.accumulate(rows, self._stop)
+        binding = self.binding
+        load = binding.load_column if binding.spec.algorithm.kl_coefficient > 0 else None
+        rows = parse_rows(claim.samples, binding.learner.vocabulary, load)
+        self._refs.update(_last_refs(claim, binding.spec.pipeline.max_uses))
+        binding.accumulate(rows, self._stop)
         return sum(len(row.ids) for row in rows)
 
     async def _commit(
@@ -282,12 +304,16 @@ class StepRun:
         reason: str,
         weights: pb.WeightsRef,
         metrics: dict[str, float],
+        frontier: Frontier | None = None,
     ) -> store_pb.StepCommit:
+        """Commit; `frontier`: what the weights were trained on, if they are new."""
         binding = self.binding
-        commit = await self._claims.commit(outcome, reason, weights, metrics)
+        digest = None if frontier is None else frontier.samples_digest
+        commit = await self._claims.commit(outcome, reason, weights, metrics, digest)
         theirs = (commit.weights.version, commit.weights.checksum)
         if theirs == (weights.version, weights.checksum):
-            await self._compute.run(binding.confirm, commit.weights)
+            await self._compute.run(binding.confirm, commit.weights, frontier)
+            await self._compute.run(binding.drop_columns, sorted(self._refs))
         else:  # another binding was first
             await self._adopt(commit)
         binding.move(pb.BINDING_STATE_IDLE)
@@ -296,6 +322,25 @@ class StepRun:
     async def _adopt(self, commit: store_pb.StepCommit) -> None:
         """Go on from a commit that is not ours. What is committed is true even if we cannot."""
         try:
-            await self._compute.run(self.binding.adopt, commit.weights)
+            await self._compute.run(self.binding.adopt, commit)
         except TroupeError as error:
             log.error("committed version not loaded", policy=commit.policy, error=str(error))
+
+
+def _bounds(spec: JobSpec, oldest_version: int | None) -> Bounds:
+    pipeline = spec.pipeline
+    return Bounds(
+        max_samples=pipeline.micro_batch_samples,
+        max_tokens=pipeline.micro_batch_tokens,
+        oldest_version=None if oldest_version is None else max(0, oldest_version),
+        # A group is the unit of gradient, or is dropped and replaced as a whole.
+        whole_groups=pipeline.deterministic or pipeline.dynamic_sampling,
+        balance_tokens=pipeline.balance_tokens,
+    )
+
+
+def _last_refs(claim: Claim, max_uses: int) -> Iterator[str]:
+    """Keys of columns that nobody needs once these samples are trained again."""
+    for item in claim.samples:
+        if item.sample.uses + 1 >= max_uses:
+            yield from (c.ref for c in item.sample.columns.values() if c.HasField("ref"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
 from services.trainer.rows import Row
 
@@ -25,6 +26,12 @@ class BatchSummary:
     reward_squares: float = 0.0
     advantage: float = 0.0
     versions: int = 0
+    oldest: int | None = None
+    # Samples that an earlier step has trained before.
+    reused: int = 0
+    # Sum modulo 2^64 of the xxh3-64 of the samples' ids: a witness of what was added that does
+    # not depend on order, and that the store compares with what it handed out.
+    digest: int = 0
 
     def add(self, rows: Sequence[Row], advantages: np.ndarray[Any, np.dtype[np.float64]]) -> None:
         """Add n rows with their advantages [n]."""
@@ -37,6 +44,9 @@ class BatchSummary:
             self.reward_squares += row.reward * row.reward
             self.advantage += abs(advantage)
             self.versions += row.version
+            self.oldest = row.version if self.oldest is None else min(self.oldest, row.version)
+            self.reused += int(row.uses > 0)
+            self.digest = (self.digest + xxh3_64_intdigest(row.sample_id.encode())) % (1 << 64)
 
     def metrics(self, version: int) -> dict[str, float]:
         """By the names that the field uses; `version` is the one that the step starts from."""
@@ -54,4 +64,6 @@ class BatchSummary:
             "advantage/abs_mean": self.advantage / n,
             "advantage/zero_fraction": self.idle_tokens / max(self.response_tokens, 1),
             "staleness/mean": version - self.versions / n,
+            "staleness/max": float(version - (self.oldest or 0)),
+            "reused_fraction": self.reused / n,
         }

@@ -87,7 +87,11 @@ class TrainerWorker:
     async def bind(
         self, job_id: str, policy: str, spec_json: str, version: int, checksum: str
     ) -> Binding:
-        """Bind a policy at a version; ends its running step, if any. Repeatable."""
+        """Bind a policy at a version. Repeatable.
+
+        A step that runs from that very version goes on: whoever asks has only forgotten about
+        it. Anything else ends it.
+        """
         spec = _parse_spec(spec_json)
         if policy not in spec.policies:
             raise InvalidArgument(
@@ -100,9 +104,12 @@ class TrainerWorker:
         return await self._detached(self._bind(job_id, policy, spec, spec_json, version, checksum))
 
     async def run_step(
-        self, job_id: str, policy: str, step: int, version: int
+        self, job_id: str, policy: str, step: int, version: int, oldest_version: int | None = None
     ) -> AsyncIterator[trainer_pb2.StepEvent]:
-        """Start the step, or attach to it when it runs already; see `StepRun.watch`."""
+        """Start the step, or attach to it when it runs already; see `StepRun.watch`.
+
+        Samples that began under a version before `oldest_version` are not trained.
+        """
         key = (job_id, policy)
         async with self._lock(key):
             binding = self._bound(key)
@@ -120,7 +127,7 @@ class TrainerWorker:
                     remedy="Steps of one policy follow each other; wait, or bind it afresh.",
                 )
             if run is None or run.done:
-                run = self._runs[key] = self._start_run(binding, step, version)
+                run = self._runs[key] = self._start_run(binding, step, version, oldest_version)
         async for event in run.watch():
             yield event
 
@@ -158,7 +165,12 @@ class TrainerWorker:
     ) -> Binding:
         key = (job_id, policy)
         async with self._lock(key):
-            old = self._bindings.get(key)
+            old, run = self._bindings.get(key), self._runs.get(key)
+            busy = run is not None and not run.done and run.starts_from(version)
+            if busy and old is not None and _same(old, spec_json, version, checksum):
+                if not old.dirty:
+                    await self._compute.run(old.ensure_published)
+                return old
             await self._cancel_run(key)
             if old is not None and _matches(old, spec_json, version, checksum):
                 await self._compute.run(old.ensure_published)
@@ -175,7 +187,9 @@ class TrainerWorker:
                 del self._bindings[key]
                 raise
             binding.move(pb.BINDING_STATE_IDLE)
-            log.info("bound", job_id=job_id, policy=policy, version=version)
+            # The number of threads is part of what deterministic results depend on.
+            threads = settings.threads
+            log.info("bound", job_id=job_id, policy=policy, version=version, threads=threads)
             return binding
 
     async def _release(self, key: Key) -> None:
@@ -192,14 +206,17 @@ class TrainerWorker:
         if run is not None and not run.done:
             await run.cancel()
 
-    def _start_run(self, binding: Binding, step: int, version: int) -> StepRun:
+    def _start_run(
+        self, binding: Binding, step: int, version: int, oldest_version: int | None
+    ) -> StepRun:
         lease = self._settings.trainer_lease_seconds
 
         def make_claims() -> StepClaims:
             where = (binding.job_id, binding.policy, step, binding.claimant)
             return StepClaims(self._store, *where, lease)
 
-        run = StepRun(binding, step, version, make_claims, self._compute, self._settings)
+        bounds = (step, version, oldest_version)
+        run = StepRun(binding, *bounds, make_claims, self._compute, self._settings)
         self._spawn(self._after(binding, run))
         return run
 
@@ -261,9 +278,15 @@ def _parse_spec(text: str) -> JobSpec:
 
 def _matches(binding: Binding, spec_json: str, version: int, checksum: str) -> bool:
     return (
-        binding.spec_json == spec_json
+        _same(binding, spec_json, version, checksum)
         and not binding.dirty
+        and binding.state == pb.BINDING_STATE_IDLE
+    )
+
+
+def _same(binding: Binding, spec_json: str, version: int, checksum: str) -> bool:
+    return (
+        binding.spec_json == spec_json
         and binding.version == version
         and (not checksum or binding.weights.checksum == checksum)
-        and binding.state == pb.BINDING_STATE_IDLE
     )

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_orchestrator import FakeOrchestrator, serve
-from troupe.client import AsyncClient
+from tests.support.fake_orchestrator import FakeOrchestrator, S, serve
+from troupe.client import AsyncClient, Client
+from troupe.client.cli import main
 from troupe.rpc import ClientSettings, RetryPolicy
 
+Run = Callable[..., tuple[int, str, str]]
 JOB_YAML = """
 name: team
 workflow: "team:solve"
@@ -103,3 +105,26 @@ def stage() -> Iterator[Stage]:
     yield made[0]
     made[0].loop.call_soon_threadsafe(over[0].set)
     thread.join(10)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        status = main(arguments)
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def cluster(stage: Stage, job_yaml: str, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    """A double with a job `mine` that runs."""
+    monkeypatch.setenv("TROUPE_ORCHESTRATOR_ADDRESS", stage.address)
+    with Client() as client:
+        client.submit(job_yaml, job_id="mine")
+    stage.do(stage.fake.move("mine", S.JOB_STATE_STARTING, S.JOB_STATE_RUNNING))
+    stage.do(stage.fake.step("mine", 1, reward__mean=0.5, reward__solver__mean=0.5))
+    return stage

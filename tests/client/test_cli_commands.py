@@ -4,44 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.client.conftest import Stage
+from tests.client.conftest import Run, Stage
 from tests.support.fake_orchestrator import S
-from troupe.client.cli import main
 from troupe.client.cli.failures import explain
 from troupe.job import JobSpec
-
-Run = Callable[..., tuple[int, str, str]]
-RUN = (S.JOB_STATE_STARTING, S.JOB_STATE_RUNNING)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main(arguments)
-        return status, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
-def cluster(stage: Stage, job_yaml: str, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """A double with a job `mine` that runs."""
-    from troupe.client import Client
-
-    monkeypatch.setenv("TROUPE_ORCHESTRATOR_ADDRESS", stage.address)
-    with Client() as client:
-        client.submit(job_yaml, job_id="mine")
-    stage.do(stage.fake.move("mine", *RUN))
-    stage.do(stage.fake.step("mine", 1, reward__mean=0.5, reward__solver__mean=0.5))
-    return stage
 
 
 def test_listing_and_showing(run: Run, cluster: Stage) -> None:

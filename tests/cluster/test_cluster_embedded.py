@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import ValidationError
 
 from tests.support.stub_services import write_stub_services
 from troupe.cluster import (
@@ -161,6 +162,20 @@ def test_the_redis_that_is_started_is_closed_to_other_users(tmp_path: Path) -> N
     assert len(password) > 20
     assert f"requirepass {password}\n" in config.read_text()
     assert write_config(tmp_path, 1234)[1] != url
+
+
+def test_redis_flushes_as_often_as_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TROUPE_REDIS_FSYNC", raising=False)
+    assert ClusterSettings().redis_fsync == "always"
+    assert "appendfsync always\n" in write_config(tmp_path, 1234)[0].read_text()
+    monkeypatch.setenv("TROUPE_REDIS_FSYNC", "everysec")
+    fsync = ClusterSettings().redis_fsync
+    assert "appendfsync everysec\n" in write_config(tmp_path, 1234, fsync=fsync)[0].read_text()
+    monkeypatch.setenv("TROUPE_REDIS_FSYNC", "never")
+    with pytest.raises(ValidationError):
+        ClusterSettings()
 
 
 async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:

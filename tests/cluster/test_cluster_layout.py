@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from troupe.cluster.errors import PortInUse
-from troupe.cluster.layout import plan, port_names, python_path, service_names, thread_budget
+from troupe.cluster.layout import (
+    ANYBODY,
+    links,
+    plan,
+    port_names,
+    python_path,
+    service_names,
+    thread_budget,
+)
 from troupe.cluster.ports import FIRST_PORT, LAST_PORT, is_free, pick_ports, require_free
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.supervisor import levels
@@ -84,6 +92,49 @@ def test_somebody_elses_redis_is_not_a_child() -> None:
     assert [s.name for s in specs] == service_names(settings)
     assert all("redis" not in s.after for s in specs)
     assert "redis" not in port_names(settings)
+
+
+def test_a_route_changes_the_way_of_one_caller_only() -> None:
+    settings = ClusterSettings(rollouts=2, panel=False)
+    ports = {name: 20_000 + i for i, name in enumerate(port_names(settings))}
+    url = f"redis://:secret@127.0.0.1:{ports['redis']}/0"
+    specs = {
+        s.name: s
+        for s in plan(
+            settings.resolved(),
+            ports,
+            redis_url=url,
+            redis_command=("redis-server", "redis.conf"),
+            cluster_id="abc",
+            parent_pid=42,
+            routes={
+                ("rollout-0", "experience_store"): "127.0.0.1:1",
+                ("experience_store", "redis"): "127.0.0.1:2",
+                (ANYBODY, "trainer-0"): "127.0.0.1:3",
+            },
+        )
+    }
+
+    store = specs["experience_store"]
+    assert specs["rollout-0"].environment["TROUPE_EXPERIENCE_STORE_ADDRESS"] == "127.0.0.1:1"
+    assert specs["rollout-1"].environment["TROUPE_EXPERIENCE_STORE_ADDRESS"] == store.address
+    assert store.environment["TROUPE_REDIS_URL"] == "redis://:secret@127.0.0.1:2/0"
+    assert specs["orchestrator"].environment["TROUPE_REDIS_URL"] == url
+    assert specs["trainer-0"].environment["TROUPE_ADVERTISE_ADDRESS"] == "127.0.0.1:3"
+    assert "TROUPE_ADVERTISE_ADDRESS" not in specs["rollout-0"].environment
+    # Probes go straight to the process: a partition is not a death.
+    assert store.probe.target == store.address
+
+
+def test_every_link_names_two_processes() -> None:
+    settings = ClusterSettings(trainers=2)
+    names = {"redis", *service_names(settings)}
+
+    for caller, callee in links(settings):
+        assert caller in names | {ANYBODY}
+        assert callee in names
+    assert (ANYBODY, "trainer-1") in links(settings)
+    assert all(callee != "redis" for _, callee in links(ClusterSettings(redis_url="redis://x/0")))
 
 
 def test_the_users_directory_comes_first_on_the_path() -> None:

@@ -170,10 +170,9 @@ async def test_a_child_that_is_never_ready_fails_at_its_deadline(run) -> None:  
 
 
 async def test_a_child_that_dies_again_and_again_is_given_up(run, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(child_module, "MAX_RESTARTS", 2)
     monkeypatch.setattr(child_module, "FIRST_BACKOFF", 0.01)
     port = pick_ports(["a"])["a"]
-    supervisor, _ = run(spec("a", port))
+    supervisor, _ = run(spec("a", port, max_restarts=2))
     await supervisor.start()
     child = supervisor.children["a"]
 
@@ -188,6 +187,20 @@ async def test_a_child_that_dies_again_and_again_is_given_up(run, monkeypatch) -
 
     assert "died 3 times" in str(failure)
     assert "words of a" in str(failure)
+
+
+async def test_a_power_cut_ends_all_and_brings_nobody_back(run) -> None:  # type: ignore[no-untyped-def]
+    ports = pick_ports("ab")
+    supervisor, recorder = run(spec("a", ports["a"]), spec("b", ports["b"], after=("a",)))
+    await supervisor.start()
+    pids = [c.pid for c in supervisor.children.values()]
+
+    await supervisor.kill()
+
+    assert not any(_runs(pid) for pid in pids)
+    await asyncio.sleep(0.5)  # longer than the first pause before a restart
+    assert recorder.events == []
+    assert all(c.state == ChildState.STOPPED for c in supervisor.children.values())
 
 
 async def test_a_child_that_ignores_sigterm_is_killed_at_its_deadline(run) -> None:  # type: ignore[no-untyped-def]

@@ -72,6 +72,12 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel, tmp_path:
         await expect(page.locator("#conversation .asked")).to_have_text("2+2")
         await expect(page.locator("#conversation")).not_to_contain_text("null")
 
+        # Numbers of samples are shown for as long as there are any.
+        await expect(page.locator("#samples tbody tr")).to_have_count(1)
+        orchestrator.freed = True
+        await expect(page.locator("#samples tbody tr")).to_have_count(0)
+        await expect(page.locator("#samples-store")).to_contain_text("freed. `troupe jobs audit`")
+
         await page.click("[data-action=pause]")
         await expect(page.locator("#job-state")).to_have_text("paused")
         await page.screenshot(path=os.environ.get("TROUPE_SCREENSHOT", tmp_path / "panel.png"))

@@ -22,9 +22,18 @@ async def test_a_job_is_submitted_and_steered(panel: Panel) -> None:
     assert paused.json()["state"] == "paused"
     resumed = await panel.http.post(f"/api/jobs/{job_id}/resume")
     assert resumed.json()["state"] == "submitted"
+    assert panel.orchestrator.requests("ResumeJob")[0].spec == ""
+    await panel.http.post(f"/api/jobs/{job_id}/pause")
+    await panel.http.post(f"/api/jobs/{job_id}/resume", content=SPEC)
+    assert panel.orchestrator.requests("ResumeJob")[1].spec == SPEC
     cancelled = await panel.http.post(f"/api/jobs/{job_id}/cancel?reason=enough")
     assert cancelled.json()["state"] == "cancelled"
+    newer = await panel.submit()
+    found = (await panel.http.get("/api/jobs")).json()
+    assert [job["job_id"] for job in found] == [newer, job_id]
     assert panel.orchestrator.requests("CancelJob")[0].reason == "enough"
+    assert (await panel.http.post(f"/api/jobs/{job_id}/forget")).json()["job_id"] == job_id
+    assert panel.orchestrator.requests("ForgetJob")
 
 
 async def test_an_idempotency_key_becomes_the_request_id(panel: Panel) -> None:
@@ -120,3 +129,25 @@ def test_messages_become_plain_json() -> None:
     assert data["turns"][0]["response"] == "42"  # text stays text
     assert data["turns"][0]["versions"][0]["version"] == 2**40  # and numbers numbers
     assert data["turns"][0]["reward"] is None
+
+
+async def test_samples_and_their_audit(panel: Panel) -> None:
+    job_id = await panel.submit()
+    tables = (await panel.http.get(f"/api/jobs/{job_id}/tables")).json()
+    assert tables["tables"][0]["drop_reasons"] == {"workflow_raised": 5}
+    path = f"/api/jobs/{job_id}/policies/solver/samples"
+    page = (await panel.http.get(f"{path}?limit=2")).json()
+    assert [row["sample_id"] for row in page["samples"]] == ["q0_0_t0", "q1_0_t0"]
+    second = page["samples"][1]
+    assert (second["prompt_tokens"], second["response_tokens"]) == (3, 2)
+    assert second["columns"] == ["hint", "values"]
+    assert second["state"] == "ready"
+    rest = (await panel.http.get(f"{path}?limit=9&page={page['next_page']}&state=trained")).json()
+    assert [row["state"] for row in rest["samples"]] == ["trained"]
+    wrong = await panel.http.get(f"{path}?state=eaten")
+    assert (wrong.status_code, wrong.json()["field"]) == (422, "query.state")
+    wrong = await panel.http.get(f"{path}?step={2**63}")
+    assert (wrong.status_code, wrong.json()["field"]) == (422, "query.step")
+    audit = (await panel.http.get(f"/api/jobs/{job_id}/audit")).json()
+    assert audit["violations"] == []
+    assert audit["tables"]["policies"][0]["trained"] == 44

@@ -45,6 +45,43 @@ async def test_the_other_modes_train_too(house: House, models: Path, mode: str) 
 
 
 @pytest.mark.slow
+async def test_async_trains_within_its_bound(house: House, models: Path) -> None:
+    """Steps overlap; no sample is older than the bound; every one is accounted for."""
+    over = {"pipeline.mode": "async", "pipeline.alpha": 2, "pipeline.steps": 8}
+    handle = await house.client.submit(job(models, **over))
+    record = await handle.wait(timeout=240)
+    assert record.state == "succeeded", record
+    assert record.versions == {"solver": 8, "checker": 8}
+    rows = [json.loads(s) for s in (house.data_dir / handle.id / "metrics.jsonl").open()]
+    steps = [row for row in rows if "step/seconds" in row]
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    assert 1 <= max(row["staleness/max"] for row in steps) <= 2
+    audit = await handle.audit()
+    assert not audit.violations, audit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "micro_batch", "async"])
+async def test_rosters_change_with_real_services(house: House, models: Path, mode: str) -> None:
+    """Groups without signal are replaced, and the first to finish are taken."""
+    over = {
+        "pipeline.mode": mode,
+        "pipeline.steps": 4,
+        "pipeline.dynamic_sampling": True,
+        "pipeline.over_sampling": 2,
+    }
+    handle = await house.client.submit(job(models, **over))
+    record = await handle.wait(timeout=240)
+    assert record.state == "succeeded", record
+    rows = [json.loads(s) for s in (house.data_dir / handle.id / "metrics.jsonl").open()]
+    steps = [row for row in rows if "step/seconds" in row]
+    assert len(steps) == 4
+    assert all(row["queries/trained"] > 0 for row in steps)
+    audit = await handle.audit()
+    assert not audit.violations, audit
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_every_service_may_be_killed_once(house: House, models: Path) -> None:
     steps = 60

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.chassis.server import serve
-from services.chassis.settings import ServiceSettings
 from services.experience_store.database import Database
 from services.experience_store.server import make_service
+from services.experience_store.settings import StoreSettings
 from services.experience_store.store import Store
 from tests.support.experience import Stage, make_stage
 from tests.support.experience_client import Client
@@ -35,7 +35,7 @@ async def stage(store: Store) -> Stage:
 @pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[Client]:
     """Calls to a served store."""
-    settings = ServiceSettings(redis_url=redis_url, drain_seconds=0.2, stream_drain_seconds=0)
+    settings = StoreSettings(redis_url=redis_url, drain_seconds=0.2, stream_drain_seconds=0)
     async with serve(make_service, settings) as server:
         channel = connect(server.address, ClientSettings())
         yield Client(store_grpc.ExperienceStoreStub(channel))

@@ -72,6 +72,11 @@ async def test_samples_come_in_order_of_their_ids_whatever_the_order_of_arrival(
     assert len(rest) == 1, "the last micro-batch of a sealed step is smaller"
 
 
+async def test_a_claim_larger_than_its_step_gets_what_there_is(stage: Stage) -> None:
+    await stage.append_all()
+    assert len((await stage.claim(samples=65_536)).samples) == 4
+
+
 async def test_tokens_bound_a_claim(stage: Stage) -> None:
     for number, (query, trajectory) in enumerate(stage.trajectories):
         tokens = (10, 20, 50, 10)[number]

@@ -127,3 +127,21 @@ async def test_an_unknown_sample_is_named(stage: Stage) -> None:
     with pytest.raises(NotFound) as error:
         await stage.fill("q0_0_q0-s0-t0", reward=1.0)
     assert (error.value.kind, error.value.value) == ("sample_not_found", "q0_0_q0-s0-t0")
+
+
+async def test_a_value_that_is_elsewhere_passes_through_by_its_name(store: Store) -> None:
+    stage = await make_stage(
+        store, new_id("job"), policies=("solver",), queries=("q",), group_size=1, required=["image"]
+    )
+    early = store_pb.Column(ref=f"{stage.job}/columns/early")
+    late = store_pb.Column(ref=f"{stage.job}/columns/late")
+    await stage.append("q", "q-t0", [make_sample("q", 0, "q-t0", columns={"mask": early})])
+    assert await stage.counts() == {"pending": 1}, "the reference does not stand for another"
+    assert await stage.fill("q_0_q-t0", columns={"image": late}) == ("R", True)
+    assert await stage.fill("q_0_q-t0", columns={"image": early}) == ("R", False)
+    (claimed,) = (await stage.claim(claim="c1")).samples
+    assert dict(claimed.sample.columns) == {"mask": early, "image": late}
+    # What is elsewhere is not this store's to count, nor to free.
+    assert (await store.high_water.of_job(stage.job))["solver"] < 1000
+    await stage.commit(["c1"])
+    assert (await store.high_water.of_job(stage.job))["solver"] == 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import xxhash
 
 from services.experience_store.store import Store
-from tests.support.experience import Stage, make_stage
+from tests.support.experience import Stage, ids_of, make_stage
 from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -29,7 +30,7 @@ async def test_the_first_commit_stays(stage: Stage) -> None:
     assert (first.num_samples, first.weights.version) == (4, 1)
     assert dict(first.metrics) == {"loss/policy": 0.5}
     for claims, claimant, version in ((["c1"], "trainer", 1), ([], "zombie", 9)):
-        again, existed = await stage.commit(claims, claimant, version=version)
+        again, existed = await stage.commit(claims, claimant, version=version, digest=version)
         assert existed
         assert again == first
 
@@ -60,6 +61,45 @@ async def test_a_commit_needs_every_sample_of_the_step(stage: Stage) -> None:
     assert (await stage.commit(["c1", "c3"]))[0].num_samples == 4
 
 
+def digest_of(samples: list[str]) -> int:
+    return sum(xxhash.xxh3_64_intdigest(sample.encode()) for sample in samples) % 2**64
+
+
+async def test_a_commit_must_name_what_was_trained_on(stage: Stage) -> None:
+    await stage.append_all()
+    first = ids_of(await stage.claim(claim="c1", samples=3))
+    rest = ids_of(await stage.claim(claim="c2"))
+    right = digest_of(rest + first)
+    for wrong in (digest_of(first), digest_of([*first, *rest, *rest]), right ^ 1, 0):
+        call = stage.commit(["c1", "c2"], digest=wrong)
+        assert await kind_of(call) == "digest_mismatch"
+        assert await stage.counts() == {"claimed": 4}, "a refused commit changes nothing"
+    commit, _ = await stage.commit(["c1", "c2", "c1"], digest=right)
+    assert commit.samples_digest == right
+
+
+async def test_somebody_elses_claims_are_refused_whatever_the_digest(stage: Stage) -> None:
+    await stage.append_all()
+    held = ids_of(await stage.claim("owner", claim="c1"))
+    for digest in (None, digest_of(held), 7):
+        assert await kind_of(stage.commit(["c1"], "thief", digest=digest)) == "claim_lost"
+    assert await stage.counts() == {"claimed": 4}
+    await stage.release("owner")
+    assert await kind_of(stage.commit(["c1"], "owner", digest=digest_of(held))) == "claim_lost"
+
+
+async def test_the_store_computes_a_digest_that_the_trainer_left_out(stage: Stage) -> None:
+    await stage.append_all()
+    held = ids_of(await stage.claim(claim="c1"))
+    commit, _ = await stage.commit(["c1"], outcome=SKIPPED, reason="nan_loss", version=0)
+    assert commit.samples_digest == digest_of(held)
+    await stage.open(1)
+    for query, trajectory in stage.trajectories:
+        await stage.fail(query, trajectory)
+    commit, _ = await stage.commit([], outcome=EMPTY, version=0)
+    assert not commit.HasField("samples_digest")
+
+
 async def test_payloads_are_freed_with_the_commit(stage: Stage) -> None:
     await stage.append_all()
     await stage.claim(claim="c1")
@@ -68,7 +108,7 @@ async def test_payloads_are_freed_with_the_commit(stage: Stage) -> None:
         key.decode().rpartition("}:0:")[2]
         for key in await stage.store.database.execute("KEYS", f"*{{{stage.job}/solver}}:0:*")
     }
-    assert keys == {"step", "ended", "queries", "book", "members"}
+    assert keys == {"step", "ended", "queries", "book", "members", "tallies"}
     rows = await stage.store.database.execute("KEYS", f"*{{{stage.job}/checker}}:0:rows:*")
     assert len(rows) == 4, "the other policy's rows are still needed"
 

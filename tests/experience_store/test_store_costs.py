@@ -44,7 +44,8 @@ async def test_round_trips_do_not_depend_on_the_size_of_a_step(store: Store, siz
     assert await trips_of(stage, lambda: stage.claim(claim="c1", samples=3)) == 2
     await stage.claim(claim="c2", samples=2 * size)
     assert await trips_of(stage, lambda: stage.renew("trainer")) == 1
-    assert await trips_of(stage, lambda: stage.commit(["c1", "c2"])) == 1
+    # The ids behind the digest, then the script.
+    assert await trips_of(stage, lambda: stage.commit(["c1", "c2"])) == 2
 
 
 async def test_a_burst_of_trajectories_is_taken_whole(store: Store) -> None:

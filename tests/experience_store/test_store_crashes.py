@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -10,39 +10,12 @@ import pytest
 
 from services.experience_store.database import Database
 from services.experience_store.store import Store
+from tests.support.crashing import CrashError, CrashingDatabase
 from tests.support.experience import Response, Stage, ids_of, make_sample
 from troupe.rpc import new_id
 
 POLICIES = ("checker", "solver")
 QUERIES = ("q0", "q1")
-
-
-class CrashError(Exception):
-    """The process is gone."""
-
-
-class CrashingDatabase(Database):
-    """Dies at its `fatal`-th round trip: before, after, or in the middle of sending it."""
-
-    def __init__(self, url: str, fatal: int, moment: str) -> None:
-        super().__init__(url)
-        self.trips = 0
-        self._fatal = fatal
-        self._moment = moment
-
-    async def execute_each(
-        self, commands: Sequence[Sequence[Any]], *, missing_scripts: Sequence[Any] = ()
-    ) -> list[Any]:
-        self.trips += 1
-        if self.trips != self._fatal:
-            return await super().execute_each(commands, missing_scripts=missing_scripts)
-        # "middle": only the first command of a pipeline arrives.
-        arriving = {"before": 0, "middle": 1, "after": len(commands)}[self._moment]
-        if arriving:
-            await super().execute_each(
-                commands[:arriving], missing_scripts=missing_scripts[:arriving]
-            )
-        raise CrashError
 
 
 class Life:
@@ -159,9 +132,14 @@ async def test_a_crash_at_any_round_trip_loses_and_doubles_nothing(
         database = life.stage.store.database
         left = await database.execute("KEYS", f"*{{{life.stage.job}/*}}:0:*")
         assert {key.decode().rpartition("}:0:")[2] for key in left} <= {
-            *("step", "ended", "queries", "book", "members", "dropped"),
+            *("step", "ended", "queries", "book", "members", "dropped", "tallies"),
         }
-        await life.stage.store.tables.drop(life.stage.job)
+        store, job = life.stage.store, life.stage.job
+        report = await store.audit.check(job)
+        assert list(report.violations) == []
+        assert [policy.trained for policy in report.policies] == [4, 4]
+        assert set((await store.high_water.of_job(job)).values()) == {0}
+        await store.tables.drop(job, purge_log=True)
         assert await database.execute("KEYS", f"*{life.stage.job}*") == []
         await life.close()
 
@@ -176,7 +154,7 @@ async def test_nobody_repeats_the_call_and_the_sweeper_completes_it(redis_url: s
         for query, trajectory in most:
             await stage.append(query, trajectory)
         # Stage and decide arrive; carrying out does not, or only in one table.
-        life._database._fatal = life._database.trips + 3
+        life._database.die(3, moment)
         with pytest.raises(CrashError):
             await stage.append(*last)
         await life.close()

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from services.experience_store.database import Database
 from services.experience_store.records import STATE_OF, Record
 from services.experience_store.store import Store
+from tests.experience_store.test_store_high_water import counted, held
 from tests.support.experience import Response, Stage, ids_of, make_sample
 from tests.support.experience_model import Model, Row
 from troupe import states
@@ -64,7 +65,15 @@ class Life(RuleBasedStateMachine):
         return self.runner.run(call)
 
     def teardown(self) -> None:
+        # Whatever happened: the log adds up, and the bytes are those that Redis holds.
+        report = self.do(self.store.audit.check(self.stage.job))
+        assert list(report.violations) == []
+        assert self.do(counted(self.stage)) == self.do(held(self.stage))
         self.do(self.store.tables.drop(self.stage.job))
+        report = self.do(self.store.audit.check(self.stage.job))
+        assert list(report.violations) == []
+        assert sum(policy.trained for policy in report.policies) == self.trained.total()
+        self.do(self.store.tables.drop(self.stage.job, purge_log=True))
         self.do(self.database.close())
         self.runner.close()
 

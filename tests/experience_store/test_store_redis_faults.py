@@ -12,9 +12,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.chassis.server import RunningServer
-from services.chassis.settings import ServiceSettings
 from services.experience_store.database import Database
 from services.experience_store.server import make_service
+from services.experience_store.settings import StoreSettings
 from services.experience_store.store import Store
 from tests.support.experience import Response, Stage, ids_of, make_stage
 from tests.support.experience_client import Client
@@ -24,6 +24,7 @@ from troupe.rpc import (
     ClientSettings,
     FailedPrecondition,
     ResourceExhausted,
+    TroupeError,
     Unavailable,
     connect,
     new_id,
@@ -124,6 +125,22 @@ async def test_a_full_redis_pushes_back_and_keeps_what_it_has(
     assert len((await own.claim()).samples) == 4
 
 
+async def test_a_full_redis_lets_those_finish_who_free_it(own: Stage, server: RedisServer) -> None:
+    await own.append_all()
+    await own.claim(claim="c1", samples=2)
+    with server.client() as client:
+        client.config_set("maxmemory", 1)
+        await own.claim(claim="c2", samples=2)
+        assert await own.renew("trainer") == 2
+        commit, _ = await own.commit(["c1", "c2"])
+        assert commit.num_samples == 4
+        assert (await own.store.high_water.of_job(own.job))["solver"] == 0
+        with pytest.raises(ResourceExhausted):
+            await own.open(1)
+        client.config_set("maxmemory", 0)
+    await own.open(1)
+
+
 async def test_a_replica_takes_no_writes_and_says_so(own: Stage, server: RedisServer) -> None:
     with server.client() as client:
         # Of a primary that is not there, so that it keeps what it has.
@@ -172,6 +189,43 @@ async def test_an_old_redis_is_refused(redis_url: str, monkeypatch: pytest.Monke
     await store.stop()
 
 
+async def test_a_redis_that_hangs_at_the_start_is_waited_for_and_named(
+    server: RedisServer,
+) -> None:
+    server.pause()
+    store = Store(Database(server.url, timeout=0.2))
+    starting = asyncio.create_task(store.start())
+    try:
+        for _ in range(400):
+            await asyncio.sleep(0.05)
+            if "does not answer" in (store.database.problem or ""):
+                break
+        assert "does not answer" in (store.database.problem or "")
+        assert f"127.0.0.1:{server.port}" in (store.database.problem or "")
+        assert not starting.done()
+    finally:
+        server.resume()
+    await asyncio.wait_for(starting, 20)
+    assert store.database.problem is None
+    await store.stop()
+
+
+async def test_another_program_at_the_address_is_no_redis() -> None:
+    async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        store = Store(Database(f"redis://127.0.0.1:{port}/0", timeout=0.5))
+        with pytest.raises(TroupeError) as error:
+            await asyncio.wait_for(store.start(), 20)
+        assert f"127.0.0.1:{port}" in str(error.value)
+        assert "HTTP" in str(error.value)
+        await store.stop()
+
+
 def test_a_url_that_is_none_names_the_setting() -> None:
     with pytest.raises(FailedPrecondition) as error:
         Database("http://somewhere")
@@ -179,9 +233,9 @@ def test_a_url_that_is_none_names_the_setting() -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened(redis_server: RedisServer) -> AsyncIterator[RunningServer[ServiceSettings]]:
+async def opened(redis_server: RedisServer) -> AsyncIterator[RunningServer[StoreSettings]]:
     """The service behind its port, not ready yet; closed with its Redis whatever happens."""
-    settings = ServiceSettings(redis_url=redis_server.url, drain_seconds=0.2)
+    settings = StoreSettings(redis_url=redis_server.url, drain_seconds=0.2)
     running = RunningServer(make_service, settings)
     await running.open()
     try:
@@ -202,8 +256,11 @@ async def test_the_service_waits_for_redis_and_is_not_serving_meanwhile(tmp_path
         check = health_pb2.HealthCheckRequest(service="troupe.v1.ExperienceStore")
         await asyncio.sleep(0.3)
         assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unavailable) as error:
             await store.GetStep(question)
+        # Who waits for the store learns what the store waits for.
+        assert error.value.kind == "service_starting"
+        assert f"Redis at 127.0.0.1:{redis_server.port}/0" in str(error.value)
         redis_server.start()
         await asyncio.wait_for(ready, 20)
         assert (await health.Check(check)).status == health_pb2.HealthCheckResponse.SERVING

@@ -17,6 +17,10 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 
+def span(version: int) -> pb.VersionSpan:
+    return pb.VersionSpan(version=version, start=0, end=4)
+
+
 def floats(*values: float) -> pb.Tensor:
     return tensors.to_proto(np.array(values, np.float32))
 
@@ -30,6 +34,9 @@ def sample(**fields: Any) -> list[store_pb.Sample]:
         elif isinstance(value, dict):
             for key, column in value.items():
                 row.columns[key].CopyFrom(column)
+        elif isinstance(value, list):
+            del getattr(row, name)[:]
+            getattr(row, name).extend(value)
         else:
             setattr(row, name, value)
     return [row]
@@ -70,6 +77,20 @@ def filled(**fields: Any) -> Callable[[Client], object]:
     )
 
 
+def amended(**fields: Any) -> Callable[[Client], object]:
+    return lambda client: store_pb.AmendStepRequest(
+        **({"request_id": new_id(), "job_id": client.job} | fields)
+    )
+
+
+def torn() -> store_pb.Column:
+    """A tensor that has fewer bytes than its shape says."""
+    tensor = floats(1, 2, 3)
+    tensor.shape[0] = 4
+    return store_pb.Column(tensor=tensor)
+
+
+DOUBLES = store_pb.Column(tensor=tensors.to_proto(np.zeros(4)))
 HUGE = store_pb.Column(json="x" * (17 * 2**20))
 JSON = store_pb.Column(json="1")
 
@@ -81,8 +102,10 @@ BAD = [
     ("CreateTables", created(policies=["a\nb"]), "policies"),
     ("CreateTables", created(policies=["a", "a"]), "policies"),
     ("CreateTables", created(required_columns=["no spaces"]), "required_columns"),
+    ("CreateTables", created(max_uses=-1), "max_uses"),
     ("OpenStep", opened(query_ids=[]), "query_ids"),
     ("OpenStep", opened(query_ids=["q", "q"]), "query_ids"),
+    ("OpenStep", opened(query_ids=["q", "q"], held_open=True), "query_ids"),
     ("OpenStep", opened(query_ids=["q\t0"]), "query_ids"),
     ("OpenStep", opened(query_ids=["q" * 300]), "query_ids"),
     ("OpenStep", opened(group_size=0), "group_size"),
@@ -90,6 +113,21 @@ BAD = [
     ("OpenStep", opened(versions={"solver": 0, "frozen": 0}), "versions[frozen]"),
     ("OpenStep", opened(versions={"solver": -1}), "versions[solver]"),
     ("OpenStep", lambda client: client.open_request(step=-1), "step"),
+    ("OpenStep", opened(cursor=-1), "cursor"),
+    ("AmendStep", amended(request_id=""), "request_id"),
+    ("AmendStep", amended(step=-1), "step"),
+    ("AmendStep", amended(add_query_ids=["q\t0"]), "add_query_ids"),
+    ("AmendStep", amended(add_query_ids=["q", "q"]), "add_query_ids"),
+    ("AmendStep", amended(drop_query_ids=["q0"]), "drop_reason"),
+    (
+        "AmendStep",
+        amended(add_query_ids=["q"], drop_query_ids=["q"], drop_reason="r"),
+        "drop_query_ids",
+    ),
+    ("AmendStep", amended(carry_query_ids=["q0"]), "carry_to"),
+    ("AmendStep", amended(step=3, carry_query_ids=["q0"], carry_to=3), "carry_to"),
+    ("AmendStep", amended(cursor=-1), "cursor"),
+    ("AppendTrajectory", append(samples=sample(versions=[span(-1)])), "samples[0].versions"),
     ("AppendTrajectory", append(state=pb.TRAJECTORY_STATE_RUNNING), "state"),
     ("AppendTrajectory", append(state=99), "state"),
     ("AppendTrajectory", append(state=pb.TRAJECTORY_STATE_FAILED), "samples"),
@@ -124,11 +162,41 @@ BAD = [
         append(samples=sample(columns={"big": HUGE})),
         "samples[0].columns[big]",
     ),
+    (
+        "AppendTrajectory",
+        append(samples=sample(columns={"torn": torn()})),
+        "samples[0].columns[torn].tensor",
+    ),
+    (
+        "AppendTrajectory",
+        append(samples=sample(columns={"reference_logprobs": DOUBLES})),
+        "samples[0].columns[reference_logprobs].tensor",
+    ),
+    (
+        "FillColumns",
+        filled(columns={"reference_logprobs": JSON}),
+        "columns[reference_logprobs].tensor",
+    ),
+    ("FillColumns", filled(columns={"a": store_pb.Column(json="{")}), "columns[a].json"),
+    ("FillColumns", filled(columns={"a": store_pb.Column(ref="")}), "columns[a].ref"),
+    ("FillColumns", filled(columns={"a": torn()}), "columns[a].tensor"),
+    (
+        "FillColumns",
+        filled(columns={"a": store_pb.Column(tensor=pb.Tensor(dtype=99))}),  # type: ignore[arg-type]
+        "columns[a].tensor",
+    ),
     ("FillColumns", filled(), "drop_reason"),
+    (
+        "FillColumns",
+        filled(reward=1.0, more=[store_pb.SampleColumns(sample_id="q0_1_q0-t0")]),
+        "more[0].drop_reason",
+    ),
     ("FillColumns", filled(reward=1.0, drop_reason="both"), "drop_reason"),
     ("FillColumns", filled(reward=float("nan")), "reward"),
     ("FillColumns", filled(columns={"a,b": JSON}), "columns[a,b]"),
     ("ClaimMicroBatch", claim(max_samples=0), "max_samples"),
+    ("ClaimMicroBatch", claim(max_samples=65_537), "max_samples"),
+    ("ClaimMicroBatch", claim(oldest_version=-1), "oldest_version"),
     ("ClaimMicroBatch", claim(max_tokens=-1), "max_tokens"),
     ("ClaimMicroBatch", claim(lease_seconds=0), "lease_seconds"),
     ("ClaimMicroBatch", claim(lease_seconds=float("nan")), "lease_seconds"),

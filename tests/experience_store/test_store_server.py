@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 
+from services.experience_store.samples import FILL_BATCH
 from tests.support.experience import make_sample
 from tests.support.experience_client import Client
 from troupe import tensors
 from troupe.rpc import (
     AlreadyExists,
+    FailedPrecondition,
     NotFound,
     new_id,
 )
@@ -125,3 +128,163 @@ async def test_watching_tables_that_do_not_exist_is_not_found(client: Client) ->
     watching = client.stub.WatchTables(store_pb.WatchTablesRequest(job_id=client.job))
     with pytest.raises(NotFound):
         await anext(aiter(watching))
+
+
+async def test_a_claim_that_got_nothing_may_be_repeated_under_its_id(client: Client) -> None:
+    await client.create()
+    await client.stub.OpenStep(client.open_request())
+    request = client.claim_request()
+    assert (await client.stub.ClaimMicroBatch(request)).outcome == Response.OUTCOME_WAIT
+    for query, trajectory in TRAJECTORIES:
+        await client.stub.AppendTrajectory(client.append_request(query, trajectory))
+    first = await client.stub.ClaimMicroBatch(request)
+    assert len(first.samples) == 2
+    assert await client.stub.ClaimMicroBatch(request) == first
+
+
+async def test_columns_that_come_before_their_row_are_to_be_sent_again(client: Client) -> None:
+    await client.create()
+    await client.stub.OpenStep(client.open_request())
+
+    def fill() -> store_pb.FillColumnsRequest:
+        return store_pb.FillColumnsRequest(
+            request_id=new_id(),
+            job_id=client.job,
+            policy="solver",
+            sample_id="q0_0_q0-t0",
+            reward=0.5,
+        )
+
+    with pytest.raises(NotFound) as error:
+        await client.stub.FillColumns(fill())
+    assert error.value.kind == "sample_not_found"
+    assert "AppendTrajectory" in str(error.value.remedy)
+    row = make_sample("q0", 0, "q0-t0", reward=None)
+    await client.stub.AppendTrajectory(client.append_request("q0", "q0-t0", samples=[row]))
+    filled = await client.stub.FillColumns(fill())
+    assert filled.accepted
+    assert filled.state == pb.SAMPLE_STATE_PENDING, "its group is not complete"
+
+
+async def test_a_roster_over_grpc(client: Client) -> None:
+    await client.create()
+    opened = client.open_request(query_ids=["q0", "q1"], held_open=True, cursor=2)
+    await client.stub.OpenStep(opened)
+    watching = client.stub.WatchTables(store_pb.WatchTablesRequest(job_id=client.job))
+    for query, trajectory in TRAJECTORIES:
+        response = await client.stub.AppendTrajectory(client.append_request(query, trajectory))
+        assert (response.accepted, response.step) == (True, 0)
+
+    def amend(**fields: Any) -> store_pb.AmendStepRequest:
+        return store_pb.AmendStepRequest(request_id=new_id(), job_id=client.job, **fields)
+
+    await client.stub.AmendStep(amend(add_query_ids=["q2"], cursor=3))
+    later = client.open_request(step=1, query_ids=["q3"], held_open=True)
+    await client.stub.OpenStep(later)
+    request = amend(
+        drop_query_ids=["q0", "q1"],
+        drop_reason="surplus: 1 of 2",
+        carry_query_ids=["q2"],
+        carry_to=1,
+        close=True,
+    )
+    for _ in range(2):
+        response = await client.stub.AmendStep(request)
+        assert list(response.complete_query_ids) == ["q0"]
+    about = store_pb.GetStepRequest(job_id=client.job, step=0, counts_only=True, with_queries=True)
+    step = await client.stub.GetStep(about)
+    assert (step.open, step.closed, step.sealed) == (True, True, True)
+    assert (step.group_size, step.cursor, step.trajectories_ended) == (2, 3, 4)
+    assert list(step.query_ids) == ["q0"]
+    assert step.ended_trajectory_ids == []
+    kept = store_pb.QueryStatus(
+        query_id="q0", trajectories_ended=2, complete=True, samples=2, kept=2
+    )
+    assert list(step.queries) == [kept]
+    late = await client.stub.AppendTrajectory(client.append_request("q1", "q1-t0"))
+    assert not late.accepted
+    moved = await client.stub.AppendTrajectory(client.append_request("q2", "q2-t0"))
+    assert (moved.accepted, moved.step) == (True, 1)
+    async with asyncio.timeout(20):
+        async for status in watching:
+            if (status.step, status.closed) == (0, True) and status.sealed:
+                break
+    assert status.queries_complete == 1
+    watching.cancel()
+    with pytest.raises(FailedPrecondition) as error:
+        await client.stub.AmendStep(amend(add_query_ids=["q9"]))
+    assert (error.value.kind, error.value.field) == ("step_closed", "step")
+    absent = await client.stub.GetStep(store_pb.GetStepRequest(job_id=client.job, step=9))
+    assert not absent.closed
+
+
+async def test_the_rewards_of_a_trajectory_come_in_one_call(client: Client) -> None:
+    await client.create()
+    await client.stub.OpenStep(client.open_request(group_size=1))
+    rows = [make_sample("q0", turn, "q0-t0", reward=None) for turn in range(3)]
+    await client.stub.AppendTrajectory(client.append_request("q0", "q0-t0", samples=rows))
+
+    def fill(*rewards: tuple[str, float]) -> store_pb.FillColumnsRequest:
+        (sample, reward), *more = rewards
+        return store_pb.FillColumnsRequest(
+            request_id=new_id(),
+            job_id=client.job,
+            policy="solver",
+            sample_id=sample,
+            reward=reward,
+            more=[store_pb.SampleColumns(sample_id=name, reward=value) for name, value in more],
+        )
+
+    with pytest.raises(NotFound) as error:
+        await client.stub.FillColumns(fill(("q0_0_q0-t0", 0.5), ("none", 1.0), ("q0_1_q0-t0", 1.5)))
+    assert error.value.value == "none"
+    filled = await client.stub.FillColumns(
+        fill(("q0_0_q0-t0", 9.0), ("q0_1_q0-t0", 9.0), ("q0_2_q0-t0", 2.5))
+    )
+    assert not filled.accepted, "the others were filled though one was unknown"
+    assert [(one.accepted, one.state) for one in filled.more] == [
+        (False, pb.SAMPLE_STATE_PENDING),
+        (True, pb.SAMPLE_STATE_READY),
+    ]
+    claim = await client.stub.ClaimMicroBatch(client.claim_request())
+    assert [item.sample.reward for item in claim.samples] == [0.5, 1.5, 2.5]
+
+
+async def test_more_rewards_than_one_script_fills_come_in_one_call(client: Client) -> None:
+    await client.create()
+    await client.stub.OpenStep(client.open_request(group_size=1))
+    rows = [make_sample("q0", turn, "q0-t0", reward=None) for turn in range(FILL_BATCH + 3)]
+    await client.stub.AppendTrajectory(client.append_request("q0", "q0-t0", samples=rows))
+    first, *more = [row.sample_id for row in rows]
+    filled = await client.stub.FillColumns(
+        store_pb.FillColumnsRequest(
+            request_id=new_id(),
+            job_id=client.job,
+            policy="solver",
+            sample_id=first,
+            drop_reason="reward_timeout: 30 s",
+            more=[store_pb.SampleColumns(sample_id=n, reward=i) for i, n in enumerate(more)],
+        )
+    )
+    assert (filled.accepted, filled.state) == (True, pb.SAMPLE_STATE_DROPPED)
+    # They are one group, which the last of them completed.
+    states = [pb.SAMPLE_STATE_PENDING] * (FILL_BATCH - 1) + [pb.SAMPLE_STATE_READY] * 3
+    assert [(one.accepted, one.state) for one in filled.more] == [(True, s) for s in states]
+    claim = await client.stub.ClaimMicroBatch(client.claim_request(max_samples=len(more)))
+    rewards = {item.sample.sample_id: item.sample.reward for item in claim.samples}
+    assert rewards == {name: float(turn) for turn, name in enumerate(more)}
+
+
+async def test_an_append_is_known_again_by_its_ending_and_not_by_its_rows(client: Client) -> None:
+    await client.create()
+    await client.stub.OpenStep(client.open_request(group_size=1))
+    request = client.append_request("q0", "q0-t0", samples=[make_sample("q0", 0, "q0-t0")])
+    assert (await client.stub.AppendTrajectory(request)).accepted
+    request.samples[0].reward = 99.0
+    assert (await client.stub.AppendTrajectory(request)).accepted
+    claim = await client.stub.ClaimMicroBatch(client.claim_request())
+    assert [item.sample.reward for item in claim.samples] != [99.0], "the first rows stay"
+    del request.samples[:]
+    with pytest.raises(AlreadyExists) as error:
+        await client.stub.AppendTrajectory(request)
+    assert error.value.kind == "request_id_reused"

@@ -91,6 +91,11 @@ async def test_dropping_tables_frees_everything(stage: Stage) -> None:
     await stage.open(1)
     await stage.append("q0", "q0-s1-t0")
     await stage.store.tables.drop(stage.job)
+    left = [key.decode().rpartition("}:")[2] for key in await keys_of(stage.store, stage.job)]
+    assert set(left) == {"log", "logged-tables", "totals"}, "the log outlives the tables"
+    with pytest.raises(AlreadyExists, match="purge_log"):
+        await stage.store.tables.create(stage.job, stage.policies, [])
+    await stage.store.tables.drop(stage.job, purge_log=True)
     assert await keys_of(stage.store, stage.job) == []
     assert not await stage.store.database.execute("SISMEMBER", "troupe:jobs", stage.job)
     await stage.store.tables.drop(stage.job)

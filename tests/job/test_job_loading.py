@@ -64,6 +64,8 @@ def test_home_is_that_of_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"policies__solver__engine": {"urls": ["gpu-1"]}}, "engine.urls: 'gpu-1' is not of the"),
         ({"agents__solver__policy": "solvr"}, "agents.solver.policy: 'solvr' is not a policy"),
         ({"policies__solver__trainable": False}, "policies: none is trainable"),
+        ({"pipeline__required_columns": ["reward"]}, "every sample waits for 'reward' anyway"),
+        ({"pipeline__required_columns": ["a b"]}, "'a b' does not name a column"),
         ({"tasks__args": {"x": b"\xff"}}, "tasks.args: must consist of JSON values"),
     ],
 )

@@ -76,7 +76,7 @@ async def test_a_hung_worker_is_lost_by_its_silence(cluster: Cluster) -> None:
     """A partition: the connection stays open, but nothing comes."""
     cluster.rollouts[0].script.seconds = 1000
     job_id = await cluster.submit(job_yaml())
-    await cluster.wait(job_id, RUNNING)
+    await cluster.until(job_id, lambda job: len(cluster.rollouts[0].ran) == 4)
     other = await cluster.add_rollout()
     beating = cluster.rollouts[0]._beating
     assert beating is not None
@@ -246,3 +246,13 @@ async def test_a_step_that_does_not_end_says_what_it_waited_for(cluster: Cluster
     assert "waiting for 4 trajectories" in job.problem.message
     assert cluster.rollouts[0].worker_id in job.problem.message
     assert cluster.rollouts[0].aborted == 4
+
+
+async def test_a_step_that_lacks_a_column_names_it(cluster: Cluster) -> None:
+    text = job_yaml(limits__step_seconds=1.5, pipeline__required_columns=["judge"])
+    job_id = await cluster.submit(text)
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_FAILED
+    assert (job.problem.kind, job.problem.field) == ("deadline_exceeded", "limits.step_seconds")
+    assert "rows of checker and solver wait for the column 'judge'" in job.problem.message
+    assert "pipeline.required_columns" in job.problem.remedy

@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
+from services.orchestrator.room import make_room
 from tests.support.cluster import Cluster, job_yaml
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import trainer_pb2
 
 POLICIES = ("checker", "solver")
 RUNNING = (pb.JOB_STATE_RUNNING,)
@@ -125,7 +127,7 @@ async def test_what_makes_no_sense_is_refused(cluster: Cluster) -> None:
     job_id = await cluster.submit(job_yaml())
     await cluster.wait(job_id)
     for call in (cluster.pause, cluster.resume, cluster.cancel):
-        with pytest.raises(FailedPrecondition, match="SUCCEEDED"):
+        with pytest.raises(FailedPrecondition, match=r"SUCCEEDED.* Only a|SUCCEEDED.* nothing to"):
             await call(job_id)
         with pytest.raises(NotFound) as caught:
             await call("nobody")
@@ -190,3 +192,19 @@ async def test_several_jobs_run_at_once(cluster: Cluster) -> None:
         job = await cluster.wait(job_id)
         assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
         await cluster.check_accounts(job_id, 2, POLICIES)
+
+
+async def test_what_an_ended_job_held_does_not_count_as_load(cluster: Cluster) -> None:
+    """A heartbeat may still tell of it when the next job is placed."""
+    job_id = await cluster.submit(job_yaml())
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert cluster.orchestrator is not None
+    shared = cluster.orchestrator.service._at.shared
+    (worker,) = shared.workers.usable(orch.WORKER_KIND_TRAINER)
+    stale = trainer_pb2.BindingStatus(
+        job_id=job_id, policy="solver", state=pb.BINDING_STATE_IDLE, version=2
+    )
+    worker.beat = orch.HeartbeatRequest(bindings=[stale])
+    await make_room(shared, "next")
+    # A beat that came meanwhile took its place; it does not tell of it either.
+    assert stale not in worker.beat.bindings

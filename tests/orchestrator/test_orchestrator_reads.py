@@ -215,3 +215,14 @@ async def test_a_heartbeat_names_what_it_lacks(cluster: Cluster, missing: str) -
     with pytest.raises(InvalidArgument) as caught:
         await cluster.api.Heartbeat(beat)
     assert caught.value.field == missing
+
+
+async def test_rows_that_are_freed_are_explained(cluster: Cluster, done: str) -> None:
+    request = es.DropTablesRequest(request_id=new_id(), job_id=done)
+    await cluster.store.DropTables(request)
+    for call, asked in (
+        (cluster.api.DescribeTables, es.DescribeTablesRequest(job_id=done)),
+        (cluster.api.ListSamples, es.ListSamplesRequest(job_id=done, policy="solver")),
+    ):
+        with pytest.raises(NotFound, match=r"SUCCEEDED and its rows are freed.*jobs audit"):
+            await call(asked)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def states_of(events: list[orch.JobEvent]) -> list[int]:
     return [event.state.state for event in events if event.HasField("state")]
 
 
-@pytest.mark.parametrize("mode", ["sync", "micro_batch"])
+@pytest.mark.parametrize("mode", ["sync", "micro_batch", "async"])
 async def test_a_restarted_orchestrator_continues(cluster: Cluster, mode: str) -> None:
     cluster.rollouts[0].script.seconds = 0.1
     cluster.trainers[0].script.seconds = 0.05
@@ -66,6 +67,23 @@ async def test_a_cancel_survives_a_restart(cluster: Cluster) -> None:
     assert (await cluster.wait(job_id)).state == pb.JOB_STATE_CANCELLED
 
 
+async def test_the_loser_stops_before_its_step_does(cluster: Cluster) -> None:
+    """An orchestrator that was cut off does not go on with a step for hours."""
+    cluster.rollouts[0].script.seconds = 1000
+    job_id = await cluster.submit(job_yaml())
+    await cluster.until(job_id, lambda job: "trajectories" in job.activity)
+    jobs = cluster.orchestrator.service._at.jobs  # type: ignore[union-attr]
+    redis = Redis.from_url(cluster.settings.redis_url)
+    record = JobKeys(job_id).record
+    await redis.hset(record, mapping={"epoch": 99, "owner": "elsewhere, process 1"})
+    await cluster.until(job_id, lambda job: not jobs.running(), seconds=5)
+    page = await cluster.orchestrator.service._at.shared.log.page(job_id, "")  # type: ignore[union-attr]
+    texts = [event.notice.text for event in page]
+    assert any("orchestrator (elsewhere, process 1) has taken" in text for text in texts)
+    assert (await redis.hget(record, "state")) == str(int(pb.JOB_STATE_RUNNING)).encode()
+    await redis.aclose()
+
+
 async def test_two_orchestrators_one_wins(cluster: Cluster) -> None:
     cluster.rollouts[0].script.seconds = 0.1
     job_id = await cluster.submit(job_yaml(pipeline__steps=3))
@@ -81,6 +99,9 @@ async def test_two_orchestrators_one_wins(cluster: Cluster) -> None:
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 3, POLICIES)
     assert old.service._at.jobs.running() == []  # type: ignore[union-attr]
+    stops = [text for text in await cluster.notices(job_id) if " stops: " in text]
+    assert len(stops) == 1
+    assert f"process {os.getpid()}) has taken job {job_id} over, as number 2" in stops[0]
     await old.service.stop(0)  # type: ignore[union-attr]
 
 
@@ -113,6 +134,45 @@ async def test_a_job_without_workers_fails_in_the_end(bare: Cluster) -> None:
     assert job.problem.kind == "deadline_exceeded"
     assert "waiting for a trainer and a rollout worker" in job.problem.message
     assert job.problem.field == "TROUPE_WORKERS_TIMEOUT_SECONDS"
+
+
+async def test_a_job_that_was_up_waits_for_its_workers_as_for_a_step(bare: Cluster) -> None:
+    """However short the patience at its start: they may all be restarting."""
+    rollout, trainer = await bare.add_rollout(), await bare.add_trainer()
+    rollout.script.seconds = 1000
+    job_id = await bare.submit(job_yaml())
+    await bare.until(job_id, lambda job: "trajectories" in job.activity)
+    await bare.stop_orchestrator()
+    await rollout.down()
+    await trainer.down()
+    bare.rollouts.clear()
+    bare.trainers.clear()
+    bare.settings = bare.settings.model_copy(
+        update={"workers_timeout_seconds": 0.1, "bind_timeout_seconds": 0.1}
+    )
+    await bare.start_orchestrator()
+    await bare.until(job_id, lambda job: job.activity.startswith("waiting for a trainer and"))
+    await asyncio.sleep(0.5)
+    await bare.add_rollout()
+    await bare.add_trainer()
+    job = await bare.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+
+
+@pytest.mark.parametrize("mode", ["sync", "micro_batch", "async"])
+async def test_the_store_may_be_away_in_the_middle_of_a_step(cluster: Cluster, mode: str) -> None:
+    cluster.rollouts[0].script.seconds = 0.1
+    text = job_yaml(pipeline__mode=mode, pipeline__steps=4, pipeline__over_sampling=1)
+    job_id = await cluster.submit(text)
+    await cluster.until(job_id, lambda job: "trajectories" in job.activity)
+    for _ in range(2):
+        await cluster.stop_store()
+        await asyncio.sleep(1.0)
+        await cluster.start_store()
+        await asyncio.sleep(0.3)
+    job = await cluster.wait(job_id, seconds=30)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    await cluster.check_accounts(job_id, 4, POLICIES)
 
 
 async def test_jobs_survive_a_restart_of_redis(tmp_path: Path) -> None:

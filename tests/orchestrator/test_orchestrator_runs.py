@@ -11,7 +11,7 @@ from troupe.v1 import orchestrator_pb2 as orch
 POLICIES = ("checker", "solver")
 
 
-@pytest.mark.parametrize("mode", ["serial", "sync", "micro_batch"])
+@pytest.mark.parametrize("mode", ["serial", "sync", "micro_batch", "async"])
 async def test_a_job_runs_to_its_end(cluster: Cluster, mode: str) -> None:
     text = job_yaml(pipeline__mode=mode, evaluation__queries=3)
     job_id = await cluster.submit(text)
@@ -21,6 +21,9 @@ async def test_a_job_runs_to_its_end(cluster: Cluster, mode: str) -> None:
     assert dict(job.before) == {"reward/solver": 1.0, "team_success": 1.0}
     assert dict(job.after) == dict(job.before)
     await cluster.check_accounts(job_id, 2, POLICIES)
+    asked = cluster.trainers[0].requests
+    alpha = int(mode == "async")
+    assert all(one.oldest_version == max(0, one.version - alpha) for one in asked)
     for name in ("reward/mean", "team/mean", "solver/loss/policy", "rollout/tokens_per_second"):
         assert name in job.metrics
     assert not [name for name in job.metrics if name.endswith("grad_norm")]  # it was NaN

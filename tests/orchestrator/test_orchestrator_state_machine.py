@@ -49,16 +49,22 @@ class JobLife(RuleBasedStateMachine):
         return self._loop.run_until_complete(asyncio.wait_for(work, 30))
 
     @initialize(
-        mode=st.sampled_from(["serial", "sync", "micro_batch"]),
+        mode=st.sampled_from(["serial", "sync", "micro_batch", "async"]),
         rollout=st.sampled_from([0.0, 0.02]),
         trainer=st.sampled_from([0.0, 0.02]),
+        spare=st.sampled_from([0, 1]),
     )
-    def start(self, mode: str, rollout: float, trainer: float) -> None:
+    def start(self, mode: str, rollout: float, trainer: float, spare: int) -> None:
         async def start() -> None:
             await self._cluster.open()
             (await self._cluster.add_rollout()).script.seconds = rollout
             (await self._cluster.add_trainer()).script.seconds = trainer
-            text = job_yaml(pipeline__mode=mode, pipeline__steps=STEPS, evaluation__queries=1)
+            text = job_yaml(
+                pipeline__mode=mode,
+                pipeline__steps=STEPS,
+                pipeline__over_sampling=spare,
+                evaluation__queries=1,
+            )
             self._job_id = await self._cluster.submit(text)
 
         self._do(start())
@@ -84,6 +90,14 @@ class JobLife(RuleBasedStateMachine):
         async def restart() -> None:
             await self._cluster.stop_orchestrator()
             await self._cluster.start_orchestrator()
+
+        self._do(restart())
+
+    @rule()
+    def crash_the_store(self) -> None:
+        async def restart() -> None:
+            await self._cluster.stop_store()
+            await self._cluster.start_store()
 
         self._do(restart())
 

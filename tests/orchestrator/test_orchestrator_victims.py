@@ -64,6 +64,15 @@ async def test_a_policy_that_kills_every_trainer_fails_its_job(cluster: Cluster)
     assert "3 trainer workers died" in job.problem.message
 
 
+async def test_the_job_says_how_many_deaths_are_too_many(cluster: Cluster) -> None:
+    cluster.trainers[0].script.die_when = "claimed"
+    text = job_yaml(policies=["solver"], limits__worker_deaths=1)
+    job_id = await cluster.submit(text)
+    job = await cluster.wait(job_id)
+    assert job.problem.kind == "workers_keep_dying"
+    assert "a trainer worker died while it" in job.problem.message
+
+
 async def test_streams_that_break_kill_nobody(cluster: Cluster) -> None:
     worker = cluster.rollouts[0]
     worker.script = RolloutScript(seconds=0.01, break_after=0)

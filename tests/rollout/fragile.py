@@ -16,8 +16,10 @@ from troupe.v1 import common_pb2 as pb
 class FragileEngine(EmbeddedEngine):
     """An embedded engine whose plug can be pulled under its turns."""
 
-    def __init__(self, engine_id: str, policy: str, spec: PolicySpec) -> None:
-        super().__init__(engine_id, policy, spec)
+    def __init__(
+        self, engine_id: str, policy: str, spec: PolicySpec, *, deterministic: bool = False
+    ) -> None:
+        super().__init__(engine_id, policy, spec, deterministic=deterministic)
         self.failing_starts = 0
         self.failing_updates = 0
         self.update_delay = 0.0
@@ -56,8 +58,14 @@ class Workshop:
         self.engines: dict[str, list[FragileEngine]] = {}
 
     def __call__(
-        self, engine_id: str, policy_name: str, policy_spec: PolicySpec, *, replica: int
+        self,
+        engine_id: str,
+        policy_name: str,
+        policy_spec: PolicySpec,
+        *,
+        replica: int,
+        deterministic: bool,
     ) -> FragileEngine:
-        engine = FragileEngine(engine_id, policy_name, policy_spec)
+        engine = FragileEngine(engine_id, policy_name, policy_spec, deterministic=deterministic)
         self.engines.setdefault(policy_name, []).append(engine)
         return engine

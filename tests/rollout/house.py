@@ -143,11 +143,20 @@ class House:
         )
         return await self.rollout.PrepareJob(request, timeout=60)  # type: ignore[no-any-return]
 
-    async def open_step(self, queries: int = 2, group_size: int = 2, step: int = 0) -> None:
+    async def open_step(
+        self,
+        queries: int = 2,
+        group_size: int = 2,
+        step: int = 0,
+        required_columns: Sequence[str] = (),
+    ) -> None:
         """Tables and a step in the store, as the orchestrator makes them."""
         await self.store.CreateTables(
             store_pb.CreateTablesRequest(
-                request_id=new_id("tables"), job_id=self.job_id, policies=["big", "small"]
+                request_id=new_id("tables"),
+                job_id=self.job_id,
+                policies=["big", "small"],
+                required_columns=required_columns,
             )
         )
         await self.store.OpenStep(

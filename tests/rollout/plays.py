@@ -6,7 +6,13 @@ import asyncio
 import math
 import os
 import time
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+LARGE = np.arange(100_000, dtype=np.float32)
+"""A column that no row has room for."""
 
 RELEASED: asyncio.Event | None = None
 """Set by a test that lets `waits` go on."""
@@ -164,6 +170,26 @@ async def _endless(agent: Any) -> None:
         await agent.chat("more", max_new_tokens=200)
 
 
+async def annotates(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    reply = await agents["solver"].chat(query["question"])
+    reply.columns["note"] = {"index": query.index}
+    reply.columns["small"] = np.array([1, 2, 3], np.int32)
+    reply.columns["large"] = LARGE
+    return {"solver": 1.0}
+
+
+async def annotates_late(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    assert RELEASED is not None
+    await RELEASED.wait()
+    return await annotates(query, agents, tools)
+
+
+async def annotates_badly(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    reply = await agents["solver"].chat(query["question"])
+    reply.columns["wave"] = np.zeros(3, np.complex64)
+    return {"solver": 1.0}
+
+
 # Functions of the reward service.
 
 
@@ -194,6 +220,14 @@ def not_a_number(query: Any, turns: Any, rewards: Any) -> float:
 
 def dies(query: Any, turns: Any, rewards: Any) -> float:
     os._exit(1)
+
+
+def takes_its_time(query: Any, turns: Any, rewards: Any) -> float:
+    """Leaves the process ids of its worker and service where a test looks for them."""
+    traces = Path(os.environ["TROUPE_TEST_TRACES"])
+    (traces / f"{time.monotonic_ns()}").write_text(f"{os.getpid()} {os.getppid()}")
+    time.sleep(0.5)
+    return 10.0
 
 
 def unknown_agent(query: Any, turns: Any, rewards: Any) -> dict[str, float]:

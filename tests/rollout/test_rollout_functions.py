@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.rollout import rewards
 from tests.rollout.house import PLAYS, House, evaluation, open_house
 from tests.rollout.processes import ServiceProcess
 from troupe.v1 import common_pb2 as common
@@ -82,6 +84,23 @@ async def test_a_tool_that_is_missing_or_fails_ends_the_trajectory(house: House)
     event = await house.run_one()
     assert event.problem.kind == "tool_unknown_tool"
     assert event.problem.remedy
+
+
+async def test_a_job_is_prepared_while_the_reward_service_is_away(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "_ANNOUNCE_SECONDS", 0.2)
+    process = ServiceProcess("reward", tmp_path_factory.mktemp("late-reward"))
+    process.start()
+    process.kill()
+    try:
+        async with open_house(tmp_path, reward=process.address) as house:
+            await house.prepare("one_turn", rewards={"all": function("one_for_all")})
+            running = asyncio.create_task(house.run(evaluation(2)))
+            await asyncio.to_thread(process.start)
+            assert {e.state for e in (await running).values()} == {COMPLETED}
+    finally:
+        process.stop()
 
 
 async def test_a_restarted_reward_service_is_told_its_functions_again(

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -6,33 +7,35 @@ from troupe.scheduling import admission
 seeds = st.integers(-(2**63), 2**63 - 1)
 
 
-@given(seeds, st.integers(0, 50), st.integers(1, 20), st.integers(1, 8))
-def test_a_step_can_be_planned_again(seed: int, step: int, queries: int, group: int) -> None:
-    def plan() -> tuple[admission.QueryPlan, ...]:
-        return admission.plan_step(
-            job_seed=seed, step=step, queries_per_step=queries, group_size=group
-        )
-
-    assert plan() == plan()
+def plan(seed: int, first: int, count: int, step: int | None) -> tuple[admission.QueryPlan, ...]:
+    indexes = range(first, first + count)
+    return admission.plan_queries(indexes, job_seed=seed, group_size=3, step=step)
 
 
-@given(seeds, st.integers(1, 6), st.integers(1, 10), st.integers(1, 6))
-def test_steps_cover_the_split_in_order_and_once(
-    seed: int, steps: int, queries: int, group: int
-) -> None:
-    plans = [
-        plan
-        for step in range(steps)
-        for plan in admission.plan_step(
-            job_seed=seed, step=step, queries_per_step=queries, group_size=group
-        )
-    ]
-    assert [plan.index for plan in plans] == list(range(steps * queries))
-    ids = [trajectory for plan in plans for trajectory in plan.trajectory_ids]
-    assert len(set(ids)) == steps * queries * group
-    all_seeds = [one for plan in plans for one in plan.seeds]
+@given(seeds, st.integers(0, 50), st.integers(1, 20), st.none() | st.integers(0, 9))
+def test_queries_can_be_planned_again(seed: int, first: int, count: int, step: int | None) -> None:
+    planned = plan(seed, first, count, step)
+    assert planned == plan(seed, first, count, step)
+    assert [one.index for one in planned] == list(range(first, first + count))
+    assert [admission.index_of(one.query_id) for one in planned] == [one.index for one in planned]
+    ids = [trajectory for one in planned for trajectory in one.trajectory_ids]
+    assert len(set(ids)) == count * 3
+    all_seeds = [number for one in planned for number in one.seeds]
     assert len(set(all_seeds)) == len(all_seeds)
-    assert all(0 <= one < 2**63 for one in all_seeds)
+    assert all(0 <= number < 2**63 for number in all_seeds)
+
+
+@given(seeds, st.integers(0, 50), st.integers(0, 9), st.integers(0, 9))
+def test_what_a_query_draws_depends_on_no_step(seed: int, index: int, one: int, two: int) -> None:
+    assert plan(seed, index, 1, one)[0].seeds == plan(seed, index, 1, two)[0].seeds
+    assert plan(seed, index, 1, None)[0].trajectory_ids[0] == f"q{index}-t0"
+    assert plan(seed, index, 1, one)[0].trajectory_ids[0] == f"q{index}-s{one}-t0"
+
+
+@pytest.mark.parametrize("name", ["", "q", "h3", "q-1", "q1x"])
+def test_only_training_queries_have_an_index(name: str) -> None:
+    with pytest.raises(ValueError, match="was not planned here"):
+        admission.index_of(name)
 
 
 @given(seeds, st.integers(0, 30), st.integers(0, 30), st.integers(0, 20))
@@ -60,17 +63,43 @@ def test_waves_obey_the_limit_and_never_starve(
         assert in_flight + started + sizes[count] > limit
 
 
-@given(
-    st.integers(0, 20),
-    st.dictionaries(st.sampled_from("abcd"), st.integers(0, 20), min_size=1),
-    st.integers(0, 3),
-)
-def test_a_step_opens_when_every_policy_is_within_the_bound(
-    step: int, committed: dict[str, int], alpha: int
+counts = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 20), min_size=1)
+bounds = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 3))
+
+
+@given(st.integers(0, 20), counts, bounds)
+def test_a_step_opens_when_every_policy_is_within_its_bound(
+    step: int, committed: dict[str, int], alpha: dict[str, int]
 ) -> None:
-    late = admission.holding_back(step, committed, alpha=alpha)
-    assert set(late) == {p for p, done in committed.items() if step - done > alpha}
+    late = admission.holding_back(step, committed, alpha)
+    assert set(late) == {p for p, done in committed.items() if step - done > alpha.get(p, 0)}
     assert list(late) == sorted(late)
+
+
+def test_a_bound_is_not_negative() -> None:
+    with pytest.raises(ValueError, match="alpha of a"):
+        admission.holding_back(0, {"a": 0}, {"a": -1})
+
+
+@given(st.integers(0, 20), counts, bounds, st.data())
+def test_what_starts_in_an_open_step_is_never_too_old_for_it(
+    step: int, committed: dict[str, int], alpha: dict[str, int], data: st.DataObject
+) -> None:
+    """By induction: a policy has as many versions as steps, or fewer where one was skipped."""
+    if admission.holding_back(step, committed, alpha):
+        return
+    versions = {p: data.draw(st.integers(0, done), label=p) for p, done in committed.items()}
+
+    def old(started: dict[str, int], in_step: int) -> bool:
+        return admission.too_old(
+            started, in_step, committed=committed, versions=versions, alpha=alpha
+        )
+
+    assert not old(versions, step)
+    assert not old({}, step + 100)
+    policy = data.draw(st.sampled_from(sorted(committed)))
+    past = {policy: versions[policy] - alpha.get(policy, 0) - 1}
+    assert old(past, max(step, committed[policy]))
 
 
 def test_failures_are_bounded_by_a_fraction() -> None:

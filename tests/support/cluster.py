@@ -16,6 +16,7 @@ import yaml
 from services.chassis.server import RunningServer
 from services.chassis.settings import ServiceSettings
 from services.experience_store.server import make_service as make_store
+from services.experience_store.settings import StoreSettings
 from services.orchestrator.server import make_service as make_orchestrator
 from services.orchestrator.settings import OrchestratorSettings
 from tests.support.fake_rollout import FakeRollout, RolloutScript
@@ -84,7 +85,7 @@ class Cluster:
             "stream_drain_seconds": 0,
         }
         self.settings = self._settings(self._common["orchestrator_address"])
-        self._store: RunningServer[ServiceSettings] | None = None
+        self._store: RunningServer[StoreSettings] | None = None
         self.orchestrator: RunningServer[OrchestratorSettings] | None = None
         self.rollouts: list[FakeRollout] = []
         self.trainers: list[FakeTrainer] = []
@@ -96,10 +97,20 @@ class Cluster:
 
     async def open(self) -> None:
         """Start store and orchestrator."""
-        port = int(self._common["experience_store_address"].rpartition(":")[2])
-        settings = ServiceSettings(**self._common, port=port)
-        self._store = await _serve(RunningServer(make_store, settings))
+        await self.start_store()
         await self.start_orchestrator()
+
+    async def start_store(self) -> None:
+        """Start the experience store, or start it again."""
+        port = int(self._common["experience_store_address"].rpartition(":")[2])
+        settings = StoreSettings(**self._common, port=port)
+        self._store = await _serve(RunningServer(make_store, settings))
+
+    async def stop_store(self) -> None:
+        """Stop the experience store; what it knows is in Redis."""
+        server, self._store = self._store, None
+        if server is not None:
+            await server.close()
 
     async def start_orchestrator(self) -> None:
         """Start it, or start it again."""
@@ -133,8 +144,7 @@ class Cluster:
         """Stop everything."""
         await self.stop_orchestrator()
         await asyncio.gather(*(worker.down() for worker in (*self.rollouts, *self.trainers)))
-        if self._store is not None:
-            await self._store.close()
+        await self.stop_store()
         await self._channel.close(None)
         await self._store_channel.close(None)
 
@@ -182,9 +192,9 @@ class Cluster:
         request = orch.PauseJobRequest(request_id=new_id("pause"), job_id=job_id)
         return (await self.api.PauseJob(request)).job
 
-    async def resume(self, job_id: str) -> orch.Job:
+    async def resume(self, job_id: str, spec: str = "") -> orch.Job:
         """Resume."""
-        request = orch.ResumeJobRequest(request_id=new_id("resume"), job_id=job_id)
+        request = orch.ResumeJobRequest(request_id=new_id("resume"), job_id=job_id, spec=spec)
         return (await self.api.ResumeJob(request)).job
 
     async def cancel(self, job_id: str, reason: str = "") -> orch.Job:

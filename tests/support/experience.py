@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from services.experience_store.amendments import Amendment
 from services.experience_store.claims import ClaimRequest
+from services.experience_store.progress import StepStatus
 from services.experience_store.records import LETTER_OF, Ending
+from services.experience_store.requests import Fill
 from services.experience_store.store import Store
 from troupe import tensors
 from troupe.rpc import new_id
@@ -28,6 +32,7 @@ def make_sample(
     agent: str = "solver",
     reward: float | None = 1.0,
     tokens: int = 8,
+    version: int = 0,
     columns: dict[str, store_pb.Column] | None = None,
 ) -> store_pb.Sample:
     """A row whose token ids are its turn number; half of them are prompt."""
@@ -48,7 +53,7 @@ def make_sample(
         prompt_ids=ids(tokens // 2),
         response_ids=ids(response),
         logprobs=tensors.to_proto(np.zeros(response, np.float32)),
-        versions=[pb.VersionSpan(version=0, start=0, end=response)],
+        versions=[pb.VersionSpan(version=version, start=0, end=response)],
         columns=columns or {},
         finish_reason="stop",
     )
@@ -67,6 +72,8 @@ class Stage:
     queries: tuple[str, ...]
     group_size: int
     step: int = 0
+    counted: int = 0
+    """The step that the last ending counts for."""
 
     @property
     def trajectories(self) -> list[tuple[str, str]]:
@@ -109,9 +116,10 @@ class Stage:
     ) -> bool:
         """End a trajectory; whether this ending won."""
         ending = Ending(state, attempt or new_id("append"), query, reason)
-        return await self.store.trajectories.append(
+        accepted, self.counted = await self.store.trajectories.append(
             self.job, self.step, trajectory, ending, samples
         )
+        return accepted
 
     async def append_all(self) -> None:
         """End all trajectories of the step with one sample of every policy."""
@@ -128,6 +136,9 @@ class Stage:
         tokens: int = 0,
         lease: float = 60,
         wait: float = 0,
+        oldest: int | None = None,
+        whole: bool = False,
+        balance: bool = False,
     ) -> Response:
         """Claim a micro-batch; by default without waiting."""
         request = ClaimRequest(
@@ -139,6 +150,9 @@ class Stage:
             max_samples=samples,
             max_tokens=tokens,
             lease_seconds=lease,
+            oldest_version=oldest,
+            whole_groups=whole,
+            balance_tokens=balance,
         )
         return await self.store.claims.claim(request, wait)
 
@@ -152,9 +166,9 @@ class Stage:
         drop_reason: str = "",
     ) -> tuple[str, bool]:
         """Fill columns; the state's letter and whether anything was written."""
-        state, accepted = await self.store.samples.fill(
-            self.job, policy, self.step, sample, reward, columns or {}, drop_reason
-        )
+        fill = Fill(sample, reward, columns or {}, drop_reason)
+        filled = await self.store.samples.fill(self.job, policy, self.step, [fill])
+        state, accepted = filled[0]
         return LETTER_OF[state], accepted
 
     async def release(self, claimant: str, *, policy: str = "solver") -> int:
@@ -174,6 +188,7 @@ class Stage:
         version: int = 1,
         outcome: store_pb.StepOutcome.ValueType = store_pb.STEP_OUTCOME_APPLIED,
         reason: str = "",
+        digest: int | None = None,
     ) -> tuple[store_pb.StepCommit, bool]:
         """Commit the step; the commit that holds, and whether it was there before."""
         commit = store_pb.StepCommit(
@@ -183,6 +198,7 @@ class Stage:
             reason=reason,
             weights=pb.WeightsRef(job_id=self.job, policy=policy, version=version),
             metrics={"loss/policy": 0.5},
+            samples_digest=digest,
         )
         return await self.store.commits.commit(self.job, claimant, claims, commit)
 
@@ -193,11 +209,38 @@ class Stage:
         names = ("pending", "ready", "claimed", "trained", "dropped")
         return {name: getattr(counts, name) for name in names if getattr(counts, name)}
 
-    async def open(self, step: int, version: int | None = None) -> tuple[bool, list[str]]:
-        """Open a step of the same shape, and play on it."""
+    async def open(
+        self,
+        step: int,
+        version: int | None = None,
+        *,
+        held_open: bool = False,
+        cursor: int = 0,
+        queries: Sequence[str] | None = None,
+    ) -> tuple[bool, list[str]]:
+        """Open a step, by default of the same shape, and play on it."""
         self.step = step
-        versions = dict.fromkeys(self.policies, step if version is None else version)
-        return await self.store.steps.open(self.job, step, versions, self.queries, self.group_size)
+        return await self.store.steps.open(
+            self.job,
+            step,
+            dict.fromkeys(self.policies, step if version is None else version),
+            self.queries if queries is None else queries,
+            self.group_size,
+            held_open=held_open,
+            cursor=cursor,
+        )
+
+    async def amend(self, **changes: Any) -> list[str]:
+        """Amend the step; the queries that were to leave but are complete."""
+        return await self.store.amendments.amend(Amendment(self.job, self.step, **changes))
+
+    async def status(self, **wanted: bool) -> StepStatus:
+        """How far the step is."""
+        return await self.store.steps.status(self.job, self.step, **wanted)
+
+    async def table(self, policy: str = "solver") -> store_pb.PolicyCounts:
+        """What a policy's table counts."""
+        return next(c for c in (await self.status()).counts if c.policy == policy)
 
 
 async def make_stage(
@@ -208,11 +251,16 @@ async def make_stage(
     queries: tuple[str, ...] = ("q0", "q1"),
     group_size: int = 2,
     required: Sequence[str] = (),
+    max_uses: int = 1,
+    drop_without_signal: bool = False,
+    held_open: bool = False,
 ) -> Stage:
     """Declare the tables of a job and open step 0."""
     stage = Stage(store, job, policies, queries, group_size)
-    await store.tables.create(job, policies, required)
-    await stage.open(0)
+    await store.tables.create(
+        job, policies, required, max_uses=max_uses, drop_without_signal=drop_without_signal
+    )
+    await stage.open(0, held_open=held_open)
     return stage
 
 

@@ -17,6 +17,7 @@ import xxhash
 from google.rpc import code_pb2
 from grpc_status import rpc_status
 
+from tests.support.fake_tables import FakeTables
 from troupe import states
 from troupe.job import parse_job
 from troupe.rpc.errors import FailedPrecondition, NotFound, TroupeError, to_status
@@ -27,10 +28,11 @@ from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
 S = common_pb2.JobState
 
 
-class FakeOrchestrator(pb_grpc.OrchestratorServicer):
+class FakeOrchestrator(FakeTables, pb_grpc.OrchestratorServicer):
     """Keeps jobs and their event logs in memory; `calls` lists (method, request)."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.jobs: dict[str, pb.Job] = {}
         self.logs: dict[str, list[pb.JobEvent]] = {}
         self.calls: list[tuple[str, Any]] = []

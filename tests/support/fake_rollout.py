@@ -58,7 +58,13 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self.versions: dict[str, dict[str, int]] = {}
         self.calls: Counter[str] = Counter()
         self.ran: list[str] = []
+        # Trajectories whose streams were cancelled, and those that somebody asked to abort.
         self.aborted = 0
+        self.abort_calls: list[ro.AbortTrajectoriesRequest] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        # Steps in which trajectories run or ran at the same time.
+        self.overlaps: set[tuple[int, int]] = set()
+        self._steps: Counter[int] = Counter()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         rollout_pb2_grpc.add_RolloutServicer_to_server(self, server)
@@ -106,6 +112,15 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self.versions.pop(request.job_id, None)
         return ro.ReleaseJobResponse()
 
+    async def AbortTrajectories(
+        self, request: ro.AbortTrajectoriesRequest, context: Any
+    ) -> ro.AbortTrajectoriesResponse:
+        self.abort_calls.append(request)
+        found = [one for one in request.trajectory_ids if one in self._tasks]
+        for trajectory_id in found:
+            self._tasks[trajectory_id].cancel(request.reason)
+        return ro.AbortTrajectoriesResponse(aborted_trajectory_ids=found)
+
     async def Generate(self, request: ro.GenerateRequest, context: Any) -> ro.GenerateResponse:
         version = self._job(request.job_id)[request.policy]
         return ro.GenerateResponse(text=f"{request.policy}@{version}")
@@ -122,7 +137,8 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self._job(request.job_id)
         events: asyncio.Queue[ro.TrajectoryEvent] = asyncio.Queue()
         tasks = [
-            asyncio.create_task(self._run(request, ticket, events)) for ticket in request.tickets
+            asyncio.create_task(self._tracked(request, ticket, events))
+            for ticket in request.tickets
         ]
         ended = 0
         try:
@@ -140,6 +156,34 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _tracked(
+        self,
+        request: ro.RunQueriesRequest,
+        ticket: ro.Ticket,
+        events: asyncio.Queue[ro.TrajectoryEvent],
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[ticket.trajectory_id] = task
+        self._steps[request.step] += 1
+        open_steps = [step for step, count in self._steps.items() if count]
+        self.overlaps.update((min(open_steps), step) for step in open_steps)
+        try:
+            await self._run(request, ticket, events)
+        except asyncio.CancelledError as cancelled:
+            if not cancelled.args or not cancelled.args[0]:
+                raise
+            event = ro.TrajectoryEvent(
+                query_id=ticket.query_id,
+                trajectory_id=ticket.trajectory_id,
+                state=pb.TRAJECTORY_STATE_ABORTED,
+                reason=cancelled.args[0],
+            )
+            events.put_nowait(event)
+        finally:
+            self._steps[request.step] -= 1
+            del self._tasks[ticket.trajectory_id]
+
     async def _run(
         self,
         request: ro.RunQueriesRequest,
@@ -150,6 +194,9 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         script, spec = self.script, self.specs[request.job_id]
         event = ro.TrajectoryEvent(query_id=ticket.query_id, trajectory_id=ticket.trajectory_id)
         event.state = pb.TRAJECTORY_STATE_RUNNING
+        # Those that it starts with; engines may be brought further while it runs.
+        versions = dict(self.versions.get(request.job_id, {}))
+        event.start_versions.update(versions)
         events.put_nowait(event)
         await asyncio.sleep(script.seconds + script.slow(ticket))
         event = ro.TrajectoryEvent(
@@ -163,7 +210,6 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             event.rewards.update(script.reward(ticket))
         else:
             event.state, event.reason = pb.TRAJECTORY_STATE_FAILED, reason
-        versions = self.versions.get(request.job_id, {})
         samples = []
         for turn, (agent, agent_spec) in enumerate(spec.agents.items()):
             policy = agent_spec.policy
@@ -179,11 +225,12 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 versions=[pb.VersionSpan(version=versions.get(policy, 0), start=0, end=2)],
             )
             if spec.policies[policy].trainable and reason is None:
-                samples.append(
-                    make_sample(
-                        ticket.query_id, turn, ticket.trajectory_id, policy=policy, agent=agent
-                    )
+                sample = make_sample(
+                    ticket.query_id, turn, ticket.trajectory_id, policy=policy, agent=agent
                 )
+                sample.versions[0].version = versions.get(policy, 0)
+                sample.reward = event.rewards.get(agent, 1.0)
+                samples.append(sample)
         if ticket.purpose == ro.Ticket.PURPOSE_TRAIN:
             await self.store.AppendTrajectory(
                 es.AppendTrajectoryRequest(

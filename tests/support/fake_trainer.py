@@ -6,11 +6,12 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
+import xxhash
 
 from services.chassis.settings import ServiceSettings
 from tests.support.fake_worker import FakeWorker
@@ -27,6 +28,8 @@ class TrainerScript:
     """How a trainer worker behaves."""
 
     seconds: float = 0.0
+    # Besides, by policy.
+    slow: dict[str, float] = field(default_factory=dict)
     bind_error: TroupeError | None = None
     # Steps whose update is skipped (a NaN).
     skip: frozenset[int] = frozenset()
@@ -48,6 +51,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.script = script or TrainerScript()
         self.bound: dict[tuple[str, str], pb.WeightsRef] = {}
         self.calls: Counter[str] = Counter()
+        self.requests: list[tr.RunStepRequest] = []
         self._steps: dict[tuple[str, str, int], asyncio.Task[es.StepCommit]] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -79,6 +83,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self, request: tr.RunStepRequest, context: Any
     ) -> AsyncIterator[tr.StepEvent]:
         self.calls["RunStep"] += 1
+        self.requests.append(request)
         bound = self.bound.get((request.job_id, request.policy))
         if bound is None:
             raise NotFound(f"{request.policy} is not bound here", kind="not_bound")
@@ -136,6 +141,9 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
             es.ReleaseClaimsRequest(request_id=new_id("release"), **common)
         )
         claims: list[str] = []
+        # How many versions older than ours each claimed sample was begun with.
+        stale: list[int] = []
+        digest = 0
         while True:
             claim = await self.store.ClaimMicroBatch(
                 es.ClaimMicroBatchRequest(
@@ -144,6 +152,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
                     max_samples=8,
                     lease_seconds=60,
                     wait_seconds=5,
+                    oldest_version=request.oldest_version,
                     **common,
                 )
             )
@@ -151,14 +160,23 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
                 break
             if claim.outcome == es.ClaimMicroBatchResponse.OUTCOME_CLAIMED:
                 claims.append(claim.claim_id)
+                ids = [one.sample.sample_id.encode() for one in claim.samples]
+                digest = (digest + sum(map(xxhash.xxh3_64_intdigest, ids))) % 2**64
+                stale += [
+                    request.version - min(span.version for span in one.sample.versions)
+                    for one in claim.samples
+                ]
             await self._maybe_die("claimed")
-        await asyncio.sleep(self.script.seconds)
+        await asyncio.sleep(self.script.seconds + self.script.slow.get(request.policy, 0.0))
         outcome, version = es.STEP_OUTCOME_APPLIED, request.version + 1
         if request.step in self.script.skip:
             outcome, version = es.STEP_OUTCOME_SKIPPED, request.version
         elif not claims:
             outcome, version = es.STEP_OUTCOME_EMPTY, request.version
         weights = weights_of(request.job_id, request.policy, version)
+        metrics = {"loss/policy": 0.5, "grad_norm": float("nan")}
+        if stale:
+            metrics |= {"staleness/mean": sum(stale) / len(stale), "staleness/max": max(stale)}
         committed = await self.store.CommitStep(
             es.CommitStepRequest(
                 request_id=new_id("commit"),
@@ -167,7 +185,8 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
                 outcome=outcome,
                 reason="the loss is NaN" if outcome == es.STEP_OUTCOME_SKIPPED else "",
                 weights=weights,
-                metrics={"loss/policy": 0.5, "grad_norm": float("nan")},
+                metrics=metrics,
+                samples_digest=digest if outcome == es.STEP_OUTCOME_APPLIED else None,
                 **common,
             )
         )

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from services.chassis.server import serve
-from services.chassis.settings import ServiceSettings
 from services.experience_store.server import make_service as make_store
+from services.experience_store.settings import StoreSettings
 from services.trainer.server import TrainerService
 from services.trainer.settings import TrainerSettings
 from tests.support.training import save_tokenizer
@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def store_address(redis_url: str, tmp_path: Path) -> AsyncIterator[str]:
     """A store service on the shared Redis."""
-    settings = ServiceSettings(redis_url=redis_url, drain_seconds=1)
+    settings = StoreSettings(redis_url=redis_url, drain_seconds=1)
     async with serve(make_store, settings) as server:
         yield server.address
 

@@ -26,7 +26,7 @@ class Trainer:
     """One trainer service and a client of it."""
 
     def __init__(self, server: Any, channel: Any, job_id: str) -> None:
-        self.server = server
+        self.server, self.channel = server, channel
         self.stub = trainer_pb2_grpc.TrainerStub(channel)
         self._job = job_id
 
@@ -50,15 +50,22 @@ class Trainer:
         return weights
 
     async def events(
-        self, step: int, version: int, policy: str = "solver"
+        self, step: int, version: int, policy: str = "solver", oldest_version: int | None = None
     ) -> list[trainer_pb2.StepEvent]:
         request = trainer_pb2.RunStepRequest(
-            request_id=new_id(), job_id=self._job, policy=policy, step=step, version=version
+            request_id=new_id(),
+            job_id=self._job,
+            policy=policy,
+            step=step,
+            version=version,
+            oldest_version=oldest_version,
         )
         return [event async for event in self.stub.RunStep(request, timeout=60)]
 
-    async def run(self, step: int, version: int, policy: str = "solver") -> store_pb.StepCommit:
-        return (await self.events(step, version, policy))[-1].commit
+    async def run(
+        self, step: int, version: int, policy: str = "solver", oldest_version: int | None = None
+    ) -> store_pb.StepCommit:
+        return (await self.events(step, version, policy, oldest_version))[-1].commit
 
     async def trained(self, samples: int) -> None:
         """Wait until a running step has taken this many samples."""
@@ -99,11 +106,17 @@ class TrainingStage:
         self.root = root
         self.store = experience_store_pb2_grpc.ExperienceStoreStub(store_channel)
         self.transfer = Transfer(root / "transfer")
-        self._start = start
+        self._channel, self._start = store_channel, start
 
     async def trainer(self, **settings: object) -> Trainer:
         """A further trainer worker."""
         return await self._start(**settings)
+
+    async def sibling(self) -> tuple[TrainingStage, Trainer]:
+        """Another job in the same store, and a trainer worker of its own."""
+        job = TrainingStage(new_id("job"), self.tokenizer, self.root, self._channel, self._start)
+        trainer = await self._start()
+        return job, Trainer(trainer.server, trainer.channel, job.job_id)
 
     def spec(self, **changes: Any) -> JobSpec:
         return make_spec(self.tokenizer, **changes)
@@ -116,10 +129,13 @@ class TrainingStage:
         queries: Sequence[str] = ("q0", "q1"),
         group_size: int = 4,
         version: int = 0,
+        **tables: Any,
     ) -> None:
         """Declare the tables and admit a step."""
         await self.store.CreateTables(
-            store_pb.CreateTablesRequest(request_id=new_id(), job_id=self.job_id, policies=policies)
+            store_pb.CreateTablesRequest(
+                request_id=new_id(), job_id=self.job_id, policies=policies, **tables
+            )
         )
         await self.store.OpenStep(
             store_pb.OpenStepRequest(

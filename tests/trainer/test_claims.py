@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.claims import StepClaims, is_lost
+from services.trainer.claims import Bounds, StepClaims, is_lost
 from tests.trainer.stage import TrainingStage
-from troupe.rpc import TroupeError, new_id
+from troupe.rpc import FailedPrecondition, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -15,7 +15,7 @@ async def _claimed(stage: TrainingStage) -> StepClaims:
     await stage.open()
     await stage.play(stage.first_model(stage.spec()))
     claims = StepClaims(stage.store, stage.job_id, "solver", 0, new_id("worker"), 30)
-    answer = await claims.claim(64, 0, 5)
+    answer = await claims.claim(Bounds(64), 5)
     assert answer.outcome == store_pb.ClaimMicroBatchResponse.OUTCOME_CLAIMED
     return claims
 
@@ -26,6 +26,14 @@ async def test_a_renewal_that_meets_our_own_commit_is_no_loss(stage: TrainingSta
     weights = pb.WeightsRef(job_id=stage.job_id, policy="solver", version=1)
     await claims.commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, {})
     await claims.renew()
+
+
+async def test_the_store_refuses_other_samples_than_it_handed_out(stage: TrainingStage) -> None:
+    claims = await _claimed(stage)
+    weights = pb.WeightsRef(job_id=stage.job_id, policy="solver", version=1)
+    with pytest.raises(FailedPrecondition) as refused:
+        await claims.commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, {}, 12345)
+    assert refused.value.kind == "digest_mismatch"
 
 
 async def test_a_renewal_of_what_was_taken_says_so(stage: TrainingStage) -> None:

@@ -108,15 +108,45 @@ async def test_a_step_that_nobody_watches_is_given_up(stage: TrainingStage) -> N
     assert (await trainer.run(0, 0)).num_samples == 8
 
 
-async def test_binding_again_ends_the_step(stage: TrainingStage) -> None:
+async def test_binding_again_keeps_the_step(stage: TrainingStage) -> None:
+    """An orchestrator that was restarted binds again: nothing that was computed is lost."""
     spec = stage.spec()
     trainer = await stage.trainer()
     await stage.open()
     first = await trainer.bind(spec)
+    rollouts = stage.rollouts(stage.first_model(spec))
+    for query, trajectory, samples in rollouts[:4]:
+        await stage.append(query, trajectory, samples)
+    running = asyncio.create_task(trainer.events(0, 0))
+    await trainer.trained(4)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    stage.transfer.delete(first.key)
+    assert await trainer.bind(spec, checksum=first.checksum) == first
+    stage.weights(first)  # published again
+    again = asyncio.create_task(trainer.events(0, 0))
+    for query, trajectory, samples in rollouts[4:]:
+        await stage.append(query, trajectory, samples)
+    events = await again
+    assert events[0].samples == 4
+    assert events[-1].commit.num_samples == events[-1].commit.metrics["samples"] == 8
+
+
+@pytest.mark.parametrize("other", ["specification", "checksum"])
+async def test_another_binding_ends_the_step(stage: TrainingStage, other: str) -> None:
+    spec = stage.spec()
+    trainer = await stage.trainer()
+    await stage.open()
+    await trainer.bind(spec)
     running = asyncio.create_task(trainer.events(0, 0))
     while (await trainer.statuses())[0].state != pb.BINDING_STATE_ACCUMULATING:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    assert await trainer.bind(spec, checksum=first.checksum) == first
+    if other == "specification":
+        await trainer.bind(stage.spec(optimizer={"lr": 1e-3}))
+    else:
+        with pytest.raises(FailedPrecondition):
+            await trainer.bind(spec, checksum="ab" * 16)
+        await trainer.bind(spec)
     with pytest.raises(Aborted, match="given up"):
         await running
     await stage.play(stage.first_model(spec))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from services.trainer.checkpoint import checkpoint_path, save_checkpoint
 from services.trainer.policy_model import load_model, load_tokenizer
-from services.trainer.state import StateStore, TrainingState
+from services.trainer.randomness import Randomness, capture, restore, seeded
+from services.trainer.state import Frontier, StateStore, TrainingState
 from tests.support.training import make_spec, tiny_config
 from tests.trainer.stage import fill_up
 from troupe.rpc import DataLoss, FailedPrecondition, ResourceExhausted
@@ -21,7 +25,9 @@ def make_state(version: int, size: int = 8) -> TrainingState:
     generator = torch.Generator().manual_seed(version)
     weights = {"w": torch.randn(size, size, generator=generator), "b": torch.ones(3)}
     moments = {"exp_avg/w": torch.randn(size, size), "step/w": torch.tensor(float(version))}
-    return TrainingState(version, checksum_of(weights), weights, moments)
+    frontier = Frontier(version - 1, (1 << 64) - version)
+    generators = capture(torch.device("cpu"))
+    return TrainingState(version, checksum_of(weights), weights, moments, generators, frontier)
 
 
 def test_state_round_trip(tmp_path: Path) -> None:
@@ -51,7 +57,7 @@ def test_the_reference_is_never_pruned(tmp_path: Path) -> None:
 def test_two_attempts_at_one_version_do_not_mix(tmp_path: Path) -> None:
     store = StateStore(tmp_path, "job", "solver")
     one, two = make_state(1), make_state(2)
-    two = TrainingState(1, two.checksum, two.weights, two.moments)
+    two = replace(two, version=1)
     store.save(one)
     store.save(two)
     store.save(one)  # repeating is harmless
@@ -60,7 +66,50 @@ def test_two_attempts_at_one_version_do_not_mix(tmp_path: Path) -> None:
     assert not store.exists(1, "0" * 32)
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+def test_the_last_attempt_at_the_same_weights_counts(tmp_path: Path) -> None:
+    # One that was never committed: the same published bits, other samples, other moments.
+    store = StateStore(tmp_path, "job", "solver")
+    old = make_state(1)
+    new = replace(old, frontier=Frontier(7, 1), moments={"step/w": torch.tensor(3.0)})
+    assert store.save(old) == store.save(new)
+    loaded = store.load(1, old.checksum)
+    assert loaded.frontier == Frontier(7, 1)
+    assert set(loaded.moments) == {"step/w"}
+    assert len(list((tmp_path / "job/state/solver").iterdir())) == 1
+
+
+def test_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, "job", "solver")
+    np.random.standard_normal()  # a second one is kept back by the generator
+    store.save(make_state(1))
+
+    def draw() -> tuple[list[float], list[float]]:
+        return torch.rand(3).tolist(), np.random.standard_normal(3).tolist()
+
+    expected = draw()
+    loaded = store.load(1)
+    restore(loaded.generators, torch.device("cpu"))
+    assert draw() == expected
+    assert loaded.frontier == Frontier(0, (1 << 64) - 1)
+
+
+def test_states_without_generators_are_read(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, "job", "solver")
+    path = store.save(make_state(1))
+    (path / "random.safetensors").unlink()
+    meta = json.loads((path / "state.json").read_text())
+    old = {name: meta[name] for name in ("version", "checksum", "weights", "optimizer")}
+    (path / "state.json").write_text(json.dumps({**old, "format": 1}))
+    loaded = store.load(1)
+    assert (loaded.generators, loaded.frontier) == ({}, Frontier())
+    (path / "state.json").write_text(json.dumps({**meta, "format": 99}))
+    with pytest.raises(DataLoss, match="newer version of Troupe"):
+        store.load(1)
+
+
+@pytest.mark.parametrize(
+    "name", ["weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"]
+)
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damaged_state_is_refused(tmp_path: Path, name: str, damage: str) -> None:
     store = StateStore(tmp_path, "job", "solver")
@@ -132,3 +181,24 @@ def test_a_full_disk_leaves_older_checkpoints(small_disk: Path, tokenizer: Path)
     assert caught.value.kind == "storage_full"
     AutoModelForCausalLM.from_pretrained(paths[0])
     assert not any(path.name.startswith(".") for path in paths[0].parent.iterdir())
+
+
+def test_policies_of_one_process_draw_from_generators_of_their_own() -> None:
+    """As if the other policy were not there, in whatever order they take turns."""
+    cpu = torch.device("cpu")
+
+    def draw(randomness: Randomness) -> list[float]:
+        with randomness.drawing():
+            return [float(torch.rand(1)), float(np.random.standard_normal())]
+
+    outside = capture(cpu)
+    alone = Randomness(seeded(1, cpu), cpu)
+    expected = [draw(alone), draw(alone)]
+    other, mine = Randomness(seeded(2, cpu), cpu), Randomness(seeded(1, cpu), cpu)
+    assert draw(mine) == expected[0] != draw(other)
+    mine.commit()
+    assert draw(mine) == expected[1]
+    mine.rewind()
+    draw(other)
+    assert draw(mine) == expected[1]
+    assert all(torch.equal(t, outside[name]) for name, t in capture(cpu).items())

@@ -12,6 +12,14 @@ from typing import Literal
 
 import torch
 
+from troupe.algorithms.corrections import (
+    Correction,
+    corrected_loss,
+    masked_weights,
+    truncated_weights,
+    within,
+)
+
 Normalize = Literal["token", "sequence"]
 
 
@@ -64,6 +72,23 @@ def k3_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Ten
     return torch.exp(log_q) - log_q - 1.0
 
 
+def policy_loss(
+    logprobs: torch.Tensor,
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    correction: Correction = "none",
+    correction_cap: float = 2.0,
+) -> torch.Tensor:
+    """The policy term of each token [T]: clipped, or corrected as `correction` says."""
+    if correction == "none":
+        return clipped_loss(ratio, advantages, clip_low, clip_high)
+    weigh = truncated_weights if correction == "truncated" else masked_weights
+    return corrected_loss(logprobs, advantages, weigh(ratio, correction_cap))
+
+
 def grpo_loss_sum(
     logprobs: torch.Tensor,
     behaviour_logprobs: torch.Tensor,
@@ -72,19 +97,34 @@ def grpo_loss_sum(
     *,
     clip_low: float,
     clip_high: float,
+    correction: Correction = "none",
+    correction_cap: float = 2.0,
     reference_logprobs: torch.Tensor | None = None,
     kl_coefficient: float = 0.0,
     entropy: torch.Tensor | None = None,
     entropy_coefficient: float = 0.0,
 ) -> torch.Tensor:
-    """sum_t w_t (clipped_t + beta KL_t - c H_t), a scalar; the caller divides by N.
+    """sum_t w_t (policy_t + beta KL_t - c H_t), a scalar; the caller divides by N.
 
-    All arguments are [T]; gradients flow through `logprobs` and `entropy`.
+    All arguments are [T]; gradients flow through `logprobs` and `entropy`. Under `masked` the
+    tokens that are masked carry no KL and no entropy either; N counts them all the same, so
+    that it does not depend on the weights. `truncated` weighs the policy term only.
     """
     ratio = importance_ratio(logprobs, behaviour_logprobs)
-    loss = clipped_loss(ratio, advantages, clip_low, clip_high)
+    loss = policy_loss(
+        logprobs,
+        ratio,
+        advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        correction=correction,
+        correction_cap=correction_cap,
+    )
     if reference_logprobs is not None and kl_coefficient > 0:
         loss = loss + kl_coefficient * k3_kl(logprobs, reference_logprobs)
     if entropy is not None and entropy_coefficient > 0:
         loss = loss - entropy_coefficient * entropy
+    if correction == "masked":
+        kept = within(ratio.detach(), correction_cap)
+        loss = torch.where(kept, loss, torch.zeros_like(loss))
     return (loss * weights).sum()

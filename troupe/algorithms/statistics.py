@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from troupe.algorithms.corrections import (
+    Correction,
+    masked_weights,
+    truncated_weights,
+    within,
+)
 from troupe.algorithms.losses import importance_ratio, is_clipped, k3_kl
 
 
@@ -25,6 +31,10 @@ class TokenStatistics:
     reference_kl: torch.Tensor | float = 0.0
     entropy: torch.Tensor | float = 0.0
     has_reference: bool = False
+    corrected: Correction = "none"
+    correction_weight: torch.Tensor | float = 0.0
+    # Tokens whose ratio the correction cut down or masked.
+    corrected_tokens: torch.Tensor | float = 0.0
 
     @torch.no_grad()
     def add(
@@ -37,6 +47,8 @@ class TokenStatistics:
         *,
         clip_low: float,
         clip_high: float,
+        correction: Correction = "none",
+        correction_cap: float = 2.0,
         reference_logprobs: torch.Tensor | None = None,
     ) -> None:
         """Add T tokens; `loss_sum` is a scalar, the rest [T]."""
@@ -47,7 +59,10 @@ class TokenStatistics:
         self.loss = self.loss + loss_sum.detach()
         self.ratio = self.ratio + ratio.sum(dtype=torch.float64)
         self.ratio_max = torch.maximum(torch.as_tensor(self.ratio_max), ratio.max())
-        self.clipped = self.clipped + is_clipped(ratio, advantages, clip_low, clip_high).sum()
+        if correction == "none":
+            self.clipped = self.clipped + is_clipped(ratio, advantages, clip_low, clip_high).sum()
+        else:
+            self._add_correction(ratio, correction, correction_cap)
         # Between the policy that generated the tokens and the trainer's copy of it.
         mismatch = k3_kl(behaviour_logprobs, logprobs)
         self.mismatch_kl = self.mismatch_kl + mismatch.sum(dtype=torch.float64)
@@ -56,6 +71,15 @@ class TokenStatistics:
             self.has_reference = True
             kl = k3_kl(logprobs, reference_logprobs)
             self.reference_kl = self.reference_kl + kl.sum(dtype=torch.float64)
+
+    def _add_correction(self, ratio: torch.Tensor, correction: Correction, cap: float) -> None:
+        self.corrected = correction
+        if correction == "truncated":
+            weights, cut = truncated_weights(ratio, cap), ratio > cap
+        else:
+            weights, cut = masked_weights(ratio, cap), ~within(ratio, cap)
+        self.correction_weight = self.correction_weight + weights.sum(dtype=torch.float64)
+        self.corrected_tokens = self.corrected_tokens + cut.sum()
 
     def metrics(self) -> dict[str, float]:
         """Means over all tokens added, by the names that the field uses."""
@@ -69,4 +93,7 @@ class TokenStatistics:
         }
         if self.has_reference:
             metrics["kl"] = float(self.reference_kl) / n
+        if self.corrected != "none":
+            metrics["correction/weight_mean"] = float(self.correction_weight) / n
+            metrics[f"correction/{self.corrected}_fraction"] = float(self.corrected_tokens) / n
         return metrics

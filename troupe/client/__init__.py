@@ -17,11 +17,13 @@ from troupe.client.records import (
     Version,
 )
 from troupe.client.sync import Client, JobHandle
+from troupe.client.table_records import Audit, PolicyAudit, Sample, Tables, TableSummary
 
 __all__ = [
     "Activity",
     "AsyncClient",
     "AsyncJobHandle",
+    "Audit",
     "Binding",
     "Checkpoint",
     "Client",
@@ -37,9 +39,13 @@ __all__ = [
     "MetricsLogged",
     "MetricsRow",
     "Notice",
+    "PolicyAudit",
     "Result",
+    "Sample",
     "Service",
     "StateChanged",
+    "TableSummary",
+    "Tables",
     "Trajectory",
     "Turn",
     "Version",

@@ -21,10 +21,14 @@ from troupe.client.records import (
     Version,
 )
 from troupe.client.sampling import Messages, chat_messages, sampling_params
+from troupe.client.specs import Spec, read_spec
+from troupe.client.table_records import Audit, Sample, Tables
 from troupe.client.watching import watch
 from troupe.rpc.errors import DeadlineExceeded, InvalidArgument
 from troupe.rpc.ids import new_id
 from troupe.rpc.settings import ClientSettings
+from troupe.v1 import common_pb2
+from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
 
@@ -93,15 +97,27 @@ class AsyncJobHandle:
         request = pb.PauseJobRequest(request_id=new_id("pause"), job_id=self.id)
         return Job.of((await self._stub.PauseJob(request)).job)
 
-    async def resume(self) -> Job:
-        """Continue a paused, failed or cancelled job from its last committed step."""
+    async def resume(self, spec: Spec | None = None) -> Job:
+        """Continue a paused, failed or cancelled job from its last committed step.
+
+        `spec`: under this specification, which must describe the same job (more steps, other
+        limits, ...); otherwise `FailedPrecondition` names what differs.
+        """
         request = pb.ResumeJobRequest(request_id=new_id("resume"), job_id=self.id)
+        if spec is not None:
+            request.spec = read_spec(spec).model_dump_json()
         return Job.of((await self._stub.ResumeJob(request)).job)
 
     async def cancel(self, reason: str = "") -> Job:
         """End the job without waiting for what is in flight. Returns at once."""
         request = pb.CancelJobRequest(request_id=new_id("cancel"), job_id=self.id, reason=reason)
         return Job.of((await self._stub.CancelJob(request)).job)
+
+    async def forget(self) -> Job:
+        """Free the rows that the job, which has ended, holds for a resume. It cannot be resumed
+        then; its log, metrics and checkpoints stay."""
+        request = pb.ForgetJobRequest(request_id=new_id("forget"), job_id=self.id)
+        return Job.of((await self._stub.ForgetJob(request)).job)
 
     async def versions(self, policy: str) -> list[Version]:
         """Published versions of a policy, as the ledger holds them."""
@@ -153,6 +169,35 @@ class AsyncJobHandle:
         )
         return Trajectory.of(reply.summary, tuple(Turn.of(turn) for turn in reply.turns))
 
+    async def tables(self) -> Tables:
+        """What the experience store holds of the job, by policy and state."""
+        request = es.DescribeTablesRequest(job_id=self.id)
+        return Tables.of(await self._stub.DescribeTables(request))
+
+    async def samples(
+        self, policy: str, *, step: int | None = None, state: str | None = None
+    ) -> AsyncIterator[Sample]:
+        """The rows of a policy in order of step, query, group and id; of one step or of all that
+        the store still knows, in one state ("pending", "ready", "claimed", "trained", "dropped")
+        or in any.
+        """
+        request = es.ListSamplesRequest(job_id=self.id, policy=policy, step=step)
+        if state is not None:
+            request.state = sample_state(state)
+        while True:
+            reply = await self._stub.ListSamples(request)
+            for sample in reply.samples:
+                yield Sample.of(sample)
+            request.page_token = reply.next_page_token
+            if not reply.next_page_token:
+                return
+
+    async def audit(self, timeout: float = 300.0) -> Audit:
+        """Check from the store's log that every sample was trained once or dropped with a reason,
+        and that the ledger of versions agrees."""
+        request = pb.AuditJobRequest(job_id=self.id)
+        return Audit.of(await self._stub.AuditJob(request, timeout=timeout))
+
     async def generate(
         self,
         policy: str,
@@ -192,3 +237,17 @@ class AsyncJobHandle:
         )
         reply = await self._stub.GeneratePolicy(request, timeout=timeout)
         return Generation.of(reply.result)
+
+
+def sample_state(name: str) -> common_pb2.SampleState.ValueType:
+    """The wire's number of a sample state. Raises `InvalidArgument`."""
+    values = common_pb2.SampleState.items()
+    states = [key.removeprefix("SAMPLE_STATE_").lower() for key, number in values if number]
+    if name not in states:
+        raise InvalidArgument(
+            "is not a state of samples",
+            field="state",
+            value=name,
+            remedy=f"Use one of: {', '.join(states)}.",
+        )
+    return common_pb2.SampleState.Value(f"SAMPLE_STATE_{name.upper()}")

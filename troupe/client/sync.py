@@ -28,6 +28,7 @@ from troupe.client.records import (
 )
 from troupe.client.sampling import Messages
 from troupe.client.specs import Spec
+from troupe.client.table_records import Audit, Sample, Tables
 from troupe.rpc.settings import ClientSettings
 
 
@@ -63,13 +64,17 @@ class JobHandle:
         """Admit no new query; what is in flight finishes."""
         return self._loop.run(self._handle.pause())
 
-    def resume(self) -> Job:
+    def resume(self, spec: Spec | None = None) -> Job:
         """Continue a paused, failed or cancelled job from its last committed step."""
-        return self._loop.run(self._handle.resume())
+        return self._loop.run(self._handle.resume(spec))
 
     def cancel(self, reason: str = "") -> Job:
         """End the job without waiting for what is in flight."""
         return self._loop.run(self._handle.cancel(reason))
+
+    def forget(self) -> Job:
+        """Free the rows that the job, which has ended, holds for a resume."""
+        return self._loop.run(self._handle.forget())
 
     def versions(self, policy: str) -> list[Version]:
         """Published versions of a policy."""
@@ -94,6 +99,20 @@ class JobHandle:
     def trajectory(self, trajectory_id: str) -> Trajectory:
         """One trajectory with the conversation between the agents."""
         return self._loop.run(self._handle.trajectory(trajectory_id))
+
+    def tables(self) -> Tables:
+        """What the experience store holds of the job, by policy and state."""
+        return self._loop.run(self._handle.tables())
+
+    def samples(
+        self, policy: str, *, step: int | None = None, state: str | None = None
+    ) -> Iterator[Sample]:
+        """The rows of a policy; of one step or of all, in one state or in any."""
+        return self._loop.iterate(self._handle.samples(policy, step=step, state=state))
+
+    def audit(self, timeout: float = 300.0) -> Audit:
+        """Check that every sample was trained once or dropped with a reason."""
+        return self._loop.run(self._handle.audit(timeout))
 
     def generate(
         self,

@@ -1,7 +1,7 @@
 """The embedded cluster: all services of Troupe as child processes of one supervisor."""
 
 from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
-from troupe.cluster.embedded import EmbeddedCluster
+from troupe.cluster.embedded import EmbeddedCluster, Router
 from troupe.cluster.errors import (
     ChildFailed,
     ChildNotReady,
@@ -31,6 +31,7 @@ __all__ = [
     "PortInUse",
     "RedisMissing",
     "RedisUnavailable",
+    "Router",
     "ServiceRecord",
     "StateUnreadable",
     "read_state",

@@ -26,9 +26,10 @@ from troupe.cluster.layout import ChildSpec
 
 TETHER = Path(__file__).with_name("tether.py")
 # A dead child is back fast enough that callers' retries bridge the gap ...
-FIRST_BACKOFF, MAX_BACKOFF = 0.2, 8.0
-# ... but one that dies this often within this many seconds has a reason that time won't cure.
-MAX_RESTARTS, RESTART_WINDOW = 6, 120.0
+FIRST_BACKOFF = 0.2
+# ... but one that dies `max_restarts` times within so many seconds has a reason that time won't
+# cure.
+RESTART_WINDOW = 120.0
 _PROBE_SECONDS = 2.0
 _ALONE_SECONDS = 1.0
 
@@ -116,6 +117,20 @@ class Child:
         self.pid = None
         self._move(ChildState.STOPPED)
 
+    def strike(self) -> None:
+        """SIGKILL the process and its whole group; without effect when there is none."""
+        self._sweep()
+        self._kill()
+
+    async def kill(self) -> None:
+        """`strike`, and wait until the process is gone."""
+        if self._process is None:
+            return
+        self.strike()
+        await self._process.wait()
+        self.pid = None
+        self._move(ChildState.STOPPED)
+
     async def _launch(self) -> None:
         """Raises `ChildFailed` when not even a process could be made (memory, process limit)."""
         self._launches += 1
@@ -193,7 +208,7 @@ class Child:
         self._deaths.append(now)
         while self._deaths[0] < now - RESTART_WINDOW:
             self._deaths.popleft()
-        if len(self._deaths) > MAX_RESTARTS:
+        if len(self._deaths) > self.spec.max_restarts:
             self._move(ChildState.FAILED)
             raise ChildFailed(
                 self.spec.name,
@@ -201,7 +216,9 @@ class Child:
                 self.log,
                 logs.last_line(self.log),
             )
-        pause = min(MAX_BACKOFF, FIRST_BACKOFF * 2.0 ** (len(self._deaths) - 1))
+        # The exponent is bounded: with a large budget of restarts it would overflow a float.
+        doublings = min(30, len(self._deaths) - 1)
+        pause = min(self.spec.max_backoff_seconds, FIRST_BACKOFF * 2.0**doublings)
         self._move(ChildState.WAITING, f"{died}; starting it again in {pause:.1f} s")
         await asyncio.sleep(pause)
 

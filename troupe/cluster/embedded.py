@@ -7,13 +7,13 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Self
 
 from troupe.cluster.child import Child
 from troupe.cluster.errors import NotWritable
-from troupe.cluster.layout import plan, port_names
+from troupe.cluster.layout import Routes, plan, port_names
 from troupe.cluster.orphans import end_orphans
 from troupe.cluster.ports import is_free, pick_ports, require_free
 from troupe.cluster.redis import redis_executable, require_redis, write_config
@@ -35,6 +35,9 @@ from troupe.cluster.state import (
 from troupe.cluster.supervisor import Supervisor
 from troupe.rpc.errors import TroupeError
 
+# From the addresses of all processes to the ways between them, made before any of them starts.
+Router = Callable[[Mapping[str, str]], Awaitable[Routes]]
+
 
 class EmbeddedCluster:
     """Starts, watches and stops a cluster; an async context manager.
@@ -43,11 +46,18 @@ class EmbeddedCluster:
     """
 
     def __init__(
-        self, settings: ClusterSettings, tell: Callable[[str], None] = lambda event: None
+        self,
+        settings: ClusterSettings,
+        tell: Callable[[str], None] = lambda event: None,
+        router: Router | None = None,
     ) -> None:
-        """`tell` is called with what a person should know: a service died, a service is back."""
+        """`tell` is called with what a person should know: a service died, a service is back.
+
+        `router` may lead calls between services another way, through proxies of its own.
+        """
         self.settings = settings.resolved()
         self._tell = tell
+        self._router = router
         self._lock = ClusterLock(self.settings.data_dir)
         self._supervisor: Supervisor | None = None
         self._state: ClusterState | None = None
@@ -96,6 +106,15 @@ class EmbeddedCluster:
             self._set_phase("stopped")
         await self._close()
 
+    async def crash(self) -> None:
+        """End everything at once as a power cut does: SIGKILL, and what is in memory is gone.
+
+        For those who test what survives. The cluster can be started again.
+        """
+        if self._supervisor is not None:
+            await self._supervisor.kill()
+            await self._close()
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self
@@ -114,11 +133,18 @@ class EmbeddedCluster:
         cluster_id = secrets.token_hex(3)
         if settings.redis_url is None:
             server = redis_executable()
-            config, redis_url = write_config(settings.data_dir, ports["redis"])
+            config, redis_url = write_config(
+                settings.data_dir, ports["redis"], fsync=settings.redis_fsync
+            )
             command: tuple[str, ...] = (server, str(config))
         else:
             redis_url, command = settings.redis_url, ()
             await require_redis(redis_url)
+        routes: Routes = {}
+        if self._router is not None:
+            routes = await self._router(
+                {n: f"{LOOPBACK}:{p}" for n, p in ports.items() if "/" not in n}
+            )
         specs = plan(
             settings,
             ports,
@@ -126,6 +152,7 @@ class EmbeddedCluster:
             redis_command=command,
             cluster_id=cluster_id,
             parent_pid=os.getpid(),
+            routes=routes,
         )
         panel = f"http://{LOOPBACK}:{ports['control_panel']}" if settings.panel else ""
         assert settings.transfer_dir is not None  # resolved

@@ -11,11 +11,38 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import urlsplit, urlunsplit
 
 from troupe.cluster.probes import Probe, ProbeKind
 from troupe.cluster.settings import LOOPBACK, ClusterSettings
 
 CORE = ("experience_store", "reward", "orchestrator")
+# In a route: whoever calls. Workers tell their address themselves, to everybody the same one.
+ANYBODY = "*"
+# (caller, callee) -> the "host:port" at which this caller finds this callee.
+Routes = Mapping[tuple[str, str], str]
+# What each kind of service calls, by the variable that tells it where.
+_CALLS: Mapping[str, Mapping[str, str]] = {
+    "experience_store": {"redis": "TROUPE_REDIS_URL"},
+    "reward": {},
+    "orchestrator": {
+        "redis": "TROUPE_REDIS_URL",
+        "experience_store": "TROUPE_EXPERIENCE_STORE_ADDRESS",
+        "reward": "TROUPE_REWARD_ADDRESS",
+    },
+    "rollout": {
+        "experience_store": "TROUPE_EXPERIENCE_STORE_ADDRESS",
+        "reward": "TROUPE_REWARD_ADDRESS",
+        "orchestrator": "TROUPE_ORCHESTRATOR_ADDRESS",
+    },
+    "trainer": {
+        "experience_store": "TROUPE_EXPERIENCE_STORE_ADDRESS",
+        "orchestrator": "TROUPE_ORCHESTRATOR_ADDRESS",
+    },
+    "control_panel": {"orchestrator": "TROUPE_ORCHESTRATOR_ADDRESS"},
+}
+_WORKERS = ("rollout", "trainer")
 
 
 @dataclass(frozen=True)
@@ -33,6 +60,9 @@ class ChildSpec:
     metrics_address: str = ""
     start_seconds: float = 120.0
     stop_seconds: float = 15.0
+    # Deaths within two minutes after which it is given up; longest pause before a restart.
+    max_restarts: int = 6
+    max_backoff_seconds: float = 8.0
 
 
 def service_names(settings: ClusterSettings) -> list[str]:
@@ -51,6 +81,18 @@ def port_names(settings: ClusterSettings) -> list[str]:
     for service in service_names(settings):
         names += [service, f"{service}/metrics"]
     return names
+
+
+def links(settings: ClusterSettings) -> list[tuple[str, str]]:
+    """Every (caller, callee) that a route can lead elsewhere; workers are called by `ANYBODY`."""
+    found: list[tuple[str, str]] = []
+    for name in service_names(settings):
+        module, _, _ = name.partition("-")
+        callees = [c for c in _CALLS[module] if c != "redis" or settings.redis_url is None]
+        found += [(name, callee) for callee in callees]
+        if module in _WORKERS:
+            found.append((ANYBODY, name))
+    return found
 
 
 def thread_budget(settings: ClusterSettings, cores: int) -> int:
@@ -72,12 +114,14 @@ def plan(
     redis_command: tuple[str, ...] = (),
     cluster_id: str,
     parent_pid: int,
+    routes: Routes = MappingProxyType({}),
     cores: int | None = None,
 ) -> list[ChildSpec]:
     """The children of a cluster in an order that respects `after`.
 
     `settings` are resolved; `ports` holds one per `port_names`; `redis_command` is empty when
-    the Redis at `redis_url` is somebody else's.
+    the Redis at `redis_url` is somebody else's. A caller goes straight to a callee unless
+    `routes` names another way.
     """
     children: list[ChildSpec] = []
     base = _shared_environment(settings, ports, redis_url, parent_pid)
@@ -90,12 +134,14 @@ def plan(
                 address=f"{LOOPBACK}:{ports['redis']}",
                 start_seconds=settings.start_seconds,
                 stop_seconds=settings.stop_seconds,
+                max_restarts=settings.max_restarts,
+                max_backoff_seconds=settings.max_backoff_seconds,
             )
         )
     budget = thread_budget(settings, cores or os.cpu_count() or 1)
     for name in service_names(settings):
         module, _, _ = name.partition("-")
-        threads = budget if module in ("rollout", "trainer") else 1
+        threads = budget if module in _WORKERS else 1
         port, metrics_port = ports[name], ports[f"{name}/metrics"]
         address = f"{LOOPBACK}:{port}"
         children.append(
@@ -109,6 +155,7 @@ def plan(
                 metrics_address=f"{LOOPBACK}:{metrics_port}",
                 environment={
                     **base,
+                    **_detours(name, module, base, routes),
                     **thread_environment(threads),
                     "TROUPE_PORT": str(port),
                     "TROUPE_METRICS_PORT": str(metrics_port),
@@ -117,6 +164,8 @@ def plan(
                 after=_dependencies(module, embedded_redis=bool(redis_command)),
                 start_seconds=settings.start_seconds,
                 stop_seconds=settings.stop_seconds,
+                max_restarts=settings.max_restarts,
+                max_backoff_seconds=settings.max_backoff_seconds,
             )
         )
     return children
@@ -150,7 +199,25 @@ def _shared_environment(
         "TROUPE_LOG_FORMAT": settings.log_format,
         "PYTHONPATH": python_path(Path.cwd(), os.environ.get("PYTHONPATH", "")),
         "PYTHONUNBUFFERED": "1",
+        **settings.environment,
     }
+
+
+def _detours(name: str, module: str, base: Mapping[str, str], routes: Routes) -> dict[str, str]:
+    """The variables that lead the service `name` where `routes` wants it."""
+    changed: dict[str, str] = {}
+    for callee, variable in _CALLS[module].items():
+        way = routes.get((name, callee))
+        if way is None:
+            continue
+        if callee == "redis":
+            url = urlsplit(base[variable])
+            secret, at, _ = url.netloc.rpartition("@")
+            way = urlunsplit(url._replace(netloc=f"{secret}{at}{way}"))
+        changed[variable] = way
+    if (way := routes.get((ANYBODY, name))) is not None:
+        changed["TROUPE_ADVERTISE_ADDRESS"] = way
+    return changed
 
 
 def python_path(directory: Path, inherited: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.cluster.errors import RedisMissing, RedisUnavailable
-from troupe.cluster.settings import LOOPBACK
+from troupe.cluster.settings import LOOPBACK, Fsync
 
 
 def redis_executable() -> str:
@@ -25,12 +25,16 @@ def redis_executable() -> str:
     return path
 
 
-def write_config(data_dir: Path, port: int, *, password: str | None = None) -> tuple[Path, str]:
+def write_config(
+    data_dir: Path, port: int, *, password: str | None = None, fsync: Fsync = "always"
+) -> tuple[Path, str]:
     """Write `data_dir/redis/redis.conf`; returns its path and the URL to connect to.
 
-    Every write is in the append-only file before it is answered and on disk within a second,
-    so the death of any process loses nothing and that of the machine one second. The password
-    keeps other users of the machine out; it stands in a file that only the owner reads.
+    With `always` every write is on disk before it is answered: nothing acknowledged is lost,
+    whatever dies. With `everysec` it is in the append-only file, and on disk within a second: the
+    death of the machine loses that second, and the death of Redis what it answered while the disk
+    was busy with a flush (docs/operating.md). The password keeps other users of the machine out;
+    it stands in a file that only the owner reads.
     """
     home = data_dir / "redis"
     home.mkdir(parents=True, exist_ok=True)
@@ -43,7 +47,7 @@ def write_config(data_dir: Path, port: int, *, password: str | None = None) -> t
         f"requirepass {password}",
         f'dir "{home}"',
         "appendonly yes",
-        "appendfsync everysec",
+        f"appendfsync {fsync}",
         # The append-only file is the truth; snapshots would only fork a second copy.
         'save ""',
         "maxmemory-policy noeviction",

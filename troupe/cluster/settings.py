@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_DATA_DIR = Path("runs")
 DEFAULT_PANEL_PORT = 8080
+Fsync = Literal["everysec", "always"]
 
 
 class ClusterSettings(BaseModel):
@@ -33,6 +35,12 @@ class ClusterSettings(BaseModel):
     """Port of the panel; default: 8080, or another when that is taken."""
     redis_url: str | None = None
     """A Redis that runs already; default: an embedded one is started."""
+    redis_fsync: Fsync = Field(
+        default_factory=lambda: os.environ.get("TROUPE_REDIS_FSYNC", "always"),
+        validate_default=True,
+    )
+    """When the embedded Redis' append-only file is flushed to disk: `everysec`, or `always`, before
+    a write is answered (default: `TROUPE_REDIS_FSYNC`)."""
     redis_port: int | None = Field(default=None, ge=1, le=65535)
     """Port of the embedded Redis; default: a free one."""
     threads: int | None = Field(default=None, ge=1)
@@ -41,6 +49,12 @@ class ClusterSettings(BaseModel):
     """How long a service may take until it is healthy."""
     stop_seconds: float = Field(default=15, gt=0)
     """How long a service may take to end before it is killed."""
+    max_restarts: int = Field(default=6, ge=0)
+    """Deaths of one service within two minutes after which it is given up."""
+    max_backoff_seconds: float = Field(default=8, gt=0)
+    """Longest pause before a service that died is started again."""
+    environment: dict[str, str] = {}
+    """Variables that every service gets besides."""
     log_format: str = "json"
     """`json` or `console`: how services write their logs."""
 

@@ -68,6 +68,18 @@ class Supervisor:
         for level in reversed(levels([c.spec for c in self.children.values()])):
             await asyncio.gather(*(self.children[name].stop() for name in level))
 
+    async def kill(self) -> None:
+        """End all children at once and without a word, as a power cut does."""
+        # No await in between: nobody is brought back before the last one is dead.
+        for child in self.children.values():
+            child.strike()
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._keepers.clear()
+        # One that a keeper was just starting.
+        await asyncio.gather(*(child.kill() for child in self.children.values()))
+
     async def _keep(self, child: Child) -> None:
         try:
             await child.keep()

@@ -1,23 +1,20 @@
 """The job specification: what a user writes in YAML, validated, one docstring per field."""
 
 from troupe.job.loading import JobSpecError, load_job, parse_job
-from troupe.job.spec import (
+from troupe.job.policy import EngineSpec, ModelSpec, OptimizerSpec, PacedSpec, PolicySpec
+from troupe.job.sections import (
     AgentSpec,
     AlgorithmSpec,
     CheckpointSpec,
-    EngineSpec,
     EvaluationSpec,
     FunctionSpec,
-    JobSpec,
     LimitsSpec,
     LoggingSpec,
-    ModelSpec,
-    OptimizerSpec,
     PipelineSpec,
-    PolicySpec,
     SamplingSpec,
     TasksSpec,
 )
+from troupe.job.spec import JobSpec
 
 __all__ = [
     "AgentSpec",
@@ -32,6 +29,7 @@ __all__ = [
     "LoggingSpec",
     "ModelSpec",
     "OptimizerSpec",
+    "PacedSpec",
     "PipelineSpec",
     "PolicySpec",
     "SamplingSpec",

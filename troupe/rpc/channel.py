@@ -9,6 +9,8 @@ goes on until the garbage collector finds the call.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Final
 
@@ -17,6 +19,7 @@ import structlog
 from opentelemetry import propagate
 
 from troupe.rpc.errors import InvalidArgument, from_rpc_error
+from troupe.rpc.faults import Twice, faults_of
 from troupe.rpc.settings import ClientSettings
 
 # What of the log's context travels with a call, as `troupe-job-id` and so on.
@@ -65,7 +68,7 @@ def channel_options(max_message_mib: int) -> list[tuple[str, Any]]:
         # By default a channel whose peer was away tries again only after up to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2_000),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", 500),
         # Channels of one process to one address must not share a broken connection's backoff.
         ("grpc.use_local_subchannel_pool", 1),
     ]
@@ -97,6 +100,8 @@ class _Common:
         self.settings = settings
         token = settings.token
         self._authorization = None if token is None else f"Bearer {token.get_secret_value()}"
+        # None but in tests of what happens when the network misbehaves.
+        self.faults = faults_of(address)
 
     def target(self, details: grpc.ClientCallDetails) -> str:
         method = details.method
@@ -140,8 +145,11 @@ class _AioUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
         timeout = common.timeout(details)
 
         async def attempt(left: float | None) -> Any:
-            call = await continuation(details._replace(timeout=left, metadata=metadata), request)
+            details_now = details._replace(timeout=left, metadata=metadata)
             try:
+                if common.faults is not None:
+                    return await self._misbehave(continuation, details_now, request)
+                call = await continuation(details_now, request)
                 await call
             except grpc.RpcError as error:
                 raise from_rpc_error(
@@ -150,6 +158,31 @@ class _AioUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
             return call
 
         return await common.settings.retry.run(attempt, timeout)
+
+    async def _misbehave(
+        self, continuation: Callable[[Any, Any], Awaitable[Any]], details: Any, request: Any
+    ) -> Any:
+        """The call, late or twice; once answered it is awaited. Raises `grpc.RpcError`."""
+        faults = self._common.faults
+        assert faults is not None
+        if pause := faults.pause():
+            await asyncio.sleep(pause)
+        twice = faults.twice(request)
+        call = await continuation(details, request)
+        if twice is Twice.TOGETHER:
+            second = await continuation(details, request)
+            try:
+                await second
+            except grpc.RpcError:
+                pass  # who repeats a message does not listen to its answer
+            except BaseException:
+                call.cancel()
+                raise
+        await call
+        if twice is Twice.AFTER:
+            call = await continuation(details, request)
+            await call
+        return call
 
 
 class _AioStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
@@ -191,7 +224,12 @@ class _Sync(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor)
         timeout = common.timeout(details)
 
         def attempt(left: float | None) -> Any:
-            outcome = continuation(_CallDetails(details, left, metadata), request)
+            details_now = _CallDetails(details, left, metadata)
+            if (faults := common.faults) is not None:
+                time.sleep(faults.pause())
+                if faults.twice(request) is not Twice.NO:
+                    continuation(details_now, request)
+            outcome = continuation(details_now, request)
             try:
                 outcome.result()
             except grpc.RpcError as error:

@@ -7,7 +7,7 @@ same step, and the simulator the same as both.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,23 +26,33 @@ class QueryPlan:
     seeds: tuple[int, ...]
 
 
-def plan_step(
-    *, job_seed: int, step: int, queries_per_step: int, group_size: int
+def plan_queries(
+    indexes: Iterable[int], *, job_seed: int, group_size: int, step: int | None
 ) -> tuple[QueryPlan, ...]:
-    """The queries of training step `step` (from 0): the next `queries_per_step` of the split."""
-    _require(step >= 0, "step", step)
-    _require(queries_per_step >= 1, "queries_per_step", queries_per_step)
+    """The queries at `indexes` of the training split, counted without end.
+
+    `step` is the one that they belong to; None where they may be carried from step to step: then
+    their trajectories are not named after one.
+    """
     _require(group_size >= 1, "group_size", group_size)
-    first = step * queries_per_step
+    _require(step is None or step >= 0, "step", step or 0)
+    home = "" if step is None else f"-s{step}"
     return tuple(
         QueryPlan(
             query_id=f"q{index}",
             index=index,
-            trajectory_ids=tuple(f"q{index}-s{step}-t{n}" for n in range(group_size)),
+            trajectory_ids=tuple(f"q{index}{home}-t{n}" for n in range(group_size)),
             seeds=tuple(seed_of(job_seed, "train", index, n) for n in range(group_size)),
         )
-        for index in range(first, first + queries_per_step)
+        for index in indexes
     )
+
+
+def index_of(query_id: str) -> int:
+    """Which item of the training split a query of `plan_queries` is."""
+    if not (query_id.startswith("q") and query_id[1:].isdecimal()):
+        raise ValueError(f"query_id = {query_id} was not planned here")
+    return int(query_id[1:])
 
 
 def plan_evaluation(*, job_seed: int, step: int, queries: int) -> tuple[QueryPlan, ...]:
@@ -71,15 +81,41 @@ def seed_of(job_seed: int, split: str, index: int, trajectory: int) -> int:
     return int.from_bytes(digest, "little") % (1 << _SEED_BITS)
 
 
-def holding_back(step: int, committed: Mapping[str, int], *, alpha: int = 0) -> tuple[str, ...]:
+def holding_back(
+    step: int, committed: Mapping[str, int], alpha: Mapping[str, int]
+) -> tuple[str, ...]:
     """The policies whose commits are missing before step `step` may open, sorted.
 
     `committed` says of each trained policy how many of its steps are committed and served by the
-    engines. On-policy modes wait for all of them (`alpha` 0); a trajectory of step s then starts
-    with a version at most `alpha` versions old.
+    engines, `alpha` its staleness bound (0 where none is named: the on-policy modes). A trajectory
+    of step s then starts with a version of at least s - alpha steps, and is trained by one of s.
     """
-    _require(alpha >= 0, "alpha", alpha)
-    return tuple(sorted(policy for policy, done in committed.items() if step - done > alpha))
+    for policy, bound in alpha.items():
+        _require(bound >= 0, f"alpha of {policy}", bound)
+    return tuple(
+        sorted(policy for policy, done in committed.items() if step - done > alpha.get(policy, 0))
+    )
+
+
+def too_old(
+    started: Mapping[str, int],
+    step: int,
+    *,
+    committed: Mapping[str, int],
+    versions: Mapping[str, int],
+    alpha: Mapping[str, int],
+) -> bool:
+    """Whether what a query's trajectories `started` with (policy -> version) may be more than
+    `alpha` versions old when step `step` is trained.
+
+    `versions` are those after the steps that are `committed`; every step in between may raise them
+    by one. A policy that has not spoken yet is no hindrance.
+    """
+    return any(
+        versions[policy] + max(0, step - committed[policy]) - version > alpha.get(policy, 0)
+        for policy, version in started.items()
+        if policy in versions
+    )
 
 
 def next_wave(sizes: Sequence[int], *, in_flight: int, limit: int) -> int:

@@ -86,6 +86,7 @@ class Sample(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
+    USES_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """{query}_{turn}_{trajectory}"""
     policy: _builtins.str
@@ -103,6 +104,8 @@ class Sample(_message.Message):
     """Temperature it was drawn at. `logprobs` are under softmax(logits / temperature), and so must
     be what they are compared with; absent or 0 (greedy) counts as 1.
     """
+    uses: _builtins.int
+    """Optimizer steps that it has contributed to; more than one only where the job replays."""
     @_builtins.property
     def prompt_ids(self) -> _common_pb2.Tensor:
         """int32 [prompt_len]"""
@@ -140,10 +143,11 @@ class Sample(_message.Message):
         state: _common_pb2.SampleState.ValueType = ...,
         finish_reason: _builtins.str = ...,
         temperature: _builtins.float | None = ...,
+        uses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_temperature", b"_temperature", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "reward", b"reward", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "columns", b"columns", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "policy", b"policy", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "columns", b"columns", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "policy", b"policy", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -165,7 +169,7 @@ class Column(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     json: _builtins.str
     ref: _builtins.str
-    """Key of a large value in the transfer layer."""
+    """Key of a large value in the transfer layer (one tensor, named "value")."""
     @_builtins.property
     def tensor(self) -> _common_pb2.Tensor: ...
     def __init__(
@@ -193,8 +197,16 @@ class CreateTablesRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     POLICIES_FIELD_NUMBER: _builtins.int
     REQUIRED_COLUMNS_FIELD_NUMBER: _builtins.int
+    MAX_USES_FIELD_NUMBER: _builtins.int
+    DROP_WITHOUT_SIGNAL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
+    max_uses: _builtins.int
+    """Optimizer steps that one sample may contribute to; 0 counts as 1. Above 1 a sample that was
+    trained returns in the policy's next step, until it was used so often.
+    """
+    drop_without_signal: _builtins.bool
+    """Groups whose rewards are all equal teach nothing: they are DROPPED as "no_signal"."""
     @_builtins.property
     def policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -208,10 +220,12 @@ class CreateTablesRequest(_message.Message):
         job_id: _builtins.str = ...,
         policies: _abc.Iterable[_builtins.str] | None = ...,
         required_columns: _abc.Iterable[_builtins.str] | None = ...,
+        max_uses: _builtins.int = ...,
+        drop_without_signal: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "policies", b"policies", "request_id", b"request_id", "required_columns", b"required_columns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drop_without_signal", b"drop_without_signal", "job_id", b"job_id", "max_uses", b"max_uses", "policies", b"policies", "request_id", b"request_id", "required_columns", b"required_columns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -262,11 +276,17 @@ class OpenStepRequest(_message.Message):
     VERSIONS_FIELD_NUMBER: _builtins.int
     QUERY_IDS_FIELD_NUMBER: _builtins.int
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    HELD_OPEN_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     step: _builtins.int
     group_size: _builtins.int
     """Trajectories per query."""
+    held_open: _builtins.bool
+    """Queries may join and leave (AmendStep); until it is closed the step is not sealed."""
+    cursor: _builtins.int
+    """First item of the tasks that no step has taken; the store only keeps it."""
     @_builtins.property
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version each trained policy rolls out with."""
@@ -282,10 +302,12 @@ class OpenStepRequest(_message.Message):
         versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         query_ids: _abc.Iterable[_builtins.str] | None = ...,
         group_size: _builtins.int = ...,
+        held_open: _builtins.bool = ...,
+        cursor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_size", b"group_size", "job_id", b"job_id", "query_ids", b"query_ids", "request_id", b"request_id", "step", b"step", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "group_size", b"group_size", "held_open", b"held_open", "job_id", b"job_id", "query_ids", b"query_ids", "request_id", b"request_id", "step", b"step", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,6 +338,85 @@ class OpenStepResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenStepResponse: _TypeAlias = OpenStepResponse  # noqa: Y015
+
+@_typing.final
+class AmendStepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    ADD_QUERY_IDS_FIELD_NUMBER: _builtins.int
+    DROP_QUERY_IDS_FIELD_NUMBER: _builtins.int
+    DROP_REASON_FIELD_NUMBER: _builtins.int
+    CARRY_QUERY_IDS_FIELD_NUMBER: _builtins.int
+    CARRY_TO_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    step: _builtins.int
+    drop_reason: _builtins.str
+    carry_to: _builtins.int
+    close: _builtins.bool
+    """From now on the roster stays as it is."""
+    cursor: _builtins.int
+    """Replaces the step's cursor when larger."""
+    @_builtins.property
+    def add_query_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def drop_query_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """These leave, unless complete: trajectories that have not ended are ABORTED, rows DROPPED."""
+
+    @_builtins.property
+    def carry_query_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """These go on in step `carry_to` (open, and held open), unless complete, with the rows that they
+        have. Calls that still name this step reach them there.
+        """
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+        add_query_ids: _abc.Iterable[_builtins.str] | None = ...,
+        drop_query_ids: _abc.Iterable[_builtins.str] | None = ...,
+        drop_reason: _builtins.str = ...,
+        carry_query_ids: _abc.Iterable[_builtins.str] | None = ...,
+        carry_to: _builtins.int = ...,
+        close: _builtins.bool = ...,
+        cursor: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_query_ids", b"add_query_ids", "carry_query_ids", b"carry_query_ids", "carry_to", b"carry_to", "close", b"close", "cursor", b"cursor", "drop_query_ids", b"drop_query_ids", "drop_reason", b"drop_reason", "job_id", b"job_id", "request_id", b"request_id", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AmendStepRequest: _TypeAlias = AmendStepRequest  # noqa: Y015
+
+@_typing.final
+class AmendStepResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPLETE_QUERY_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def complete_query_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that were to leave but are complete, and so stay."""
+
+    def __init__(
+        self,
+        *,
+        complete_query_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete_query_ids", b"complete_query_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AmendStepResponse: _TypeAlias = AmendStepResponse  # noqa: Y015
 
 @_typing.final
 class AppendTrajectoryRequest(_message.Message):
@@ -365,16 +466,20 @@ class AppendTrajectoryResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     accepted: _builtins.bool
     """False when this trajectory had ended before: nothing was written."""
+    step: _builtins.int
+    """The step that it counts for: another than asked for when its query was carried over."""
     def __init__(
         self,
         *,
         accepted: _builtins.bool = ...,
+        step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -413,6 +518,7 @@ class FillColumnsRequest(_message.Message):
     REWARD_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     DROP_REASON_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     step: _builtins.int
@@ -423,6 +529,12 @@ class FillColumnsRequest(_message.Message):
     """Instead of values: a missing column cannot be had, so the sample is DROPPED for this reason."""
     @_builtins.property
     def columns(self) -> _containers.MessageMap[_builtins.str, Global___Column]: ...
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleColumns]:
+        """Further samples of the same step and policy, as those of one trajectory that was scored. Each
+        is filled by itself: when one cannot be, the others are, and the call fails with its error.
+        """
+
     def __init__(
         self,
         *,
@@ -434,10 +546,11 @@ class FillColumnsRequest(_message.Message):
         reward: _builtins.float | None = ...,
         columns: _abc.Mapping[_builtins.str, Global___Column] | None = ...,
         drop_reason: _builtins.str = ...,
+        more: _abc.Iterable[Global___SampleColumns] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "columns", b"columns", "drop_reason", b"drop_reason", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "reward", b"reward", "sample_id", b"sample_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "columns", b"columns", "drop_reason", b"drop_reason", "job_id", b"job_id", "more", b"more", "policy", b"policy", "request_id", b"request_id", "reward", b"reward", "sample_id", b"sample_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -446,14 +559,94 @@ class FillColumnsRequest(_message.Message):
 Global___FillColumnsRequest: _TypeAlias = FillColumnsRequest  # noqa: Y015
 
 @_typing.final
+class SampleColumns(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ColumnsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___Column: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___Column | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
+    DROP_REASON_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.str
+    reward: _builtins.float
+    drop_reason: _builtins.str
+    @_builtins.property
+    def columns(self) -> _containers.MessageMap[_builtins.str, Global___Column]: ...
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.str = ...,
+        reward: _builtins.float | None = ...,
+        columns: _abc.Mapping[_builtins.str, Global___Column] | None = ...,
+        drop_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "columns", b"columns", "drop_reason", b"drop_reason", "reward", b"reward", "sample_id", b"sample_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+
+Global___SampleColumns: _TypeAlias = SampleColumns  # noqa: Y015
+
+@_typing.final
 class FillColumnsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    state: _common_pb2.SampleState.ValueType
+    accepted: _builtins.bool
+    """False when every value was there before (the first one stays): nothing was written."""
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleFilled]:
+        """One per sample in `more`."""
+
+    def __init__(
+        self,
+        *,
+        state: _common_pb2.SampleState.ValueType = ...,
+        accepted: _builtins.bool = ...,
+        more: _abc.Iterable[Global___SampleFilled] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "more", b"more", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FillColumnsResponse: _TypeAlias = FillColumnsResponse  # noqa: Y015
+
+@_typing.final
+class SampleFilled(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     state: _common_pb2.SampleState.ValueType
     accepted: _builtins.bool
-    """False when every value was there before (the first one stays): nothing was written."""
     def __init__(
         self,
         *,
@@ -466,7 +659,7 @@ class FillColumnsResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FillColumnsResponse: _TypeAlias = FillColumnsResponse  # noqa: Y015
+Global___SampleFilled: _TypeAlias = SampleFilled  # noqa: Y015
 
 @_typing.final
 class ClaimMicroBatchRequest(_message.Message):
@@ -481,6 +674,9 @@ class ClaimMicroBatchRequest(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    OLDEST_VERSION_FIELD_NUMBER: _builtins.int
+    WHOLE_GROUPS_FIELD_NUMBER: _builtins.int
+    BALANCE_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Becomes the claim's id: repeating the call returns the same samples."""
     job_id: _builtins.str
@@ -494,6 +690,12 @@ class ClaimMicroBatchRequest(_message.Message):
     lease_seconds: _builtins.float
     wait_seconds: _builtins.float
     """Wait for a full micro-batch at most this long."""
+    oldest_version: _builtins.int
+    """Groups with a sample that an older version began are DROPPED as "stale", never claimed."""
+    whole_groups: _builtins.bool
+    """Never split a group over two claims, even if that exceeds the bounds."""
+    balance_tokens: _builtins.bool
+    """Choose samples such that claims have about equally many tokens."""
     def __init__(
         self,
         *,
@@ -506,12 +708,17 @@ class ClaimMicroBatchRequest(_message.Message):
         max_tokens: _builtins.int = ...,
         lease_seconds: _builtins.float = ...,
         wait_seconds: _builtins.float = ...,
+        oldest_version: _builtins.int | None = ...,
+        whole_groups: _builtins.bool = ...,
+        balance_tokens: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "oldest_version", b"oldest_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimant", b"claimant", "job_id", b"job_id", "lease_seconds", b"lease_seconds", "max_samples", b"max_samples", "max_tokens", b"max_tokens", "policy", b"policy", "request_id", b"request_id", "step", b"step", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "balance_tokens", b"balance_tokens", "claimant", b"claimant", "job_id", b"job_id", "lease_seconds", b"lease_seconds", "max_samples", b"max_samples", "max_tokens", b"max_tokens", "oldest_version", b"oldest_version", "policy", b"policy", "request_id", b"request_id", "step", b"step", "wait_seconds", b"wait_seconds", "whole_groups", b"whole_groups"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__oldest_version: _TypeAlias = _typing.Literal["oldest_version"]  # noqa: Y015
+    _WhichOneofArgType__oldest_version: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_version) -> _WhichOneofReturnType__oldest_version | None: ...
 
 Global___ClaimMicroBatchRequest: _TypeAlias = ClaimMicroBatchRequest  # noqa: Y015
 
@@ -725,6 +932,7 @@ class CommitStepRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    SAMPLES_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
@@ -732,6 +940,10 @@ class CommitStepRequest(_message.Message):
     claimant: _builtins.str
     outcome: Global___StepOutcome.ValueType
     reason: _builtins.str
+    samples_digest: _builtins.int
+    """Sum modulo 2^64 of the xxh3-64 of the ids of the samples whose gradients were accumulated. A
+    commit whose claims give another one is refused. Absent when skipped or empty.
+    """
     @_builtins.property
     def claim_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -755,12 +967,15 @@ class CommitStepRequest(_message.Message):
         reason: _builtins.str = ...,
         weights: _common_pb2.WeightsRef | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        samples_digest: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_samples_digest", b"_samples_digest", "samples_digest", b"samples_digest", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim_ids", b"claim_ids", "claimant", b"claimant", "job_id", b"job_id", "metrics", b"metrics", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "step", b"step", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_samples_digest", b"_samples_digest", "claim_ids", b"claim_ids", "claimant", b"claimant", "job_id", b"job_id", "metrics", b"metrics", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "request_id", b"request_id", "samples_digest", b"samples_digest", "step", b"step", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__samples_digest: _TypeAlias = _typing.Literal["samples_digest"]  # noqa: Y015
+    _WhichOneofArgType__samples_digest: _TypeAlias = _typing.Literal["_samples_digest", b"_samples_digest"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_digest) -> _WhichOneofReturnType__samples_digest | None: ...
 
 Global___CommitStepRequest: _TypeAlias = CommitStepRequest  # noqa: Y015
 
@@ -820,11 +1035,13 @@ class StepCommit(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    SAMPLES_DIGEST_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     step: _builtins.int
     outcome: Global___StepOutcome.ValueType
     reason: _builtins.str
     num_samples: _builtins.int
+    samples_digest: _builtins.int
     @_builtins.property
     def weights(self) -> _common_pb2.WeightsRef: ...
     @_builtins.property
@@ -839,12 +1056,15 @@ class StepCommit(_message.Message):
         weights: _common_pb2.WeightsRef | None = ...,
         num_samples: _builtins.int = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        samples_digest: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_samples_digest", b"_samples_digest", "samples_digest", b"samples_digest", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "num_samples", b"num_samples", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "step", b"step", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_samples_digest", b"_samples_digest", "metrics", b"metrics", "num_samples", b"num_samples", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "samples_digest", b"samples_digest", "step", b"step", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__samples_digest: _TypeAlias = _typing.Literal["samples_digest"]  # noqa: Y015
+    _WhichOneofArgType__samples_digest: _TypeAlias = _typing.Literal["_samples_digest", b"_samples_digest"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_digest) -> _WhichOneofReturnType__samples_digest | None: ...
 
 Global___StepCommit: _TypeAlias = StepCommit  # noqa: Y015
 
@@ -854,17 +1074,25 @@ class GetStepRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    COUNTS_ONLY_FIELD_NUMBER: _builtins.int
+    WITH_QUERIES_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     step: _builtins.int
+    counts_only: _builtins.bool
+    """Leave out `ended_trajectory_ids`, which can be many."""
+    with_queries: _builtins.bool
+    """Fill `queries`."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         step: _builtins.int = ...,
+        counts_only: _builtins.bool = ...,
+        with_queries: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts_only", b"counts_only", "job_id", b"job_id", "step", b"step", "with_queries", b"with_queries"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -901,9 +1129,19 @@ class GetStepResponse(_message.Message):
     ENDED_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    QUERIES_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_ENDED_FIELD_NUMBER: _builtins.int
     open: _builtins.bool
     sealed: _builtins.bool
     """All trajectories of the step have ended."""
+    group_size: _builtins.int
+    closed: _builtins.bool
+    """No query can join or leave (any more)."""
+    cursor: _builtins.int
+    trajectories_ended: _builtins.int
     @_builtins.property
     def query_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -916,6 +1154,8 @@ class GetStepResponse(_message.Message):
 
     @_builtins.property
     def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyCounts]: ...
+    @_builtins.property
+    def queries(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueryStatus]: ...
     def __init__(
         self,
         *,
@@ -926,14 +1166,56 @@ class GetStepResponse(_message.Message):
         ended_trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
         commits: _abc.Iterable[Global___StepCommit] | None = ...,
         counts: _abc.Iterable[Global___PolicyCounts] | None = ...,
+        group_size: _builtins.int = ...,
+        closed: _builtins.bool = ...,
+        cursor: _builtins.int = ...,
+        queries: _abc.Iterable[Global___QueryStatus] | None = ...,
+        trajectories_ended: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "counts", b"counts", "ended_trajectory_ids", b"ended_trajectory_ids", "open", b"open", "query_ids", b"query_ids", "sealed", b"sealed", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "commits", b"commits", "counts", b"counts", "cursor", b"cursor", "ended_trajectory_ids", b"ended_trajectory_ids", "group_size", b"group_size", "open", b"open", "queries", b"queries", "query_ids", b"query_ids", "sealed", b"sealed", "trajectories_ended", b"trajectories_ended", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStepResponse: _TypeAlias = GetStepResponse  # noqa: Y015
+
+@_typing.final
+class QueryStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUERY_ID_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_ENDED_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    query_id: _builtins.str
+    trajectories_ended: _builtins.int
+    complete: _builtins.bool
+    """All trajectories have ended."""
+    samples: _builtins.int
+    """Rows in all tables of the step, and those of them that were not dropped."""
+    kept: _builtins.int
+    pending: _builtins.int
+    """Rows that miss a column or a member of their group."""
+    def __init__(
+        self,
+        *,
+        query_id: _builtins.str = ...,
+        trajectories_ended: _builtins.int = ...,
+        complete: _builtins.bool = ...,
+        samples: _builtins.int = ...,
+        kept: _builtins.int = ...,
+        pending: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "kept", b"kept", "pending", b"pending", "query_id", b"query_id", "samples", b"samples", "trajectories_ended", b"trajectories_ended"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueryStatus: _TypeAlias = QueryStatus  # noqa: Y015
 
 @_typing.final
 class PolicyCounts(_message.Message):
@@ -967,6 +1249,7 @@ class PolicyCounts(_message.Message):
     TRAINED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     DROP_REASONS_FIELD_NUMBER: _builtins.int
+    GROUPS_WITHOUT_SIGNAL_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     step: _builtins.int
     pending: _builtins.int
@@ -974,6 +1257,8 @@ class PolicyCounts(_message.Message):
     claimed: _builtins.int
     trained: _builtins.int
     dropped: _builtins.int
+    groups_without_signal: _builtins.int
+    """Groups of this policy that were dropped as "no_signal"."""
     @_builtins.property
     def drop_reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Reason -> samples or trajectories dropped for it."""
@@ -989,10 +1274,11 @@ class PolicyCounts(_message.Message):
         trained: _builtins.int = ...,
         dropped: _builtins.int = ...,
         drop_reasons: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        groups_without_signal: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "drop_reasons", b"drop_reasons", "dropped", b"dropped", "pending", b"pending", "policy", b"policy", "ready", b"ready", "step", b"step", "trained", b"trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "drop_reasons", b"drop_reasons", "dropped", b"dropped", "groups_without_signal", b"groups_without_signal", "pending", b"pending", "policy", b"policy", "ready", b"ready", "step", b"step", "trained", b"trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1027,11 +1313,23 @@ class TableStatus(_message.Message):
     TRAJECTORIES_EXPECTED_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_ENDED_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
+    CLOSED_FIELD_NUMBER: _builtins.int
+    QUERIES_COMPLETE_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    OVER_HIGH_WATER_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     step: _builtins.int
     sealed: _builtins.bool
     trajectories_expected: _builtins.int
     trajectories_ended: _builtins.int
+    closed: _builtins.bool
+    queries_complete: _builtins.int
+    """Queries all of whose trajectories have ended."""
+    payload_bytes: _builtins.int
+    """Payload bytes that the store holds, over all jobs, and whether that is above its high-water
+    mark: then rows of any step but the oldest uncommitted one are pushed back.
+    """
+    over_high_water: _builtins.bool
     @_builtins.property
     def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyCounts]: ...
     def __init__(
@@ -1043,10 +1341,14 @@ class TableStatus(_message.Message):
         trajectories_expected: _builtins.int = ...,
         trajectories_ended: _builtins.int = ...,
         counts: _abc.Iterable[Global___PolicyCounts] | None = ...,
+        closed: _builtins.bool = ...,
+        queries_complete: _builtins.int = ...,
+        payload_bytes: _builtins.int = ...,
+        over_high_water: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "job_id", b"job_id", "sealed", b"sealed", "step", b"step", "trajectories_ended", b"trajectories_ended", "trajectories_expected", b"trajectories_expected"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "counts", b"counts", "job_id", b"job_id", "over_high_water", b"over_high_water", "payload_bytes", b"payload_bytes", "queries_complete", b"queries_complete", "sealed", b"sealed", "step", b"step", "trajectories_ended", b"trajectories_ended", "trajectories_expected", b"trajectories_expected"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1122,17 +1424,21 @@ class DropTablesRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
+    PURGE_LOG_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
+    purge_log: _builtins.bool
+    """Free the log too: afterwards nothing is known of the job."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         job_id: _builtins.str = ...,
+        purge_log: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "purge_log", b"purge_log", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1152,3 +1458,419 @@ class DropTablesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropTablesResponse: _TypeAlias = DropTablesResponse  # noqa: Y015
+
+@_typing.final
+class DescribeTablesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeTablesRequest: _TypeAlias = DescribeTablesRequest  # noqa: Y015
+
+@_typing.final
+class DescribeTablesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLES_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    HIGH_WATER_BYTES_FIELD_NUMBER: _builtins.int
+    OVER_HIGH_WATER_FIELD_NUMBER: _builtins.int
+    REDIS_BYTES_FIELD_NUMBER: _builtins.int
+    payload_bytes: _builtins.int
+    high_water_bytes: _builtins.int
+    """0: unbounded."""
+    over_high_water: _builtins.bool
+    redis_bytes: _builtins.int
+    """Redis' own account of its memory."""
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableSummary]: ...
+    def __init__(
+        self,
+        *,
+        tables: _abc.Iterable[Global___TableSummary] | None = ...,
+        payload_bytes: _builtins.int = ...,
+        high_water_bytes: _builtins.int = ...,
+        over_high_water: _builtins.bool = ...,
+        redis_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["high_water_bytes", b"high_water_bytes", "over_high_water", b"over_high_water", "payload_bytes", b"payload_bytes", "redis_bytes", b"redis_bytes", "tables", b"tables"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeTablesResponse: _TypeAlias = DescribeTablesResponse  # noqa: Y015
+
+@_typing.final
+class TableSummary(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DropReasonsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    COMMITTED_STEP_FIELD_NUMBER: _builtins.int
+    NEWEST_STEP_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    CLAIMED_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    DROP_REASONS_FIELD_NUMBER: _builtins.int
+    OLDEST_PENDING_SECONDS_FIELD_NUMBER: _builtins.int
+    OLDEST_PENDING_SAMPLE_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    version: _builtins.int
+    """Version and step of the newest commit; -1 before the first."""
+    committed_step: _builtins.int
+    newest_step: _builtins.int
+    """Newest open step; -1 when none was opened. The table lags by what lies between."""
+    pending: _builtins.int
+    """Over all uncommitted steps."""
+    ready: _builtins.int
+    claimed: _builtins.int
+    trained: _builtins.int
+    """Since the job began."""
+    dropped: _builtins.int
+    oldest_pending_seconds: _builtins.float
+    """Age of the oldest sample that waits for a column or for its group; 0 when none does."""
+    oldest_pending_sample: _builtins.str
+    payload_bytes: _builtins.int
+    """Payloads of this table."""
+    @_builtins.property
+    def drop_reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        version: _builtins.int = ...,
+        committed_step: _builtins.int = ...,
+        newest_step: _builtins.int = ...,
+        pending: _builtins.int = ...,
+        ready: _builtins.int = ...,
+        claimed: _builtins.int = ...,
+        trained: _builtins.int = ...,
+        dropped: _builtins.int = ...,
+        drop_reasons: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        oldest_pending_seconds: _builtins.float = ...,
+        oldest_pending_sample: _builtins.str = ...,
+        payload_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claimed", b"claimed", "committed_step", b"committed_step", "drop_reasons", b"drop_reasons", "dropped", b"dropped", "newest_step", b"newest_step", "oldest_pending_sample", b"oldest_pending_sample", "oldest_pending_seconds", b"oldest_pending_seconds", "payload_bytes", b"payload_bytes", "pending", b"pending", "policy", b"policy", "ready", b"ready", "trained", b"trained", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TableSummary: _TypeAlias = TableSummary  # noqa: Y015
+
+@_typing.final
+class AuditTablesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditTablesRequest: _TypeAlias = AuditTablesRequest  # noqa: Y015
+
+@_typing.final
+class AuditTablesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TrajectoriesByStateEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    POLICIES_FIELD_NUMBER: _builtins.int
+    VIOLATIONS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_ADMITTED_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_ENDED_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_BY_STATE_FIELD_NUMBER: _builtins.int
+    steps: _builtins.int
+    trajectories_admitted: _builtins.int
+    trajectories_ended: _builtins.int
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyAudit]: ...
+    @_builtins.property
+    def violations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What contradicts the promise, in words; empty when it holds."""
+
+    @_builtins.property
+    def trajectories_by_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        policies: _abc.Iterable[Global___PolicyAudit] | None = ...,
+        violations: _abc.Iterable[_builtins.str] | None = ...,
+        steps: _builtins.int = ...,
+        trajectories_admitted: _builtins.int = ...,
+        trajectories_ended: _builtins.int = ...,
+        trajectories_by_state: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies", "steps", b"steps", "trajectories_admitted", b"trajectories_admitted", "trajectories_by_state", b"trajectories_by_state", "trajectories_ended", b"trajectories_ended", "violations", b"violations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuditTablesResponse: _TypeAlias = AuditTablesResponse  # noqa: Y015
+
+@_typing.final
+class PolicyAudit(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DropReasonsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    APPENDED_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    LIVE_FIELD_NUMBER: _builtins.int
+    DROP_REASONS_FIELD_NUMBER: _builtins.int
+    STEPS_APPLIED_FIELD_NUMBER: _builtins.int
+    STEPS_SKIPPED_FIELD_NUMBER: _builtins.int
+    STEPS_EMPTY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    DUPLICATED_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    appended: _builtins.int
+    trained: _builtins.int
+    dropped: _builtins.int
+    live: _builtins.int
+    """In steps that are not committed yet."""
+    steps_applied: _builtins.int
+    steps_skipped: _builtins.int
+    steps_empty: _builtins.int
+    version: _builtins.int
+    lost: _builtins.int
+    """Appended, but neither trained nor dropped nor live."""
+    duplicated: _builtins.int
+    """Uses beyond what the job allows."""
+    @_builtins.property
+    def drop_reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        appended: _builtins.int = ...,
+        trained: _builtins.int = ...,
+        dropped: _builtins.int = ...,
+        live: _builtins.int = ...,
+        drop_reasons: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        steps_applied: _builtins.int = ...,
+        steps_skipped: _builtins.int = ...,
+        steps_empty: _builtins.int = ...,
+        version: _builtins.int = ...,
+        lost: _builtins.int = ...,
+        duplicated: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended", b"appended", "drop_reasons", b"drop_reasons", "dropped", b"dropped", "duplicated", b"duplicated", "live", b"live", "lost", b"lost", "policy", b"policy", "steps_applied", b"steps_applied", "steps_empty", b"steps_empty", "steps_skipped", b"steps_skipped", "trained", b"trained", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyAudit: _TypeAlias = PolicyAudit  # noqa: Y015
+
+@_typing.final
+class ReadLogRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    FROM_STEP_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    policy: _builtins.str
+    from_step: _builtins.int
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        from_step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_step", b"from_step", "job_id", b"job_id", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadLogRequest: _TypeAlias = ReadLogRequest  # noqa: Y015
+
+@_typing.final
+class LoggedStep(_message.Message):
+    """A step of many samples comes in several of these, which differ in nothing but their samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DropReasonsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STEP_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    DROP_REASONS_FIELD_NUMBER: _builtins.int
+    JOB_OVER_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    job_over: _builtins.bool
+    """The tables were dropped before the step was committed."""
+    @_builtins.property
+    def commit(self) -> Global___StepCommit:
+        """Absent while the step is live, and when the tables were dropped before."""
+
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoggedSample]:
+        """In order of their ids."""
+
+    @_builtins.property
+    def drop_reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Reason -> samples or trajectories dropped for it."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        commit: Global___StepCommit | None = ...,
+        samples: _abc.Iterable[Global___LoggedSample] | None = ...,
+        drop_reasons: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        job_over: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit", b"_commit", "commit", b"commit", "drop_reasons", b"drop_reasons", "job_over", b"job_over", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__commit: _TypeAlias = _typing.Literal["commit"]  # noqa: Y015
+    _WhichOneofArgType__commit: _TypeAlias = _typing.Literal["_commit", b"_commit"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__commit) -> _WhichOneofReturnType__commit | None: ...
+
+Global___LoggedStep: _TypeAlias = LoggedStep  # noqa: Y015
+
+@_typing.final
+class LoggedSample(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    USES_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    ORIGIN_STEP_FIELD_NUMBER: _builtins.int
+    sample_id: _builtins.str
+    state: _common_pb2.SampleState.ValueType
+    reason: _builtins.str
+    uses: _builtins.int
+    trajectory_id: _builtins.str
+    origin_step: _builtins.int
+    """The step that it was appended to, where it came back from there (max_uses) in this one."""
+    def __init__(
+        self,
+        *,
+        sample_id: _builtins.str = ...,
+        state: _common_pb2.SampleState.ValueType = ...,
+        reason: _builtins.str = ...,
+        uses: _builtins.int = ...,
+        trajectory_id: _builtins.str = ...,
+        origin_step: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_origin_step", b"_origin_step", "origin_step", b"origin_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_origin_step", b"_origin_step", "origin_step", b"origin_step", "reason", b"reason", "sample_id", b"sample_id", "state", b"state", "trajectory_id", b"trajectory_id", "uses", b"uses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__origin_step: _TypeAlias = _typing.Literal["origin_step"]  # noqa: Y015
+    _WhichOneofArgType__origin_step: _TypeAlias = _typing.Literal["_origin_step", b"_origin_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__origin_step) -> _WhichOneofReturnType__origin_step | None: ...
+
+Global___LoggedSample: _TypeAlias = LoggedSample  # noqa: Y015

@@ -45,6 +45,11 @@ class ExperienceStoreStub:
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.OpenStepRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_experience__store__pb2.OpenStepResponse.FromString,
                 _registered_method=True)
+        self.AmendStep = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/AmendStep',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.AmendStepRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.AmendStepResponse.FromString,
+                _registered_method=True)
         self.AppendTrajectory = channel.unary_unary(
                 '/troupe.v1.ExperienceStore/AppendTrajectory',
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.AppendTrajectoryRequest.SerializeToString,
@@ -90,6 +95,21 @@ class ExperienceStoreStub:
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.ListSamplesRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_experience__store__pb2.ListSamplesResponse.FromString,
                 _registered_method=True)
+        self.DescribeTables = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/DescribeTables',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.DescribeTablesRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.DescribeTablesResponse.FromString,
+                _registered_method=True)
+        self.AuditTables = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/AuditTables',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.AuditTablesRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.AuditTablesResponse.FromString,
+                _registered_method=True)
+        self.ReadLog = channel.unary_stream(
+                '/troupe.v1.ExperienceStore/ReadLog',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.ReadLogRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.LoggedStep.FromString,
+                _registered_method=True)
         self.DropTables = channel.unary_unary(
                 '/troupe.v1.ExperienceStore/DropTables',
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.DropTablesRequest.SerializeToString,
@@ -110,6 +130,13 @@ class ExperienceStoreServicer:
 
     def OpenStep(self, request, context):
         """Admits a step: the durable list of the groups that it consists of.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AmendStep(self, request, context):
+        """Changes the roster of a step that was opened with `held_open`, at one stroke.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,8 +202,30 @@ class ExperienceStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeTables(self, request, context):
+        """What every table of a job holds now, over all its steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AuditTables(self, request, context):
+        """Checks from the log that every sample was trained once or dropped with a reason.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadLog(self, request, context):
+        """The log behind the audit: what became of every sample of a policy, step by step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DropTables(self, request, context):
-        """Frees everything of a job.
+        """Frees the payloads and the bookkeeping of a job. Its log stays, so that AuditTables and ReadLog
+        answer as before; rows of steps that were not committed are DROPPED there as "job_over".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,6 +243,11 @@ def add_ExperienceStoreServicer_to_server(servicer, server):
                     servicer.OpenStep,
                     request_deserializer=troupe_dot_v1_dot_experience__store__pb2.OpenStepRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_experience__store__pb2.OpenStepResponse.SerializeToString,
+            ),
+            'AmendStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.AmendStep,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.AmendStepRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.AmendStepResponse.SerializeToString,
             ),
             'AppendTrajectory': grpc.unary_unary_rpc_method_handler(
                     servicer.AppendTrajectory,
@@ -239,6 +293,21 @@ def add_ExperienceStoreServicer_to_server(servicer, server):
                     servicer.ListSamples,
                     request_deserializer=troupe_dot_v1_dot_experience__store__pb2.ListSamplesRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_experience__store__pb2.ListSamplesResponse.SerializeToString,
+            ),
+            'DescribeTables': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeTables,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.DescribeTablesRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.DescribeTablesResponse.SerializeToString,
+            ),
+            'AuditTables': grpc.unary_unary_rpc_method_handler(
+                    servicer.AuditTables,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.AuditTablesRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.AuditTablesResponse.SerializeToString,
+            ),
+            'ReadLog': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadLog,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.ReadLogRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.LoggedStep.SerializeToString,
             ),
             'DropTables': grpc.unary_unary_rpc_method_handler(
                     servicer.DropTables,
@@ -301,6 +370,33 @@ class ExperienceStore:
             '/troupe.v1.ExperienceStore/OpenStep',
             troupe_dot_v1_dot_experience__store__pb2.OpenStepRequest.SerializeToString,
             troupe_dot_v1_dot_experience__store__pb2.OpenStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AmendStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/AmendStep',
+            troupe_dot_v1_dot_experience__store__pb2.AmendStepRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.AmendStepResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -544,6 +640,87 @@ class ExperienceStore:
             '/troupe.v1.ExperienceStore/ListSamples',
             troupe_dot_v1_dot_experience__store__pb2.ListSamplesRequest.SerializeToString,
             troupe_dot_v1_dot_experience__store__pb2.ListSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeTables(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/DescribeTables',
+            troupe_dot_v1_dot_experience__store__pb2.DescribeTablesRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.DescribeTablesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AuditTables(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/AuditTables',
+            troupe_dot_v1_dot_experience__store__pb2.AuditTablesRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.AuditTablesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/ReadLog',
+            troupe_dot_v1_dot_experience__store__pb2.ReadLogRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.LoggedStep.FromString,
             options,
             channel_credentials,
             insecure,

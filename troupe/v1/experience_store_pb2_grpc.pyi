@@ -37,6 +37,8 @@ class ExperienceStoreStub:
     """Declares the trained policies of a job. Idempotent."""
     OpenStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.OpenStepRequest, _experience_store_pb2.OpenStepResponse]
     """Admits a step: the durable list of the groups that it consists of."""
+    AmendStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.AmendStepRequest, _experience_store_pb2.AmendStepResponse]
+    """Changes the roster of a step that was opened with `held_open`, at one stroke."""
     AppendTrajectory: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.AppendTrajectoryRequest, _experience_store_pb2.AppendTrajectoryResponse]
     """Ends one trajectory: its rows for every policy, or the reason why it has none."""
     FillColumns: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.FillColumnsRequest, _experience_store_pb2.FillColumnsResponse]
@@ -52,8 +54,16 @@ class ExperienceStoreStub:
     WatchTables: _grpc.UnaryStreamMultiCallable[_experience_store_pb2.WatchTablesRequest, _experience_store_pb2.TableStatus]
     """Pushes the counts of a job's tables whenever they change."""
     ListSamples: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ListSamplesRequest, _experience_store_pb2.ListSamplesResponse]
+    DescribeTables: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeTablesRequest, _experience_store_pb2.DescribeTablesResponse]
+    """What every table of a job holds now, over all its steps."""
+    AuditTables: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.AuditTablesRequest, _experience_store_pb2.AuditTablesResponse]
+    """Checks from the log that every sample was trained once or dropped with a reason."""
+    ReadLog: _grpc.UnaryStreamMultiCallable[_experience_store_pb2.ReadLogRequest, _experience_store_pb2.LoggedStep]
+    """The log behind the audit: what became of every sample of a policy, step by step."""
     DropTables: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DropTablesRequest, _experience_store_pb2.DropTablesResponse]
-    """Frees everything of a job."""
+    """Frees the payloads and the bookkeeping of a job. Its log stays, so that AuditTables and ReadLog
+    answer as before; rows of steps that were not committed are DROPPED there as "job_over".
+    """
 
 @_typing.type_check_only
 class ExperienceStoreAsyncStub(ExperienceStoreStub):
@@ -64,6 +74,8 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     """Declares the trained policies of a job. Idempotent."""
     OpenStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.OpenStepRequest, _experience_store_pb2.OpenStepResponse]  # type: ignore[assignment]
     """Admits a step: the durable list of the groups that it consists of."""
+    AmendStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.AmendStepRequest, _experience_store_pb2.AmendStepResponse]  # type: ignore[assignment]
+    """Changes the roster of a step that was opened with `held_open`, at one stroke."""
     AppendTrajectory: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.AppendTrajectoryRequest, _experience_store_pb2.AppendTrajectoryResponse]  # type: ignore[assignment]
     """Ends one trajectory: its rows for every policy, or the reason why it has none."""
     FillColumns: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.FillColumnsRequest, _experience_store_pb2.FillColumnsResponse]  # type: ignore[assignment]
@@ -79,8 +91,16 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     WatchTables: _aio.UnaryStreamMultiCallable[_experience_store_pb2.WatchTablesRequest, _experience_store_pb2.TableStatus]  # type: ignore[assignment]
     """Pushes the counts of a job's tables whenever they change."""
     ListSamples: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ListSamplesRequest, _experience_store_pb2.ListSamplesResponse]  # type: ignore[assignment]
+    DescribeTables: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeTablesRequest, _experience_store_pb2.DescribeTablesResponse]  # type: ignore[assignment]
+    """What every table of a job holds now, over all its steps."""
+    AuditTables: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.AuditTablesRequest, _experience_store_pb2.AuditTablesResponse]  # type: ignore[assignment]
+    """Checks from the log that every sample was trained once or dropped with a reason."""
+    ReadLog: _aio.UnaryStreamMultiCallable[_experience_store_pb2.ReadLogRequest, _experience_store_pb2.LoggedStep]  # type: ignore[assignment]
+    """The log behind the audit: what became of every sample of a policy, step by step."""
     DropTables: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DropTablesRequest, _experience_store_pb2.DropTablesResponse]  # type: ignore[assignment]
-    """Frees everything of a job."""
+    """Frees the payloads and the bookkeeping of a job. Its log stays, so that AuditTables and ReadLog
+    answer as before; rows of steps that were not committed are DROPPED there as "job_over".
+    """
 
 class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
     """Every mutating call carries `request_id`; repeating it has no second effect."""
@@ -100,6 +120,14 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.OpenStepResponse, _abc.Awaitable[_experience_store_pb2.OpenStepResponse]]:
         """Admits a step: the durable list of the groups that it consists of."""
+
+    @_abc_1.abstractmethod
+    def AmendStep(
+        self,
+        request: _experience_store_pb2.AmendStepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.AmendStepResponse, _abc.Awaitable[_experience_store_pb2.AmendStepResponse]]:
+        """Changes the roster of a step that was opened with `held_open`, at one stroke."""
 
     @_abc_1.abstractmethod
     def AppendTrajectory(
@@ -171,11 +199,37 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_experience_store_pb2.ListSamplesResponse, _abc.Awaitable[_experience_store_pb2.ListSamplesResponse]]: ...
 
     @_abc_1.abstractmethod
+    def DescribeTables(
+        self,
+        request: _experience_store_pb2.DescribeTablesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.DescribeTablesResponse, _abc.Awaitable[_experience_store_pb2.DescribeTablesResponse]]:
+        """What every table of a job holds now, over all its steps."""
+
+    @_abc_1.abstractmethod
+    def AuditTables(
+        self,
+        request: _experience_store_pb2.AuditTablesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.AuditTablesResponse, _abc.Awaitable[_experience_store_pb2.AuditTablesResponse]]:
+        """Checks from the log that every sample was trained once or dropped with a reason."""
+
+    @_abc_1.abstractmethod
+    def ReadLog(
+        self,
+        request: _experience_store_pb2.ReadLogRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_experience_store_pb2.LoggedStep], _abc.AsyncIterator[_experience_store_pb2.LoggedStep]]:
+        """The log behind the audit: what became of every sample of a policy, step by step."""
+
+    @_abc_1.abstractmethod
     def DropTables(
         self,
         request: _experience_store_pb2.DropTablesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.DropTablesResponse, _abc.Awaitable[_experience_store_pb2.DropTablesResponse]]:
-        """Frees everything of a job."""
+        """Frees the payloads and the bookkeeping of a job. Its log stays, so that AuditTables and ReadLog
+        answer as before; rows of steps that were not committed are DROPPED there as "job_over".
+        """
 
 def add_ExperienceStoreServicer_to_server(servicer: ExperienceStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

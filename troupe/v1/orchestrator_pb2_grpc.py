@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from troupe.v1 import experience_store_pb2 as troupe_dot_v1_dot_experience__store__pb2
 from troupe.v1 import orchestrator_pb2 as troupe_dot_v1_dot_orchestrator__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -69,6 +70,11 @@ class OrchestratorStub:
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.CancelJobResponse.FromString,
                 _registered_method=True)
+        self.ForgetJob = channel.unary_unary(
+                '/troupe.v1.Orchestrator/ForgetJob',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ForgetJobRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ForgetJobResponse.FromString,
+                _registered_method=True)
         self.ListVersions = channel.unary_unary(
                 '/troupe.v1.Orchestrator/ListVersions',
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ListVersionsRequest.SerializeToString,
@@ -98,6 +104,21 @@ class OrchestratorStub:
                 '/troupe.v1.Orchestrator/GetTrajectory',
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryResponse.FromString,
+                _registered_method=True)
+        self.ListSamples = channel.unary_unary(
+                '/troupe.v1.Orchestrator/ListSamples',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.ListSamplesRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.ListSamplesResponse.FromString,
+                _registered_method=True)
+        self.DescribeTables = channel.unary_unary(
+                '/troupe.v1.Orchestrator/DescribeTables',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.DescribeTablesRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.DescribeTablesResponse.FromString,
+                _registered_method=True)
+        self.AuditJob = channel.unary_unary(
+                '/troupe.v1.Orchestrator/AuditJob',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.AuditJobRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.AuditJobResponse.FromString,
                 _registered_method=True)
         self.GetCluster = channel.unary_unary(
                 '/troupe.v1.Orchestrator/GetCluster',
@@ -168,6 +189,14 @@ class OrchestratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetJob(self, request, context):
+        """Frees the rows that a job which has ended still holds, for a resume. It cannot be resumed then;
+        its log, metrics and checkpoints stay. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListVersions(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -201,6 +230,26 @@ class OrchestratorServicer:
 
     def GetTrajectory(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSamples(self, request, context):
+        """Rows of a job's tables, from the experience store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeTables(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AuditJob(self, request, context):
+        """The store's audit, and whether the ledger of versions agrees with it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -271,6 +320,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.CancelJobRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.CancelJobResponse.SerializeToString,
             ),
+            'ForgetJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetJob,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ForgetJobRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.ForgetJobResponse.SerializeToString,
+            ),
             'ListVersions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListVersions,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ListVersionsRequest.FromString,
@@ -300,6 +354,21 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.GetTrajectory,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryResponse.SerializeToString,
+            ),
+            'ListSamples': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSamples,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.ListSamplesRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.ListSamplesResponse.SerializeToString,
+            ),
+            'DescribeTables': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeTables,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.DescribeTablesRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.DescribeTablesResponse.SerializeToString,
+            ),
+            'AuditJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.AuditJob,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.AuditJobRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.AuditJobResponse.SerializeToString,
             ),
             'GetCluster': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCluster,
@@ -522,6 +591,33 @@ class Orchestrator:
             _registered_method=True)
 
     @staticmethod
+    def ForgetJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/ForgetJob',
+            troupe_dot_v1_dot_orchestrator__pb2.ForgetJobRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.ForgetJobResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListVersions(request,
             target,
             options=(),
@@ -673,6 +769,87 @@ class Orchestrator:
             '/troupe.v1.Orchestrator/GetTrajectory',
             troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryRequest.SerializeToString,
             troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSamples(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/ListSamples',
+            troupe_dot_v1_dot_experience__store__pb2.ListSamplesRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.ListSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeTables(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/DescribeTables',
+            troupe_dot_v1_dot_experience__store__pb2.DescribeTablesRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.DescribeTablesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AuditJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/AuditJob',
+            troupe_dot_v1_dot_orchestrator__pb2.AuditJobRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.AuditJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ The only door for users; the ledger of versions; the placement of work."""
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from troupe.v1 import experience_store_pb2 as _experience_store_pb2
 from troupe.v1 import orchestrator_pb2 as _orchestrator_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -40,6 +41,10 @@ class OrchestratorStub:
     ResumeJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeJobRequest, _orchestrator_pb2.ResumeJobResponse]
     """Continues a paused job, or one that failed or was cancelled, from its last committed step."""
     CancelJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelJobRequest, _orchestrator_pb2.CancelJobResponse]
+    ForgetJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ForgetJobRequest, _orchestrator_pb2.ForgetJobResponse]
+    """Frees the rows that a job which has ended still holds, for a resume. It cannot be resumed then;
+    its log, metrics and checkpoints stay. Idempotent.
+    """
     ListVersions: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListVersionsRequest, _orchestrator_pb2.ListVersionsResponse]
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListCheckpointsRequest, _orchestrator_pb2.ListCheckpointsResponse]
     ExportCheckpoint: _grpc.UnaryStreamMultiCallable[_orchestrator_pb2.ExportCheckpointRequest, _orchestrator_pb2.ExportCheckpointResponse]
@@ -47,6 +52,11 @@ class OrchestratorStub:
     ListMetrics: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListMetricsRequest, _orchestrator_pb2.ListMetricsResponse]
     ListTrajectories: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListTrajectoriesRequest, _orchestrator_pb2.ListTrajectoriesResponse]
     GetTrajectory: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetTrajectoryRequest, _orchestrator_pb2.GetTrajectoryResponse]
+    ListSamples: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ListSamplesRequest, _experience_store_pb2.ListSamplesResponse]
+    """Rows of a job's tables, from the experience store."""
+    DescribeTables: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeTablesRequest, _experience_store_pb2.DescribeTablesResponse]
+    AuditJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.AuditJobRequest, _orchestrator_pb2.AuditJobResponse]
+    """The store's audit, and whether the ledger of versions agrees with it."""
     GetCluster: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetClusterRequest, _orchestrator_pb2.GetClusterResponse]
     """One picture of what every service does now."""
     GeneratePolicy: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GeneratePolicyRequest, _orchestrator_pb2.GeneratePolicyResponse]
@@ -68,6 +78,10 @@ class OrchestratorAsyncStub(OrchestratorStub):
     ResumeJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ResumeJobRequest, _orchestrator_pb2.ResumeJobResponse]  # type: ignore[assignment]
     """Continues a paused job, or one that failed or was cancelled, from its last committed step."""
     CancelJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelJobRequest, _orchestrator_pb2.CancelJobResponse]  # type: ignore[assignment]
+    ForgetJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ForgetJobRequest, _orchestrator_pb2.ForgetJobResponse]  # type: ignore[assignment]
+    """Frees the rows that a job which has ended still holds, for a resume. It cannot be resumed then;
+    its log, metrics and checkpoints stay. Idempotent.
+    """
     ListVersions: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListVersionsRequest, _orchestrator_pb2.ListVersionsResponse]  # type: ignore[assignment]
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListCheckpointsRequest, _orchestrator_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
     ExportCheckpoint: _aio.UnaryStreamMultiCallable[_orchestrator_pb2.ExportCheckpointRequest, _orchestrator_pb2.ExportCheckpointResponse]  # type: ignore[assignment]
@@ -75,6 +89,11 @@ class OrchestratorAsyncStub(OrchestratorStub):
     ListMetrics: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListMetricsRequest, _orchestrator_pb2.ListMetricsResponse]  # type: ignore[assignment]
     ListTrajectories: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListTrajectoriesRequest, _orchestrator_pb2.ListTrajectoriesResponse]  # type: ignore[assignment]
     GetTrajectory: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetTrajectoryRequest, _orchestrator_pb2.GetTrajectoryResponse]  # type: ignore[assignment]
+    ListSamples: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ListSamplesRequest, _experience_store_pb2.ListSamplesResponse]  # type: ignore[assignment]
+    """Rows of a job's tables, from the experience store."""
+    DescribeTables: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeTablesRequest, _experience_store_pb2.DescribeTablesResponse]  # type: ignore[assignment]
+    AuditJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.AuditJobRequest, _orchestrator_pb2.AuditJobResponse]  # type: ignore[assignment]
+    """The store's audit, and whether the ledger of versions agrees with it."""
     GetCluster: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetClusterRequest, _orchestrator_pb2.GetClusterResponse]  # type: ignore[assignment]
     """One picture of what every service does now."""
     GeneratePolicy: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GeneratePolicyRequest, _orchestrator_pb2.GeneratePolicyResponse]  # type: ignore[assignment]
@@ -137,6 +156,16 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_orchestrator_pb2.CancelJobResponse, _abc.Awaitable[_orchestrator_pb2.CancelJobResponse]]: ...
 
     @_abc_1.abstractmethod
+    def ForgetJob(
+        self,
+        request: _orchestrator_pb2.ForgetJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.ForgetJobResponse, _abc.Awaitable[_orchestrator_pb2.ForgetJobResponse]]:
+        """Frees the rows that a job which has ended still holds, for a resume. It cannot be resumed then;
+        its log, metrics and checkpoints stay. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
     def ListVersions(
         self,
         request: _orchestrator_pb2.ListVersionsRequest,
@@ -178,6 +207,29 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.GetTrajectoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.GetTrajectoryResponse, _abc.Awaitable[_orchestrator_pb2.GetTrajectoryResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListSamples(
+        self,
+        request: _experience_store_pb2.ListSamplesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.ListSamplesResponse, _abc.Awaitable[_experience_store_pb2.ListSamplesResponse]]:
+        """Rows of a job's tables, from the experience store."""
+
+    @_abc_1.abstractmethod
+    def DescribeTables(
+        self,
+        request: _experience_store_pb2.DescribeTablesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.DescribeTablesResponse, _abc.Awaitable[_experience_store_pb2.DescribeTablesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def AuditJob(
+        self,
+        request: _orchestrator_pb2.AuditJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.AuditJobResponse, _abc.Awaitable[_orchestrator_pb2.AuditJobResponse]]:
+        """The store's audit, and whether the ledger of versions agrees with it."""
 
     @_abc_1.abstractmethod
     def GetCluster(

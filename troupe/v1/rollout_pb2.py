@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from troupe.v1 import common_pb2 as troupe_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17troupe/v1/rollout.proto\x12\ttroupe.v1\x1a\x16troupe/v1/common.proto\"r\n\x11PrepareJobRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x11\n\tspec_json\x18\x03 \x01(\t\x12&\n\x07weights\x18\x04 \x03(\x0b\x32\x15.troupe.v1.WeightsRef\">\n\x12PrepareJobResponse\x12(\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x17.troupe.v1.EngineStatus\"\xd6\x01\n\x06Ticket\x12\x10\n\x08query_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\r\n\x05split\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\x03\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12*\n\x07purpose\x18\x06 \x01(\x0e\x32\x19.troupe.v1.Ticket.Purpose\"K\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x14\n\x10PURPOSE_EVALUATE\x10\x02\"i\n\x11RunQueriesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\"\n\x07tickets\x18\x04 \x03(\x0b\x32\x11.troupe.v1.Ticket\"\xb0\x03\n\x0fTrajectoryEvent\x12\x10\n\x08query_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.troupe.v1.TrajectoryState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x38\n\x07rewards\x18\x05 \x03(\x0b\x32\'.troupe.v1.TrajectoryEvent.RewardsEntry\x12\x38\n\x07metrics\x18\x06 \x03(\x0b\x32\'.troupe.v1.TrajectoryEvent.MetricsEntry\x12\x1e\n\x05turns\x18\x07 \x03(\x0b\x32\x0f.troupe.v1.Turn\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x12(\n\x07problem\x18\t \x01(\x0b\x32\x12.troupe.v1.ProblemH\x00\x88\x01\x01\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_problem\"\xc8\x02\n\x04Turn\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\x05\x12(\n\x08messages\x18\x04 \x03(\x0b\x32\x16.troupe.v1.ChatMessage\x12\x10\n\x08response\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x05\x12\x17\n\x0fresponse_tokens\x18\x07 \x01(\x05\x12\x15\n\rcached_tokens\x18\x08 \x01(\x05\x12(\n\x08versions\x18\t \x03(\x0b\x32\x16.troupe.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\n \x01(\t\x12\x15\n\rqueue_seconds\x18\x0b \x01(\x01\x12\x18\n\x10generate_seconds\x18\x0c \x01(\x01\x12\x13\n\x06reward\x18\r \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_reward\"R\n\x14UpdateWeightsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x07weights\x18\x02 \x01(\x0b\x32\x15.troupe.v1.WeightsRef\"Z\n\x15UpdateWeightsResponse\x12(\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x17.troupe.v1.EngineStatus\x12\x17\n\x0f\x65xposed_seconds\x18\x02 \x01(\x01\"\xaf\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12(\n\x08messages\x18\x04 \x03(\x0b\x32\x16.troupe.v1.ChatMessage\x12\x11\n\tinput_ids\x18\x05 \x03(\x05\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.troupe.v1.SamplingParams\"\x9a\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\tinput_ids\x18\x02 \x03(\x05\x12\x12\n\noutput_ids\x18\x03 \x03(\x05\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12(\n\x08versions\x18\x05 \x03(\x0b\x32\x16.troupe.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\"$\n\x12ListEnginesRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"?\n\x13ListEnginesResponse\x12(\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x17.troupe.v1.EngineStatus\"\xb7\x02\n\x0c\x45ngineStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12%\n\x05state\x18\x05 \x01(\x0e\x32\x16.troupe.v1.EngineState\x12\x14\n\x07version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\t\x12\x0f\n\x07running\x18\x08 \x01(\x05\x12\x0f\n\x07waiting\x18\t \x01(\x05\x12\x18\n\x10generated_tokens\x18\n \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x0b \x01(\x01\x12\x11\n\tworker_id\x18\x0c \x01(\t\x12\x0f\n\x07message\x18\r \x01(\t\x12\x10\n\x08restarts\x18\x0e \x01(\x05\x42\n\n\x08_version\"7\n\x11ReleaseJobRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\"\x14\n\x12ReleaseJobResponse2\xd0\x03\n\x07Rollout\x12I\n\nPrepareJob\x12\x1c.troupe.v1.PrepareJobRequest\x1a\x1d.troupe.v1.PrepareJobResponse\x12H\n\nRunQueries\x12\x1c.troupe.v1.RunQueriesRequest\x1a\x1a.troupe.v1.TrajectoryEvent0\x01\x12R\n\rUpdateWeights\x12\x1f.troupe.v1.UpdateWeightsRequest\x1a .troupe.v1.UpdateWeightsResponse\x12\x43\n\x08Generate\x12\x1a.troupe.v1.GenerateRequest\x1a\x1b.troupe.v1.GenerateResponse\x12L\n\x0bListEngines\x12\x1d.troupe.v1.ListEnginesRequest\x1a\x1e.troupe.v1.ListEnginesResponse\x12I\n\nReleaseJob\x12\x1c.troupe.v1.ReleaseJobRequest\x1a\x1d.troupe.v1.ReleaseJobResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17troupe/v1/rollout.proto\x12\ttroupe.v1\x1a\x16troupe/v1/common.proto\"r\n\x11PrepareJobRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x11\n\tspec_json\x18\x03 \x01(\t\x12&\n\x07weights\x18\x04 \x03(\x0b\x32\x15.troupe.v1.WeightsRef\">\n\x12PrepareJobResponse\x12(\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x17.troupe.v1.EngineStatus\"\xd6\x01\n\x06Ticket\x12\x10\n\x08query_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12\r\n\x05split\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\x03\x12\x0c\n\x04seed\x18\x05 \x01(\x03\x12*\n\x07purpose\x18\x06 \x01(\x0e\x32\x19.troupe.v1.Ticket.Purpose\"K\n\x07Purpose\x12\x17\n\x13PURPOSE_UNSPECIFIED\x10\x00\x12\x11\n\rPURPOSE_TRAIN\x10\x01\x12\x14\n\x10PURPOSE_EVALUATE\x10\x02\"i\n\x11RunQueriesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\"\n\x07tickets\x18\x04 \x03(\x0b\x32\x11.troupe.v1.Ticket\"\xad\x04\n\x0fTrajectoryEvent\x12\x10\n\x08query_id\x18\x01 \x01(\t\x12\x15\n\rtrajectory_id\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.troupe.v1.TrajectoryState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x38\n\x07rewards\x18\x05 \x03(\x0b\x32\'.troupe.v1.TrajectoryEvent.RewardsEntry\x12\x38\n\x07metrics\x18\x06 \x03(\x0b\x32\'.troupe.v1.TrajectoryEvent.MetricsEntry\x12\x1e\n\x05turns\x18\x07 \x03(\x0b\x32\x0f.troupe.v1.Turn\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x12(\n\x07problem\x18\t \x01(\x0b\x32\x12.troupe.v1.ProblemH\x00\x88\x01\x01\x12\x45\n\x0estart_versions\x18\n \x03(\x0b\x32-.troupe.v1.TrajectoryEvent.StartVersionsEntry\x1a.\n\x0cRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x34\n\x12StartVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\n\n\x08_problem\"f\n\x18\x41\x62ortTrajectoriesRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x16\n\x0etrajectory_ids\x18\x03 \x03(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\";\n\x19\x41\x62ortTrajectoriesResponse\x12\x1e\n\x16\x61\x62orted_trajectory_ids\x18\x01 \x03(\t\"\xc8\x02\n\x04Turn\x12\r\n\x05\x61gent\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\x05\x12(\n\x08messages\x18\x04 \x03(\x0b\x32\x16.troupe.v1.ChatMessage\x12\x10\n\x08response\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x05\x12\x17\n\x0fresponse_tokens\x18\x07 \x01(\x05\x12\x15\n\rcached_tokens\x18\x08 \x01(\x05\x12(\n\x08versions\x18\t \x03(\x0b\x32\x16.troupe.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\n \x01(\t\x12\x15\n\rqueue_seconds\x18\x0b \x01(\x01\x12\x18\n\x10generate_seconds\x18\x0c \x01(\x01\x12\x13\n\x06reward\x18\r \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_reward\"R\n\x14UpdateWeightsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x07weights\x18\x02 \x01(\x0b\x32\x15.troupe.v1.WeightsRef\"Z\n\x15UpdateWeightsResponse\x12(\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x17.troupe.v1.EngineStatus\x12\x17\n\x0f\x65xposed_seconds\x18\x02 \x01(\x01\"\xaf\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12(\n\x08messages\x18\x04 \x03(\x0b\x32\x16.troupe.v1.ChatMessage\x12\x11\n\tinput_ids\x18\x05 \x03(\x05\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.troupe.v1.SamplingParams\"\x9a\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\tinput_ids\x18\x02 \x03(\x05\x12\x12\n\noutput_ids\x18\x03 \x03(\x05\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12(\n\x08versions\x18\x05 \x03(\x0b\x32\x16.troupe.v1.VersionSpan\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\"$\n\x12ListEnginesRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"?\n\x13ListEnginesResponse\x12(\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x17.troupe.v1.EngineStatus\"\xb7\x02\n\x0c\x45ngineStatus\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0c\n\x04kind\x18\x04 \x01(\t\x12%\n\x05state\x18\x05 \x01(\x0e\x32\x16.troupe.v1.EngineState\x12\x14\n\x07version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\t\x12\x0f\n\x07running\x18\x08 \x01(\x05\x12\x0f\n\x07waiting\x18\t \x01(\x05\x12\x18\n\x10generated_tokens\x18\n \x01(\x03\x12\x19\n\x11tokens_per_second\x18\x0b \x01(\x01\x12\x11\n\tworker_id\x18\x0c \x01(\t\x12\x0f\n\x07message\x18\r \x01(\t\x12\x10\n\x08restarts\x18\x0e \x01(\x05\x42\n\n\x08_version\"7\n\x11ReleaseJobRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\"\x14\n\x12ReleaseJobResponse2\xb0\x04\n\x07Rollout\x12I\n\nPrepareJob\x12\x1c.troupe.v1.PrepareJobRequest\x1a\x1d.troupe.v1.PrepareJobResponse\x12H\n\nRunQueries\x12\x1c.troupe.v1.RunQueriesRequest\x1a\x1a.troupe.v1.TrajectoryEvent0\x01\x12^\n\x11\x41\x62ortTrajectories\x12#.troupe.v1.AbortTrajectoriesRequest\x1a$.troupe.v1.AbortTrajectoriesResponse\x12R\n\rUpdateWeights\x12\x1f.troupe.v1.UpdateWeightsRequest\x1a .troupe.v1.UpdateWeightsResponse\x12\x43\n\x08Generate\x12\x1a.troupe.v1.GenerateRequest\x1a\x1b.troupe.v1.GenerateResponse\x12L\n\x0bListEngines\x12\x1d.troupe.v1.ListEnginesRequest\x1a\x1e.troupe.v1.ListEnginesResponse\x12I\n\nReleaseJob\x12\x1c.troupe.v1.ReleaseJobRequest\x1a\x1d.troupe.v1.ReleaseJobResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,6 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAJECTORYEVENT_REWARDSENTRY']._serialized_options = b'8\001'
   _globals['_TRAJECTORYEVENT_METRICSENTRY']._loaded_options = None
   _globals['_TRAJECTORYEVENT_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_TRAJECTORYEVENT_STARTVERSIONSENTRY']._loaded_options = None
+  _globals['_TRAJECTORYEVENT_STARTVERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_PREPAREJOBREQUEST']._serialized_start=62
   _globals['_PREPAREJOBREQUEST']._serialized_end=176
   _globals['_PREPAREJOBRESPONSE']._serialized_start=178
@@ -47,31 +49,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNQUERIESREQUEST']._serialized_start=459
   _globals['_RUNQUERIESREQUEST']._serialized_end=564
   _globals['_TRAJECTORYEVENT']._serialized_start=567
-  _globals['_TRAJECTORYEVENT']._serialized_end=999
-  _globals['_TRAJECTORYEVENT_REWARDSENTRY']._serialized_start=893
-  _globals['_TRAJECTORYEVENT_REWARDSENTRY']._serialized_end=939
-  _globals['_TRAJECTORYEVENT_METRICSENTRY']._serialized_start=941
-  _globals['_TRAJECTORYEVENT_METRICSENTRY']._serialized_end=987
-  _globals['_TURN']._serialized_start=1002
-  _globals['_TURN']._serialized_end=1330
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1332
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1414
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1416
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1506
-  _globals['_GENERATEREQUEST']._serialized_start=1509
-  _globals['_GENERATEREQUEST']._serialized_end=1684
-  _globals['_GENERATERESPONSE']._serialized_start=1687
-  _globals['_GENERATERESPONSE']._serialized_end=1841
-  _globals['_LISTENGINESREQUEST']._serialized_start=1843
-  _globals['_LISTENGINESREQUEST']._serialized_end=1879
-  _globals['_LISTENGINESRESPONSE']._serialized_start=1881
-  _globals['_LISTENGINESRESPONSE']._serialized_end=1944
-  _globals['_ENGINESTATUS']._serialized_start=1947
-  _globals['_ENGINESTATUS']._serialized_end=2258
-  _globals['_RELEASEJOBREQUEST']._serialized_start=2260
-  _globals['_RELEASEJOBREQUEST']._serialized_end=2315
-  _globals['_RELEASEJOBRESPONSE']._serialized_start=2317
-  _globals['_RELEASEJOBRESPONSE']._serialized_end=2337
-  _globals['_ROLLOUT']._serialized_start=2340
-  _globals['_ROLLOUT']._serialized_end=2804
+  _globals['_TRAJECTORYEVENT']._serialized_end=1124
+  _globals['_TRAJECTORYEVENT_REWARDSENTRY']._serialized_start=964
+  _globals['_TRAJECTORYEVENT_REWARDSENTRY']._serialized_end=1010
+  _globals['_TRAJECTORYEVENT_METRICSENTRY']._serialized_start=1012
+  _globals['_TRAJECTORYEVENT_METRICSENTRY']._serialized_end=1058
+  _globals['_TRAJECTORYEVENT_STARTVERSIONSENTRY']._serialized_start=1060
+  _globals['_TRAJECTORYEVENT_STARTVERSIONSENTRY']._serialized_end=1112
+  _globals['_ABORTTRAJECTORIESREQUEST']._serialized_start=1126
+  _globals['_ABORTTRAJECTORIESREQUEST']._serialized_end=1228
+  _globals['_ABORTTRAJECTORIESRESPONSE']._serialized_start=1230
+  _globals['_ABORTTRAJECTORIESRESPONSE']._serialized_end=1289
+  _globals['_TURN']._serialized_start=1292
+  _globals['_TURN']._serialized_end=1620
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1622
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1704
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1706
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1796
+  _globals['_GENERATEREQUEST']._serialized_start=1799
+  _globals['_GENERATEREQUEST']._serialized_end=1974
+  _globals['_GENERATERESPONSE']._serialized_start=1977
+  _globals['_GENERATERESPONSE']._serialized_end=2131
+  _globals['_LISTENGINESREQUEST']._serialized_start=2133
+  _globals['_LISTENGINESREQUEST']._serialized_end=2169
+  _globals['_LISTENGINESRESPONSE']._serialized_start=2171
+  _globals['_LISTENGINESRESPONSE']._serialized_end=2234
+  _globals['_ENGINESTATUS']._serialized_start=2237
+  _globals['_ENGINESTATUS']._serialized_end=2548
+  _globals['_RELEASEJOBREQUEST']._serialized_start=2550
+  _globals['_RELEASEJOBREQUEST']._serialized_end=2605
+  _globals['_RELEASEJOBRESPONSE']._serialized_start=2607
+  _globals['_RELEASEJOBRESPONSE']._serialized_end=2627
+  _globals['_ROLLOUT']._serialized_start=2630
+  _globals['_ROLLOUT']._serialized_end=3190
 # @@protoc_insertion_point(module_scope)

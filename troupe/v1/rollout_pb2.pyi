@@ -200,6 +200,26 @@ class TrajectoryEvent(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class StartVersionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     QUERY_ID_FIELD_NUMBER: _builtins.int
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
@@ -209,6 +229,7 @@ class TrajectoryEvent(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    START_VERSIONS_FIELD_NUMBER: _builtins.int
     query_id: _builtins.str
     trajectory_id: _builtins.str
     state: _common_pb2.TrajectoryState.ValueType
@@ -225,6 +246,10 @@ class TrajectoryEvent(_message.Message):
     def problem(self) -> _common_pb2.Problem:
         """A fault of the job's own code or configuration that repetition cannot cure."""
 
+    @_builtins.property
+    def start_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """By policy: the version that drew the first token of this trajectory."""
+
     def __init__(
         self,
         *,
@@ -237,16 +262,68 @@ class TrajectoryEvent(_message.Message):
         turns: _abc.Iterable[Global___Turn] | None = ...,
         seconds: _builtins.float = ...,
         problem: _common_pb2.Problem | None = ...,
+        start_versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "metrics", b"metrics", "problem", b"problem", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "state", b"state", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "metrics", b"metrics", "problem", b"problem", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "start_versions", b"start_versions", "state", b"state", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__problem: _TypeAlias = _typing.Literal["problem"]  # noqa: Y015
     _WhichOneofArgType__problem: _TypeAlias = _typing.Literal["_problem", b"_problem"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__problem) -> _WhichOneofReturnType__problem | None: ...
 
 Global___TrajectoryEvent: _TypeAlias = TrajectoryEvent  # noqa: Y015
+
+@_typing.final
+class AbortTrajectoriesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    reason: _builtins.str
+    @_builtins.property
+    def trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "reason", b"reason", "request_id", b"request_id", "trajectory_ids", b"trajectory_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortTrajectoriesRequest: _TypeAlias = AbortTrajectoriesRequest  # noqa: Y015
+
+@_typing.final
+class AbortTrajectoriesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ABORTED_TRAJECTORY_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def aborted_trajectory_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that ran here. The others have ended or are elsewhere."""
+
+    def __init__(
+        self,
+        *,
+        aborted_trajectory_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_trajectory_ids", b"aborted_trajectory_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortTrajectoriesResponse: _TypeAlias = AbortTrajectoriesResponse  # noqa: Y015
 
 @_typing.final
 class Turn(_message.Message):

@@ -44,6 +44,11 @@ class RolloutStub:
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.RunQueriesRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_rollout__pb2.TrajectoryEvent.FromString,
                 _registered_method=True)
+        self.AbortTrajectories = channel.unary_unary(
+                '/troupe.v1.Rollout/AbortTrajectories',
+                request_serializer=troupe_dot_v1_dot_rollout__pb2.AbortTrajectoriesRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_rollout__pb2.AbortTrajectoriesResponse.FromString,
+                _registered_method=True)
         self.UpdateWeights = channel.unary_unary(
                 '/troupe.v1.Rollout/UpdateWeights',
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
@@ -78,6 +83,13 @@ class RolloutServicer:
 
     def RunQueries(self, request, context):
         """Runs queries and reports every trajectory as it moves. Cancelling the stream aborts them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortTrajectories(self, request, context):
+        """Ends running trajectories as ABORTED; the store is told, and so are their streams.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +132,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.RunQueries,
                     request_deserializer=troupe_dot_v1_dot_rollout__pb2.RunQueriesRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_rollout__pb2.TrajectoryEvent.SerializeToString,
+            ),
+            'AbortTrajectories': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortTrajectories,
+                    request_deserializer=troupe_dot_v1_dot_rollout__pb2.AbortTrajectoriesRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_rollout__pb2.AbortTrajectoriesResponse.SerializeToString,
             ),
             'UpdateWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.UpdateWeights,
@@ -196,6 +213,33 @@ class Rollout:
             '/troupe.v1.Rollout/RunQueries',
             troupe_dot_v1_dot_rollout__pb2.RunQueriesRequest.SerializeToString,
             troupe_dot_v1_dot_rollout__pb2.TrajectoryEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortTrajectories(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Rollout/AbortTrajectories',
+            troupe_dot_v1_dot_rollout__pb2.AbortTrajectoriesRequest.SerializeToString,
+            troupe_dot_v1_dot_rollout__pb2.AbortTrajectoriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,8 @@ class RolloutStub:
     """Launches a job's engines and loads the given versions. Idempotent; slow the first time."""
     RunQueries: _grpc.UnaryStreamMultiCallable[_rollout_pb2.RunQueriesRequest, _rollout_pb2.TrajectoryEvent]
     """Runs queries and reports every trajectory as it moves. Cancelling the stream aborts them."""
+    AbortTrajectories: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortTrajectoriesRequest, _rollout_pb2.AbortTrajectoriesResponse]
+    """Ends running trajectories as ABORTED; the store is told, and so are their streams."""
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]
     """Brings a policy's engines to a version, one after another; answers when all serve it."""
     Generate: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
@@ -48,6 +50,8 @@ class RolloutAsyncStub(RolloutStub):
     """Launches a job's engines and loads the given versions. Idempotent; slow the first time."""
     RunQueries: _aio.UnaryStreamMultiCallable[_rollout_pb2.RunQueriesRequest, _rollout_pb2.TrajectoryEvent]  # type: ignore[assignment]
     """Runs queries and reports every trajectory as it moves. Cancelling the stream aborts them."""
+    AbortTrajectories: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortTrajectoriesRequest, _rollout_pb2.AbortTrajectoriesResponse]  # type: ignore[assignment]
+    """Ends running trajectories as ABORTED; the store is told, and so are their streams."""
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Brings a policy's engines to a version, one after another; answers when all serve it."""
     Generate: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -70,6 +74,14 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.TrajectoryEvent], _abc.AsyncIterator[_rollout_pb2.TrajectoryEvent]]:
         """Runs queries and reports every trajectory as it moves. Cancelling the stream aborts them."""
+
+    @_abc_1.abstractmethod
+    def AbortTrajectories(
+        self,
+        request: _rollout_pb2.AbortTrajectoriesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.AbortTrajectoriesResponse, _abc.Awaitable[_rollout_pb2.AbortTrajectoriesResponse]]:
+        """Ends running trajectories as ABORTED; the store is told, and so are their streams."""
 
     @_abc_1.abstractmethod
     def UpdateWeights(

@@ -26,7 +26,7 @@ from troupe.v1 import common_pb2 as troupe_dot_v1_dot_common__pb2
 from troupe.v1 import experience_store_pb2 as troupe_dot_v1_dot_experience__store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17troupe/v1/trainer.proto\x12\ttroupe.v1\x1a\x16troupe/v1/common.proto\x1a troupe/v1/experience_store.proto\"w\n\x0b\x42indRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x11\n\tspec_json\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"N\n\x0c\x42indResponse\x12&\n\x07weights\x18\x01 \x01(\x0b\x32\x15.troupe.v1.WeightsRef\x12\x16\n\x0enum_parameters\x18\x02 \x01(\x03\"c\n\x0eRunStepRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\"\xa2\x01\n\tStepEvent\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.troupe.v1.BindingState\x12\x15\n\rmicro_batches\x18\x02 \x01(\x05\x12\x0f\n\x07samples\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12*\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x15.troupe.v1.StepCommitH\x00\x88\x01\x01\x42\t\n\x07_commit\"\\\n\x15SaveCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\"9\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\"D\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\"\x11\n\x0fReleaseResponse\"\x15\n\x13ListBindingsRequest\"B\n\x14ListBindingsResponse\x12*\n\x08\x62indings\x18\x01 \x03(\x0b\x32\x18.troupe.v1.BindingStatus\"\x87\x01\n\rBindingStatus\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.troupe.v1.BindingState\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x0f\n\x07samples\x18\x06 \x01(\x05\x32\xea\x02\n\x07Trainer\x12\x37\n\x04\x42ind\x12\x16.troupe.v1.BindRequest\x1a\x17.troupe.v1.BindResponse\x12<\n\x07RunStep\x12\x19.troupe.v1.RunStepRequest\x1a\x14.troupe.v1.StepEvent0\x01\x12U\n\x0eSaveCheckpoint\x12 .troupe.v1.SaveCheckpointRequest\x1a!.troupe.v1.SaveCheckpointResponse\x12@\n\x07Release\x12\x19.troupe.v1.ReleaseRequest\x1a\x1a.troupe.v1.ReleaseResponse\x12O\n\x0cListBindings\x12\x1e.troupe.v1.ListBindingsRequest\x1a\x1f.troupe.v1.ListBindingsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17troupe/v1/trainer.proto\x12\ttroupe.v1\x1a\x16troupe/v1/common.proto\x1a troupe/v1/experience_store.proto\"w\n\x0b\x42indRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x11\n\tspec_json\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"N\n\x0c\x42indResponse\x12&\n\x07weights\x18\x01 \x01(\x0b\x32\x15.troupe.v1.WeightsRef\x12\x16\n\x0enum_parameters\x18\x02 \x01(\x03\"\x93\x01\n\x0eRunStepRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x1b\n\x0eoldest_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_oldest_version\"\xa2\x01\n\tStepEvent\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.troupe.v1.BindingState\x12\x15\n\rmicro_batches\x18\x02 \x01(\x05\x12\x0f\n\x07samples\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12*\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x15.troupe.v1.StepCommitH\x00\x88\x01\x01\x42\t\n\x07_commit\"\\\n\x15SaveCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\"9\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\"D\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\"\x11\n\x0fReleaseResponse\"\x15\n\x13ListBindingsRequest\"B\n\x14ListBindingsResponse\x12*\n\x08\x62indings\x18\x01 \x03(\x0b\x32\x18.troupe.v1.BindingStatus\"\x87\x01\n\rBindingStatus\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.troupe.v1.BindingState\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x0f\n\x07samples\x18\x06 \x01(\x05\x32\xea\x02\n\x07Trainer\x12\x37\n\x04\x42ind\x12\x16.troupe.v1.BindRequest\x1a\x17.troupe.v1.BindResponse\x12<\n\x07RunStep\x12\x19.troupe.v1.RunStepRequest\x1a\x14.troupe.v1.StepEvent0\x01\x12U\n\x0eSaveCheckpoint\x12 .troupe.v1.SaveCheckpointRequest\x1a!.troupe.v1.SaveCheckpointResponse\x12@\n\x07Release\x12\x19.troupe.v1.ReleaseRequest\x1a\x1a.troupe.v1.ReleaseResponse\x12O\n\x0cListBindings\x12\x1e.troupe.v1.ListBindingsRequest\x1a\x1f.troupe.v1.ListBindingsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,24 +37,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BINDREQUEST']._serialized_end=215
   _globals['_BINDRESPONSE']._serialized_start=217
   _globals['_BINDRESPONSE']._serialized_end=295
-  _globals['_RUNSTEPREQUEST']._serialized_start=297
-  _globals['_RUNSTEPREQUEST']._serialized_end=396
-  _globals['_STEPEVENT']._serialized_start=399
-  _globals['_STEPEVENT']._serialized_end=561
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=563
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=655
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=657
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=714
-  _globals['_RELEASEREQUEST']._serialized_start=716
-  _globals['_RELEASEREQUEST']._serialized_end=784
-  _globals['_RELEASERESPONSE']._serialized_start=786
-  _globals['_RELEASERESPONSE']._serialized_end=803
-  _globals['_LISTBINDINGSREQUEST']._serialized_start=805
-  _globals['_LISTBINDINGSREQUEST']._serialized_end=826
-  _globals['_LISTBINDINGSRESPONSE']._serialized_start=828
-  _globals['_LISTBINDINGSRESPONSE']._serialized_end=894
-  _globals['_BINDINGSTATUS']._serialized_start=897
-  _globals['_BINDINGSTATUS']._serialized_end=1032
-  _globals['_TRAINER']._serialized_start=1035
-  _globals['_TRAINER']._serialized_end=1397
+  _globals['_RUNSTEPREQUEST']._serialized_start=298
+  _globals['_RUNSTEPREQUEST']._serialized_end=445
+  _globals['_STEPEVENT']._serialized_start=448
+  _globals['_STEPEVENT']._serialized_end=610
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=612
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=704
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=706
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=763
+  _globals['_RELEASEREQUEST']._serialized_start=765
+  _globals['_RELEASEREQUEST']._serialized_end=833
+  _globals['_RELEASERESPONSE']._serialized_start=835
+  _globals['_RELEASERESPONSE']._serialized_end=852
+  _globals['_LISTBINDINGSREQUEST']._serialized_start=854
+  _globals['_LISTBINDINGSREQUEST']._serialized_end=875
+  _globals['_LISTBINDINGSRESPONSE']._serialized_start=877
+  _globals['_LISTBINDINGSRESPONSE']._serialized_end=943
+  _globals['_BINDINGSTATUS']._serialized_start=946
+  _globals['_BINDINGSTATUS']._serialized_end=1081
+  _globals['_TRAINER']._serialized_start=1084
+  _globals['_TRAINER']._serialized_end=1446
 # @@protoc_insertion_point(module_scope)

@@ -89,12 +89,17 @@ class RunStepRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    OLDEST_VERSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
     step: _builtins.int
     version: _builtins.int
     """The version the step starts from."""
+    oldest_version: _builtins.int
+    """Bounded staleness: samples begun by an older version are dropped, not trained. The same as
+    `version` in the on-policy modes. Absent: any version will do.
+    """
     def __init__(
         self,
         *,
@@ -103,12 +108,15 @@ class RunStepRequest(_message.Message):
         policy: _builtins.str = ...,
         step: _builtins.int = ...,
         version: _builtins.int = ...,
+        oldest_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "oldest_version", b"oldest_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "job_id", b"job_id", "oldest_version", b"oldest_version", "policy", b"policy", "request_id", b"request_id", "step", b"step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__oldest_version: _TypeAlias = _typing.Literal["oldest_version"]  # noqa: Y015
+    _WhichOneofArgType__oldest_version: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_version) -> _WhichOneofReturnType__oldest_version | None: ...
 
 Global___RunStepRequest: _TypeAlias = RunStepRequest  # noqa: Y015
 

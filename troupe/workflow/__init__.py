@@ -8,6 +8,7 @@ async def workflow(query, agents, tools):
 
 from troupe.workflow.agents import Agent, Agents, Role, Turn
 from troupe.workflow.backend import Backend, Generation, Sampling, ToolBackend
+from troupe.workflow.columns import Columns, InvalidColumnError
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import (
     ChatTemplateError,
@@ -31,9 +32,11 @@ __all__ = [
     "Backend",
     "ChatTemplateError",
     "ChatTokenizer",
+    "Columns",
     "ContextOverflowError",
     "EntrypointError",
     "Generation",
+    "InvalidColumnError",
     "InvalidMessagesError",
     "InvalidRewardError",
     "Query",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from troupe.workflow.columns import Columns
 from troupe.workflow.errors import InvalidRewardError, shown
 
 
@@ -14,6 +15,7 @@ class Reply:
     __slots__ = (
         "_reward",
         "agent",
+        "columns",
         "finish_reason",
         "logprobs",
         "prompt_ids",
@@ -43,6 +45,8 @@ class Reply:
         self.logprobs = logprobs
         self.finish_reason = finish_reason
         """`stop` or `length`."""
+        self.columns = Columns(f"{agent}[{turn}]", len(token_ids))
+        """Further values that are stored with this turn's sample: `reply.columns[name] = value`."""
         self._reward: float | None = None
 
     @property

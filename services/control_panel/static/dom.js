@@ -46,6 +46,12 @@ export function toast(text) {
   hide = setTimeout(() => node.classList.remove("show"), 5000);
 }
 
+// A message and what to do about it, as sentences.
+export function advice(message, remedy) {
+  if (!remedy) return message;
+  return `${message}${/[.!?]$/.test(message) ? "" : "."} ${remedy}`;
+}
+
 // A call of the REST interface. Throws an Error whose message names field and remedy.
 export async function api(path, options = {}) {
   const headers = { ...(options.headers ?? {}) };
@@ -62,7 +68,7 @@ export async function api(path, options = {}) {
   const body = await reply.json();
   if (!reply.ok) {
     const field = body.field ? `${body.field}${body.value ? ` = ${body.value}` : ""}: ` : "";
-    throw new Error(`${field}${body.detail ?? reply.statusText} ${body.remedy ?? ""}`.trim());
+    throw new Error(`${field}${advice(body.detail ?? reply.statusText, body.remedy)}`);
   }
   return body;
 }

@@ -1,7 +1,8 @@
 // Wires the page to the REST interface: one stream for the cluster, one for the chosen job.
 import { Chart } from "./charts.js";
 import { drawEngines, drawPolicies, drawServices } from "./cluster.js";
-import { api, byId, duration, el, number, toast } from "./dom.js";
+import { advice, api, byId, duration, el, number, toast } from "./dom.js";
+import { audit, drawSamples } from "./samples.js";
 import { Viewer } from "./trajectories.js";
 
 const TERMINAL = ["succeeded", "failed", "cancelled"];
@@ -115,7 +116,7 @@ function drawJob() {
 
 function problemText(problem) {
   const field = problem.field ? `${problem.field}: ` : "";
-  return `${field}${problem.message} ${problem.remedy ?? ""}`;
+  return `${field}${advice(problem.message, problem.remedy)}`;
 }
 
 function log(text, severity, at) {
@@ -146,6 +147,7 @@ function choose(id) {
   on("activity", (activity) => (byId("activity").textContent = activity.text));
   on("end", () => stream.close());
   viewer.refresh(id).catch(() => {});
+  drawSamples(id).catch(() => {});
 }
 
 // --- the cluster ----------------------------------------------------------------------------
@@ -194,7 +196,11 @@ cluster.addEventListener("cluster", (event) => {
 });
 cluster.addEventListener("away", (event) => live(JSON.parse(event.data).message, false));
 cluster.onerror = () => live("panel away", false);
-setInterval(() => chosen && viewer.refresh(chosen).catch(() => {}), 4000);
+setInterval(() => {
+  if (!chosen) return;
+  viewer.refresh(chosen).catch(() => {});
+  drawSamples(chosen).catch(() => {});
+}, 4000);
 
 // --- what a person does ---------------------------------------------------------------------
 
@@ -216,6 +222,7 @@ byId("actions").addEventListener("click", async (event) => {
     toast(error.message);
   }
 });
+byId("audit").addEventListener("click", () => chosen && audit(chosen).catch((error) => toast(error.message)));
 byId("submit-open").addEventListener("click", () => byId("submit-dialog").showModal());
 byId("submit-send").addEventListener("click", async (event) => {
   event.preventDefault();

@@ -1,7 +1,59 @@
--- Makes one policy's table ready for a step that the job has opened. Repeatable.
--- ARGV: step, group_size, expected
-if redis.call('EXISTS', STEP) == 0 then
-  redis.call('HSET', STEP, 'group_size', ARGV[2], 'expected', ARGV[3], 'ended', 0)
-  changes('counts')
+-- Makes one policy's table agree with the rosters that the job decided. Repeatable; what is older
+-- than what the table knows changes nothing.
+-- ARGV: step, number of the rosters, drop groups without signal (0/1), rosters (rosters.lua)
+local HEAD = BASE .. ':head'
+if tonumber(redis.call('HGET', HEAD, 'rosters') or -1) >= tonumber(ARGV[2]) then
+  return {'known'}
 end
-return finish({'admitted'})
+for _, roster in ipairs(cjson.decode(ARGV[4])) do
+  on_step(roster.step)
+  -- A step is committed only after its roster was closed: nothing can have changed since.
+  if not committed() then
+    redis.call('HSET', STEP, 'group_size', roster.group_size, 'expected', roster.expected,
+      'held_open', roster.held, 'signal', ARGV[3])
+    changes('counts')
+    local coming = {}
+    for _, query in ipairs(roster.came) do
+      local name, from = query[1], query[2]
+      if redis.call('HEXISTS', ROSTER, name) == 0 then
+        redis.call('HSET', ROSTER, name, 'from\t' .. from)
+        coming[from] = coming[from] or {}
+        coming[from][name] = true
+      end
+    end
+    for from, queries in pairs(coming) do
+      on_step(from)
+      local taken = take_out(queries)
+      if redis.call('EXISTS', STEP) == 1 then
+        for query in pairs(queries) do
+          redis.call('HSET', ROSTER, query, 'to\t' .. roster.step)
+        end
+        changes('counts')
+      end
+      on_step(roster.step)
+      for query in pairs(queries) do
+        put_in(query, from, taken[query])
+      end
+    end
+    for _, query in ipairs(roster.dropped) do
+      local reason = query[3]
+      if (redis.call('HGET', ROSTER, query[1]) or ''):sub(1, 8) ~= 'dropped\t' then
+        redis.call('HSET', ROSTER, query[1], 'dropped\t' .. reason)
+        for _ = 1, tonumber(query[2]) do
+          count_dropped(reason)
+        end
+        count('ended', tonumber(query[2]))
+        redis.call('HINCRBY', QUERIES, query[1], query[2])
+        drop_pending(query[1], reason)
+        changes('claimable')
+      end
+    end
+    arrive()
+    if sealed() then
+      changes('claimable')
+    end
+  end
+end
+finish()
+redis.call('HSET', HEAD, 'rosters', ARGV[2])
+return {'admitted'}

@@ -1,26 +1,37 @@
 -- Carries out in this table what was decided about a trajectory: its staged rows enter the table,
 -- and its query is one trajectory nearer to being complete. Repeatable.
--- ARGV: step, trajectory, query, attempt, how it ended, why (or '')
-if redis.call('EXISTS', STEP) == 0 then
+-- ARGV: step, trajectory, query, attempt, how it ended, why (or ''), number of the rosters that the
+--       table must know at least: until then the rows may be staged in another step
+local known = tonumber(redis.call('HGET', BASE .. ':head', 'rosters') or -1)
+if redis.call('EXISTS', STEP) == 0 or known < tonumber(ARGV[7]) then
   return {'missing'}
 end
 local trajectory, query, reason = ARGV[2], ARGV[3], ARGV[6]
 if redis.call('HEXISTS', ENDED, trajectory) == 1 then
   return {'repeated'}
 end
-redis.call('HSET', ENDED, trajectory, ARGV[5])
+local left = redis.call('HGET', ROSTER, query) or ''
+if left:sub(1, 3) == 'to\t' then
+  return {'carried', left:sub(4)}
+end
+redis.call('HSET', ENDED, trajectory, ARGV[5] .. '\t' .. query .. '\t' .. reason)
 local staged = key('staged') .. ':' .. trajectory .. ':' .. ARGV[4]
 local text = redis.call('HGET', staged, RECORDS)
 if text then
   redis.call('HDEL', staged, RECORDS)
   redis.call('SREM', STAGES, staged)
   redis.call('RENAME', staged, key('rows') .. ':' .. trajectory)
+  local now = now_ms()
   for _, line in ipairs(lines(text)) do
     local sample, record = line:match('^([^\t]*)\t(.*)$')
-    if redis.call('HSETNX', BOOK, sample, record) == 1 then
-      local fields = parse(record)
+    local fields = parse(record)
+    fields[F.since] = now
+    if redis.call('HSETNX', BOOK, sample, table.concat(fields, '\t')) == 1 then
       redis.call('ZADD', MEMBERS, 0, query .. '\t' .. fields[F.group] .. '\t' .. sample)
       count('P', 1)
+      weigh(fields[F.size])
+      tally(query, 'rows', 1)
+      tally(query, 'P', 1)
     else
       -- Another trajectory has a sample of this id: its row must not be replaced.
       count_dropped('sample_id_taken')
@@ -33,7 +44,9 @@ end
 redis.call('HINCRBY', QUERIES, query, 1)
 count('ended', 1)
 changes('counts')
-if query_ended(query) then
+if left:sub(1, 8) == 'dropped\t' then
+  drop_pending(query, left:sub(9))
+elseif query_ended(query) then
   ripen(members(query))
 end
 if sealed() then

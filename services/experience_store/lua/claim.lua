@@ -1,10 +1,13 @@
--- Leases ready samples in sample order: a full micro-batch, or the rest once no more can come.
--- ARGV: step, claim, claimant, max samples, max tokens (0: no bound), max bytes, lease in ms
+-- Leases ready samples: a full micro-batch, or the rest once no more can come.
+-- ARGV: step, claim, claimant, max samples, max tokens (0: no bound), max bytes, lease in ms,
+--       oldest version ('': any), whole groups (0/1), balance tokens (0/1), most bytes of a group
+drains()
 if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
 end
 local claim, claimant = ARGV[2], ARGV[3]
 local max_samples, max_tokens, max_bytes = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local whole, balance = ARGV[9] == '1', ARGV[10] == '1'
 if committed() then
   return {'exhausted'}
 end
@@ -13,22 +16,22 @@ expire(now)
 
 -- What the caller needs of samples: their records, and the final rewards of their groups.
 local function deliver(samples)
-  local records, groups, rewards, seen = {}, {}, {}, {}
+  local records, groups, rewards, number_of = {}, {}, {}, {}
   for index, sample in ipairs(samples) do
     local record = record_of(sample)
-    records[index] = table.concat(record, '\t')
-    local name = record[F.query] .. '\t' .. record[F.group]
-    if not seen[name] then
-      seen[name] = true
+    local name = group_name(record)
+    if not number_of[name] then
       local values = {}
-      for _, member in ipairs(members(record[F.query], record[F.group])) do
+      for _, member in ipairs(group_of(record)) do
         if member[2][F.state] ~= 'D' then
           values[#values + 1] = member[2][F.reward]
         end
       end
-      groups[#groups + 1] = name
       rewards[#rewards + 1] = table.concat(values, ',')
+      number_of[name] = #rewards
     end
+    records[index] = table.concat(record, '\t')
+    groups[index] = number_of[name]
   end
   return finish({'claimed', samples, records, groups, rewards})
 end
@@ -49,6 +52,16 @@ if cause then
   return finish({'lost', cause})
 end
 
+-- The bound belongs to the step, and only rises: what it excluded is dropped for good.
+local bound = tonumber(ARGV[8])
+if bound and bound > get('oldest_version') then
+  redis.call('HSET', STEP, 'oldest_version', ARGV[8])
+  local begun = redis.call('HGET', STEP, 'begun')
+  if begun and tonumber(begun) < bound then
+    evict(redis.call('ZRANGE', READY, 0, -1))
+  end
+end
+
 local ready = get('R')
 local full = ready >= max_samples
   or (max_tokens > 0 and get('ready_tokens') >= max_tokens)
@@ -63,16 +76,100 @@ if ready == 0 or not (full or final) then
   return finish({'wait', first[2] and math.max(1, tonumber(first[2]) - now) or 0})
 end
 
-local samples, tokens, bytes = {}, 0, 0
-for _, sample in ipairs(redis.call('ZRANGE', READY, 0, max_samples - 1)) do
+local samples, tokens, bytes, too_large = {}, 0, 0, nil
+
+-- What is given out together with `sample`.
+local function unit_of(sample)
   local record = record_of(sample)
-  tokens, bytes = tokens + tonumber(record[F.tokens]), bytes + tonumber(record[F.size])
-  if #samples > 0 and ((max_tokens > 0 and tokens > max_tokens) or bytes > max_bytes) then
-    break
+  if not whole then
+    return {{sample, record}}
   end
-  move(sample, record, 'C')
-  samples[#samples + 1] = sample
+  local unit = {}
+  for _, member in ipairs(group_of(record)) do
+    if member[2][F.state] == 'R' then
+      unit[#unit + 1] = member
+    end
+  end
+  return unit
 end
+
+-- Takes a unit unless a bound forbids it; the first one passes all but the last.
+local function take(unit)
+  local more_tokens, more_bytes = tokens, bytes
+  for _, member in ipairs(unit) do
+    more_tokens = more_tokens + tonumber(member[2][F.tokens])
+    more_bytes = more_bytes + tonumber(member[2][F.size])
+  end
+  if #samples > 0 and (#samples + #unit > max_samples or more_bytes > max_bytes
+      or (max_tokens > 0 and more_tokens > max_tokens)) then
+    return false
+  elseif more_bytes > tonumber(ARGV[11]) then
+    too_large = {'too_large', unit[1][2][F.group], more_bytes}
+    return false
+  end
+  tokens, bytes = more_tokens, more_bytes
+  for _, member in ipairs(unit) do
+    move(member[1], member[2], 'C')
+    samples[#samples + 1] = member[1]
+  end
+  return true
+end
+
+local function take_in_order()
+  for _, sample in ipairs(redis.call('ZRANGE', READY, 0, max_samples - 1)) do
+    -- It may have come along with its group.
+    if redis.call('ZSCORE', READY, sample) and not take(unit_of(sample)) then
+      return
+    end
+  end
+end
+
+-- As many tokens per claim as all ready samples have on average: first the largest unit, then ever
+-- the largest that leaves room for the smallest ones of the places left.
+local function take_balanced()
+  if redis.call('HSETNX', STEP, 'order', whole and 'group' or 'tokens') == 1 then
+    order = nil
+    for _, sample in ipairs(redis.call('ZRANGE', READY, 0, -1)) do
+      redis.call('ZADD', READY, place(record_of(sample)), sample)
+    end
+  end
+  local mean = get('ready_tokens') / ready
+  local unit = unit_of(redis.call('ZREVRANGE', READY, 0, 0)[1])
+  local size = #unit
+  local places = math.max(1, math.floor(math.min(max_samples, ready) / size))
+  local target = places * size * mean
+  local most = mean * ready * max_bytes / math.max(1, get('ready_bytes'))
+  if max_tokens > 0 then
+    most = math.min(most, max_tokens)
+  end
+  -- Where tokens bound a claim, and not the number of samples, places may stay empty.
+  local filling = target <= most
+  target = math.min(target, most)
+  while unit and take(unit) do
+    places = places - 1
+    local smallest = redis.call('ZRANGE', READY, 0, 0, 'WITHSCORES')
+    if not smallest[1] or places == 0 then
+      return
+    end
+    local room = target - tokens
+    if filling then
+      room = room - (places - 1) * tonumber(smallest[2])
+    end
+    local next_one = redis.call('ZREVRANGEBYSCORE', READY, room, '-inf', 'LIMIT', 0, 1)[1]
+    next_one = next_one or (filling and smallest[1])
+    unit = next_one and unit_of(next_one)
+  end
+end
+
+if balance then
+  take_balanced()
+else
+  take_in_order()
+end
+if too_large then
+  return finish(too_large)
+end
+table.sort(samples)
 redis.call('HSET', CLAIMS, claim, table.concat(samples, '\n'))
 redis.call('HSET', OWNERS, claim, claimant)
 redis.call('ZADD', LEASES, now + tonumber(ARGV[7]), claim)

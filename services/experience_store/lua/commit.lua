@@ -1,7 +1,10 @@
 -- Ends a policy's step: every sample that was not dropped must be held by the claims named here;
--- they become TRAINED (or DROPPED when the step was skipped) and payloads are freed.
+-- they become TRAINED (or DROPPED when the step was skipped) and payloads are freed, but for those
+-- of samples that may be used again: they go on in the policy's next step.
 -- ARGV: step, claimant, to ('T', 'D', or '' for a step without samples), reason,
---       version (-1: unchanged), whether it must rise (0/1), commit, claim...
+--       version (-1: unchanged), whether it must rise (0/1), commit,
+--       whether the caller's digest is that of the claims' samples (0/1), most uses, claim...
+drains()
 local stored = redis.call('HGET', COMMITS, STEP_NUMBER)
 if stored then
   return {'existed', stored}
@@ -10,10 +13,11 @@ if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
 end
 local claimant, to, reason, version = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local most_uses, FIRST_CLAIM = tonumber(ARGV[9]), 10
 expire(now_ms())
 
 local cause = fence(claimant)
-for index = 8, #ARGV do
+for index = FIRST_CLAIM, #ARGV do
   local claim = ARGV[index]
   local owner = redis.call('HGET', OWNERS, claim)
   if not owner then
@@ -30,10 +34,10 @@ if cause then
   return finish({'lost', '', cause})
 end
 if not sealed() then
-  return finish({'unsealed', get('ended'), get('expected')})
+  return finish({'unsealed', get('ended'), get('expected'), get('held_open')})
 end
 local samples = {}
-for index = 8, #ARGV do
+for index = FIRST_CLAIM, #ARGV do
   for _, sample in ipairs(lines(redis.call('HGET', CLAIMS, ARGV[index]))) do
     samples[#samples + 1] = sample
   end
@@ -41,6 +45,9 @@ end
 local left = get('P') + get('R') + get('C') - #samples
 if left ~= 0 then
   return finish({'incomplete', get('P'), get('R'), get('C') - #samples})
+end
+if ARGV[8] == '0' then
+  return finish({'digest'})
 end
 if (#samples == 0) ~= (to == '') then
   return finish({'mismatch', #samples})
@@ -50,12 +57,25 @@ if version >= 0 and (version < latest or (version == latest and ARGV[6] == '1'))
   return finish({'backwards', latest})
 end
 
+local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
+-- Payloads that are still needed: rows -> field -> true.
+local kept = {}
 for _, sample in ipairs(samples) do
   local record = record_of(sample)
   if to == 'D' then
     drop(sample, record, reason)
   else
+    record[F.uses] = tonumber(record[F.uses]) + 1
     move(sample, record, 'T')
+    if again and record[F.uses] < most_uses then
+      leave(sample, record)
+      local fields = kept[rows_of(record)] or {}
+      kept[rows_of(record)] = fields
+      fields[sample] = true
+      for name in pairs(set_of(record[F.late])) do
+        fields[sample .. '\t' .. name] = true
+      end
+    end
   end
 end
 local commit = #samples .. '\n' .. ARGV[7]
@@ -63,12 +83,28 @@ redis.call('HSET', COMMITS, STEP_NUMBER, commit)
 if version >= 0 then
   redis.call('HSET', BASE .. ':head', 'version', version, 'step', STEP_NUMBER)
 end
+local function free_rows(rows)
+  if not kept[rows] then
+    redis.call('UNLINK', rows)
+    return
+  end
+  for _, field in ipairs(redis.call('HKEYS', rows)) do
+    if not kept[rows][field] then
+      redis.call('HDEL', rows, field)
+    end
+  end
+end
 for _, trajectory in ipairs(redis.call('HKEYS', ENDED)) do
-  redis.call('UNLINK', key('rows') .. ':' .. trajectory)
+  free_rows(key('rows') .. ':' .. trajectory)
+end
+for _, rows in ipairs(redis.call('SMEMBERS', RETURNED)) do
+  free_rows(rows)
 end
 for _, staged in ipairs(redis.call('SMEMBERS', STAGES)) do
   redis.call('UNLINK', staged)
 end
 redis.call('UNLINK', STAGES, READY, CLAIMS, OWNERS, LEASES, HELD, FENCED)
 changes('claimable')
+on_step(neighbour(1))
+arrive()
 return finish({'committed', commit})

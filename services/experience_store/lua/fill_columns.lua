@@ -1,34 +1,57 @@
--- Fills columns of one sample, or drops it because one of them cannot be had. The first value of
--- a column stays. Repeatable.
--- ARGV: step, sample, reward (or ''), reason to drop it (or ''), column, bytes, column, bytes...
+-- Fills columns of samples, or drops those of which one cannot be had. The first value of a column
+-- stays. Repeatable.
+-- ARGV: step, then for each sample: its id, reward (or ''), reason to drop it (or ''), number of
+-- columns, and these: column, bytes, column, bytes...
 -- `bytes` is a serialized Sample that holds only this column: put behind the payload it merges.
 if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
 end
-local sample, reward, reason = ARGV[2], ARGV[3], ARGV[4]
-local record = record_of(sample)
-if not record then
-  return {'unknown'}
-end
-local state = record[F.state]
-if state == 'D' then
-  return {'repeated', state}
-end
-local rows = key('rows') .. ':' .. record[F.trajectory]
-local early, late = set_of(record[F.early]), set_of(record[F.late])
 
-if reason ~= '' then
-  if state ~= 'P' then
-    return {'final', state}
+-- Where `sample` may be, as its query was carried there.
+local function carried_to(sample)
+  local roster, steps = redis.call('HGETALL', ROSTER), {}
+  for index = 1, #roster, 2 do
+    local to = roster[index + 1]:match('^to\t(.*)$')
+    if to and sample:sub(1, #roster[index] + 1) == roster[index] .. '_' then
+      steps[#steps + 1] = to
+    end
   end
-  redis.call('HDEL', rows, sample)
-  for name in pairs(late) do
-    redis.call('HDEL', rows, sample .. '\t' .. name)
+  return steps
+end
+
+-- One record of every group that may have become ready, in order.
+local touched, waiting = {}, false
+local function touch(record)
+  local name = group_name(record)
+  if query_ended(record[F.query]) then
+    waiting = true
+    if not touched[name] then
+      touched[name] = true
+      touched[#touched + 1] = record
+    end
   end
-  drop(sample, record, reason)
-else
-  local fresh = {}
-  for index = 5, #ARGV, 2 do
+end
+
+-- ARGV[first..last] are the columns.
+local function fill(sample, reward, reason, first, last)
+  local record = record_of(sample)
+  if not record then
+    return {'unknown', carried_to(sample)}
+  end
+  local state = record[F.state]
+  if state == 'D' then
+    return {'repeated', state}
+  end
+  if reason ~= '' then
+    if state ~= 'P' then
+      return {'final', state}
+    end
+    drop(sample, record, reason)
+    touch(record)
+    return {'filled', 'D'}
+  end
+  local early, late, fresh = set_of(record[F.early]), set_of(record[F.late]), {}
+  for index = first, last, 2 do
     if not early[ARGV[index]] and not late[ARGV[index]] then
       fresh[ARGV[index]] = ARGV[index + 1]
     end
@@ -45,20 +68,43 @@ else
     missing['reward'] = nil
   end
   for name, bytes in pairs(fresh) do
-    redis.call('HSET', rows, sample .. '\t' .. name, bytes)
+    redis.call('HSET', rows_of(record), sample .. '\t' .. name, bytes)
+    record[F.size] = tonumber(record[F.size]) + #bytes
+    weigh(#bytes)
+    if state == 'R' then
+      count('ready_bytes', #bytes)
+    end
     late[name] = true
     missing[name] = nil
   end
   record[F.missing], record[F.late] = text_of(missing), text_of(late)
   redis.call('HSET', BOOK, sample, table.concat(record, '\t'))
   changes('counts')
+  if state == 'P' then
+    touch(record)
+  end
+  return {'filled', state}
 end
 
-if state == 'P' and query_ended(record[F.query]) then
-  ripen(members(record[F.query], record[F.group]))
+local samples, replies, index = {}, {}, 2
+while index <= #ARGV do
+  local last = index + 3 + 2 * tonumber(ARGV[index + 3])
+  samples[#samples + 1] = ARGV[index]
+  replies[#replies + 1] = fill(ARGV[index], ARGV[index + 1], ARGV[index + 2], index + 4, last)
+  index = last + 1
+end
+for _, record in ipairs(touched) do
+  ripen(group_of(record))
+end
+if waiting then
   if sealed() then
     -- Nothing may be left to come: then a smaller micro-batch may be claimed, or the step is over.
     changes('claimable')
   end
+  for number, reply in ipairs(replies) do
+    if reply[1] == 'filled' then
+      reply[2] = record_of(samples[number])[F.state]
+    end
+  end
 end
-return finish({'filled', record_of(sample)[F.state]})
+return finish({'done', replies})

@@ -1,15 +1,33 @@
--- Frees all that one table holds of a step.
--- ARGV: step, 'committed' (nothing happens to a step that is not), or 'all'
-if ARGV[2] == 'committed' and redis.call('EXISTS', STEP) == 1 and not committed() then
-  return {'live'}
+-- Frees all that one table holds of a step, which is in the log as committed, or as not committed:
+-- should that have changed since, nothing happens. What the step adds to the totals is kept.
+-- ARGV: step, whether it was logged as committed (0/1)
+local TOTALS = BASE .. ':totals'
+if redis.call('EXISTS', STEP) == 1 then
+  if committed() ~= (ARGV[2] == '1') then
+    return {'changed'}
+  end
+  for _, state in ipairs({'P', 'R', 'C', 'T', 'D'}) do
+    -- What is not final yet was dropped with the job.
+    redis.call('HINCRBY', TOTALS, state == 'T' and 'T' or 'D', get(state))
+    if state ~= 'T' and state ~= 'D' and get(state) > 0 then
+      redis.call('HINCRBY', TOTALS, 'reason:job_over', get(state))
+    end
+  end
+  local dropped = redis.call('HGETALL', DROPPED)
+  for index = 1, #dropped, 2 do
+    redis.call('HINCRBY', TOTALS, 'reason:' .. dropped[index], dropped[index + 1])
+  end
 end
 for _, trajectory in ipairs(redis.call('HKEYS', ENDED)) do
   redis.call('UNLINK', key('rows') .. ':' .. trajectory)
+end
+for _, rows in ipairs(redis.call('SMEMBERS', RETURNED)) do
+  redis.call('UNLINK', rows)
 end
 for _, staged in ipairs(redis.call('SMEMBERS', STAGES)) do
   redis.call('UNLINK', staged)
 end
 redis.call('UNLINK', STEP, ENDED, QUERIES, BOOK, MEMBERS, READY, CLAIMS, OWNERS, LEASES, HELD,
-  FENCED, DROPPED, STAGES)
+  FENCED, DROPPED, STAGES, ROSTER, TALLIES, LEAVING, RETURNED)
 redis.call('HDEL', COMMITS, STEP_NUMBER)
 return {'forgotten'}

@@ -2,9 +2,18 @@
 
 local BASE, STEP_NUMBER = KEYS[1], ARGV[1]
 
+local function key_of(step, name)
+  return BASE .. ':' .. step .. ':' .. name
+end
+
 local function key(name)
-  return BASE .. ':' .. STEP_NUMBER .. ':' .. name
+  return key_of(STEP_NUMBER, name)
 end
 
 local STEP, ENDED, QUERIES = key('step'), key('ended'), key('queries')
+-- Queries that left the step ('dropped TAB trajectories that had not ended TAB reason', or
+-- 'carried TAB step'), and those that came from another ('step').
+local LEFT, CAME = key('left'), key('came')
 local STEPS, LIVE = BASE .. ':steps', BASE .. ':live'
+-- How often a roster has changed: a policy's table says which of the changes it knows.
+local ROSTERS = BASE .. ':rosters'

@@ -1,14 +1,20 @@
 -- Admits a step under the job's tag: the first call decides what it consists of.
--- ARGV: step, group_size, versions (JSON), queries (JSON), query...
+-- ARGV: step, group_size, versions (JSON), queries (JSON), held open (0/1), cursor, query...
 if redis.call('EXISTS', STEP) == 1 then
-  return {'existed', redis.call('HGET', STEP, 'group_size'), redis.call('HGET', STEP, 'queries')}
+  local stored = redis.call('HMGET', STEP, 'group_size', 'opened', 'queries')
+  return {'existed', stored[1], stored[2] or stored[3], stored[3]}
 end
-local queries = #ARGV - 4
+local queries = #ARGV - 6
 redis.call('HSET', STEP, 'group_size', ARGV[2], 'expected', queries * tonumber(ARGV[2]),
-  'versions', ARGV[3], 'queries', ARGV[4], 'ended', 0)
-for index = 5, #ARGV do
+  'versions', ARGV[3], 'opened', ARGV[4], 'queries', ARGV[4], 'ended', 0, 'complete', 0,
+  'cursor', ARGV[6])
+if ARGV[5] == '1' then
+  redis.call('HSET', STEP, 'held_open', 1)
+end
+for index = 7, #ARGV do
   redis.call('HSET', QUERIES, ARGV[index], 0)
 end
 redis.call('ZADD', STEPS, STEP_NUMBER, STEP_NUMBER)
 redis.call('ZADD', LIVE, STEP_NUMBER, STEP_NUMBER)
-return {'opened', ARGV[2], ARGV[4]}
+redis.call('INCR', ROSTERS)
+return {'opened', ARGV[2], ARGV[4], ARGV[4]}

@@ -11,6 +11,8 @@ local STEP, ENDED, QUERIES = key('step'), key('ended'), key('queries')
 local BOOK, MEMBERS, READY = key('book'), key('members'), key('ready')
 local CLAIMS, OWNERS, LEASES = key('claims'), key('owners'), key('leases')
 local HELD, FENCED, DROPPED, STAGES = key('held'), key('fenced'), key('dropped'), key('stages')
+local LEAVING, RETURNED = key('leaving'), key('returned')
+local ROSTER, TALLIES = key('roster'), key('tallies')
 local COMMITS = BASE .. ':commits'
 -- Field of staged rows that holds their records; no id looks like it.
 local RECORDS = '\t'
@@ -18,11 +20,18 @@ local RECORDS = '\t'
 -- Fields of a record, in the order of records.Record.
 local F = {
   state = 1, tokens = 2, size = 3, turn = 4, reward = 5, missing = 6, early = 7, late = 8,
-  query = 9, trajectory = 10, agent = 11, group = 12, reason = 13,
+  query = 9, trajectory = 10, agent = 11, group = 12, reason = 13, version = 14, uses = 15,
+  since = 16, origin = 17,
 }
 
+-- One match, and not one per field: every script reads records, some of them hundreds.
+local RECORD = '^' .. ('([^\t]*)\t'):rep(16) .. '([^\t]*)$'
 local function parse(text)
-  local record = {}
+  local record = {text:match(RECORD)}
+  if record[1] then
+    return record
+  end
+  -- Of an older release, with fewer fields.
   for field in (text .. '\t'):gmatch('([^\t]*)\t') do
     record[#record + 1] = field
   end
@@ -61,6 +70,19 @@ local function count(field, by)
   deltas[field] = (deltas[field] or 0) + by
 end
 
+-- Counts per query, under its name: all its rows ('rows'), those PENDING ('P') and DROPPED ('D').
+local tallied = {}
+local function tally(query, field, by)
+  local name = query .. '\t' .. field
+  tallied[name] = (tallied[name] or 0) + by
+end
+
+-- Payload bytes that the table holds over all its steps. What is only staged does not count.
+local weight = 0
+local function weigh(bytes)
+  weight = weight + tonumber(bytes)
+end
+
 local changed = {}
 local function changes(kind)
   changed[kind] = true
@@ -73,16 +95,114 @@ local function finish(reply)
       redis.call('HINCRBY', STEP, field, by)
     end
   end
-  deltas = {}
+  for field, by in pairs(tallied) do
+    if by ~= 0 then
+      redis.call('HINCRBY', TALLIES, field, by)
+    end
+  end
+  deltas, tallied = {}, {}
+  if weight ~= 0 then
+    redis.call('HINCRBY', BASE .. ':head', 'bytes', weight)
+    weight = 0
+  end
   if next(changed) then
     local kind = changed.claimable and 'claimable' or 'counts'
     redis.call('PUBLISH', BASE .. ':changes', STEP_NUMBER .. ' ' .. kind)
   end
+  changed = {}
   return reply
+end
+
+-- At its memory limit Redis refuses a script whose first write may need memory. Those that lead to
+-- a commit, which frees it, begin with this one instead.
+local function drains()
+  redis.call('UNLINK', BASE .. ':none')
 end
 
 local function get(field)
   return tonumber(redis.call('HGET', STEP, field) or 0) + (deltas[field] or 0)
+end
+
+local function record_of(sample)
+  local text = redis.call('HGET', BOOK, sample)
+  return text and parse(text)
+end
+
+-- Arguments of one command: the stack of Lua holds some thousands.
+local AT_ONCE = 1000
+
+-- {sample, record} of a group (or, without `group`, of a query) in sample order.
+local function members(query, group)
+  local prefix = query .. '\t' .. (group and group .. '\t' or '')
+  -- '\n' follows '\t': the range holds exactly what starts with the prefix.
+  local upper = prefix:sub(1, -2) .. '\n'
+  local names = redis.call('ZRANGEBYLEX', MEMBERS, '[' .. prefix, '(' .. upper)
+  for index, member in ipairs(names) do
+    names[index] = member:match('([^\t]*)$')
+  end
+  local found = {}
+  for first = 1, #names, AT_ONCE do
+    local last = math.min(first + AT_ONCE - 1, #names)
+    local texts = redis.call('HMGET', BOOK, unpack(names, first, last))
+    for index, text in ipairs(texts) do
+      found[#found + 1] = {names[first + index - 1], text and parse(text)}
+    end
+  end
+  return found
+end
+
+-- Samples that come back from an earlier step (commit.lua) are no members of this step's queries,
+-- whose names may be the same.
+local function family(record)
+  local origin = record[F.origin]
+  return origin == '' and record[F.query] or record[F.query] .. '@' .. origin
+end
+
+local function group_of(record)
+  return members(family(record), record[F.group])
+end
+
+-- Where the payload of a sample is, and those of its trajectory.
+local function rows_of(record)
+  local origin = record[F.origin]
+  return key('rows') .. ':' .. record[F.trajectory] .. (origin == '' and '' or '@' .. origin)
+end
+
+local function group_name(record)
+  return family(record) .. '\t' .. record[F.group]
+end
+
+-- READY is in order of ids, until a claim of the step asks for balance: then in order of tokens,
+-- the sample's own or ('group') those of its whole group, which is given out together.
+local order, group_tokens = nil, {}
+local function place(record)
+  order = order or redis.call('HGET', STEP, 'order') or 'id'
+  if order == 'id' then
+    return 0
+  elseif order == 'tokens' then
+    return record[F.tokens]
+  end
+  local name = group_name(record)
+  if not group_tokens[name] then
+    local sum = 0
+    for _, member in ipairs(group_of(record)) do
+      if member[2][F.state] ~= 'D' then
+        sum = sum + tonumber(member[2][F.tokens])
+      end
+    end
+    group_tokens[name] = sum
+  end
+  return group_tokens[name]
+end
+
+-- Keeps the oldest version that began a ready sample: who raises the bound need not look at all.
+local begun
+local function ready_since(version)
+  begun = begun or redis.call('HGET', STEP, 'begun') or 'none'
+  if version ~= '' and (begun == 'none' or tonumber(version) < tonumber(begun)) then
+    begun = version
+    redis.call('HSET', STEP, 'begun', version)
+  end
 end
 
 -- The one place where a sample changes its state.
@@ -93,8 +213,15 @@ local function move(sample, record, to)
   end
   count(from, -1)
   count(to, 1)
+  if from == 'P' then
+    tally(family(record), 'P', -1)
+  end
+  if to == 'D' then
+    tally(family(record), 'D', 1)
+  end
   if to == 'R' then
-    redis.call('ZADD', READY, 0, sample)
+    redis.call('ZADD', READY, place(record), sample)
+    ready_since(record[F.version])
   elseif from == 'R' then
     redis.call('ZREM', READY, sample)
   end
@@ -103,6 +230,9 @@ local function move(sample, record, to)
     count('ready_tokens', sign * tonumber(record[F.tokens]))
     count('ready_bytes', sign * tonumber(record[F.size]))
   end
+  if to == 'T' or to == 'D' then
+    weigh(-record[F.size])
+  end
   record[F.state] = to
   redis.call('HSET', BOOK, sample, table.concat(record, '\t'))
   changes('counts')
@@ -110,49 +240,119 @@ end
 
 -- A reason is counted by what precedes its first colon (`workflow_raised: ...`): the text after it
 -- names one failure, and would make the counts grow without bound.
-local function count_dropped(reason)
-  redis.call('HINCRBY', DROPPED, reason:match('^[^:]*'):sub(1, 64), 1)
+local function count_dropped(reason, by)
+  local name = reason:match('^[^:]*'):sub(1, 64)
+  if redis.call('HINCRBY', DROPPED, name, by or 1) == 0 then
+    redis.call('HDEL', DROPPED, name)
+  end
+end
+
+-- Frees the payload of a sample that nobody needs any more.
+local function free(sample, record)
+  local rows = rows_of(record)
+  redis.call('HDEL', rows, sample)
+  for name in pairs(set_of(record[F.late])) do
+    redis.call('HDEL', rows, sample .. '\t' .. name)
+  end
 end
 
 local function drop(sample, record, reason)
+  free(sample, record)
   record[F.reason] = reason
   move(sample, record, 'D')
   count_dropped(reason)
 end
 
-local function record_of(sample)
-  local text = redis.call('HGET', BOOK, sample)
-  return text and parse(text)
+-- Drops what there is of a query that left its step.
+local function drop_pending(query, reason)
+  for _, member in ipairs(members(query)) do
+    if member[2][F.state] == 'P' then
+      drop(member[1], member[2], reason)
+    end
+  end
 end
 
--- {sample, record} of a group (or, without `group`, of a query) in sample order.
-local function members(query, group)
-  local prefix = query .. '\t' .. (group and group .. '\t' or '')
-  -- '\n' follows '\t': the range holds exactly what starts with the prefix.
-  local upper = prefix:sub(1, -2) .. '\n'
-  local found = {}
-  for _, member in ipairs(redis.call('ZRANGEBYLEX', MEMBERS, '[' .. prefix, '(' .. upper)) do
-    local sample = member:match('([^\t]*)$')
-    found[#found + 1] = {sample, record_of(sample)}
+-- Whether an older version began it than may have begun what is given out (claim.lua).
+local function is_stale(record)
+  return record[F.version] ~= '' and tonumber(record[F.version]) < get('oldest_version')
+end
+
+-- Groups among `found` with more than one trajectory whose rewards are all equal: whatever is
+-- subtracted from them, nothing is left to learn from.
+local function without_signal(found)
+  local first, several, different = {}, {}, {}
+  for _, member in ipairs(found) do
+    local record = member[2]
+    local group = record[F.group]
+    if record[F.state] == 'P' then
+      first[group] = first[group] or record
+      several[group] = several[group] or record[F.trajectory] ~= first[group][F.trajectory]
+      -- As text they would differ at -0.0.
+      different[group] = different[group]
+        or tonumber(record[F.reward]) ~= tonumber(first[group][F.reward])
+    end
   end
-  return found
+  local silent = {}
+  for group in pairs(first) do
+    if several[group] and not different[group] then
+      silent[group] = true
+    end
+  end
+  return silent
 end
 
 -- Makes the groups among `found` claimable that lack nothing. All trajectories of their query
 -- must have ended: then, and only then, the members of a group and its rewards are final.
 local function ripen(found)
-  local blocked = {}
+  local blocked, reasons = {}, {}
   for _, member in ipairs(found) do
     local record = member[2]
-    if record[F.state] == 'P' and record[F.missing] ~= '' then
-      blocked[record[F.group]] = true
+    local group = record[F.group]
+    if record[F.state] == 'P' then
+      blocked[group] = blocked[group] or record[F.missing] ~= ''
+      reasons[group] = reasons[group] or (is_stale(record) and 'stale')
+    end
+  end
+  if get('signal') == 1 then
+    for group in pairs(without_signal(found)) do
+      if not blocked[group] and not reasons[group] then
+        reasons[group] = 'no_signal'
+        count('groups_without_signal', 1)
+      end
     end
   end
   for _, member in ipairs(found) do
     local record = member[2]
-    if record[F.state] == 'P' and not blocked[record[F.group]] then
-      move(member[1], record, 'R')
+    local group = record[F.group]
+    if record[F.state] == 'P' and not blocked[group] then
+      if reasons[group] then
+        drop(member[1], record, reasons[group])
+      else
+        move(member[1], record, 'R')
+      end
       changes('claimable')
+    end
+  end
+end
+
+-- Drops the groups of these samples that a too old version began, unless members were given out.
+local function evict(samples)
+  local seen = {}
+  for _, sample in ipairs(samples) do
+    local record = record_of(sample)
+    local name = group_name(record)
+    if is_stale(record) and not seen[name] then
+      seen[name] = true
+      local group, held = group_of(record), false
+      for _, member in ipairs(group) do
+        held = held or member[2][F.state] == 'C'
+      end
+      for _, member in ipairs(group) do
+        if not held and member[2][F.state] == 'R' then
+          drop(member[1], member[2], 'stale')
+          changes('claimable')
+        end
+      end
     end
   end
 end
@@ -162,7 +362,7 @@ local function query_ended(query)
 end
 
 local function sealed()
-  return get('ended') >= get('expected')
+  return get('held_open') == 0 and get('ended') >= get('expected')
 end
 
 local function committed()
@@ -172,50 +372,4 @@ end
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-end
-
-local function held(claimant)
-  return tonumber(redis.call('HGET', HELD, claimant) or 0)
-end
-
--- Ends a live claim; its id is never given out again, so that a commit which names it is refused.
-local function give_back(claim, cause)
-  local claimant = redis.call('HGET', OWNERS, claim)
-  local samples = lines(redis.call('HGET', CLAIMS, claim))
-  for _, sample in ipairs(samples) do
-    local record = record_of(sample)
-    move(sample, record, 'R')
-  end
-  redis.call('HSET', CLAIMS, claim, '\t' .. cause)
-  redis.call('ZREM', LEASES, claim)
-  if redis.call('HINCRBY', HELD, claimant, -#samples) <= 0 then
-    redis.call('HDEL', HELD, claimant)
-  end
-  changes('claimable')
-  return #samples, claimant
-end
-
--- Returns what leases that ran out held, and fences who held them: gradients accumulated under
--- an expired lease must be thrown away.
-local function expire(now)
-  local returned = 0
-  for _, claim in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now)) do
-    local samples, claimant = give_back(claim, 'expired')
-    redis.call('HSET', FENCED, claimant, 'expired')
-    returned = returned + samples
-  end
-  return returned
-end
-
--- Why `claimant` must start over, or false.
-local function fence(claimant)
-  local cause = redis.call('HGET', FENCED, claimant)
-  if cause == 'superseded' then
-    -- Superseding concerns whoever was there before; the first to claim afterwards goes on.
-    local owner = redis.call('HGET', STEP, 'owner')
-    if not owner or owner == claimant then
-      return false
-    end
-  end
-  return cause
 end

@@ -1,5 +1,6 @@
 -- Extends all live leases of a claimant. Repeatable.
 -- ARGV: step, claimant, lease in ms
+drains()
 if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
 end

@@ -16,6 +16,7 @@ from troupe.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:
     from troupe.transfer import Transfer
+    from troupe.workflow import Sampling
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -25,8 +26,9 @@ class SamplingParams:
     """How one response is drawn.
 
     `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 keep every token. A `seed` makes the
-    response a function of (weights, prompt, seed), whatever else is batched with it, up to
-    floating-point noise. `stop_token_ids` come on top of the model's end-of-sequence tokens.
+    response a function of (weights, prompt, seed), whatever else is batched with it: up to
+    floating-point noise, or bitwise in an engine of a deterministic job. `stop_token_ids` come on
+    top of the model's end-of-sequence tokens.
     """
 
     temperature: float = 1.0
@@ -35,6 +37,18 @@ class SamplingParams:
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> SamplingParams:
+        """As a workflow's agent samples."""
+        return cls(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            stop_token_ids=sampling.stop_token_ids,
+            seed=sampling.seed,
+        )
 
 
 @dataclass(frozen=True)

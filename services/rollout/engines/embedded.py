@@ -14,11 +14,12 @@ import torch
 from services.rollout.engines.base import Generation
 from services.rollout.engines.continuous import ContinuousBatcher
 from services.rollout.engines.errors import EngineDied, EngineStartFailed
+from services.rollout.engines.fixed import FixedBatcher, check_architecture
 from services.rollout.engines.front import EngineFront, Tensors
 from services.rollout.engines.models import load_config, skeleton, stop_ids
 from services.rollout.engines.turns import Turn
 from services.rollout.engines.weights import check_fit, fill
-from troupe.job.spec import PolicySpec
+from troupe.job import PolicySpec
 from troupe.rpc.errors import Internal
 from troupe.v1 import common_pb2 as pb
 
@@ -37,16 +38,28 @@ class EmbeddedEngine(EngineFront):
     Weights change between two steps of the model: turns in hand are retracted, their tokens so
     far read again under the new weights, and they go on. `threads` is the number of torch
     threads of the process; more than one hurts on shared cores, where they spin.
+
+    `deterministic`: a turn with a seed is bitwise a function of (weights, prompt, seed), whatever
+    else is batched with it and whatever is cached; slower (docs/guarantees.md).
     """
 
     kind: ClassVar[str] = "embedded"
 
-    def __init__(self, engine_id: str, policy: str, spec: PolicySpec, *, threads: int = 1) -> None:
+    def __init__(
+        self,
+        engine_id: str,
+        policy: str,
+        spec: PolicySpec,
+        *,
+        threads: int = 1,
+        deterministic: bool = False,
+    ) -> None:
         super().__init__(engine_id, policy)
         self._spec = spec
         self._threads = threads
+        self._deterministic = deterministic
         self._model: torch.nn.Module | None = None
-        self._batcher: ContinuousBatcher | None = None
+        self._batcher: ContinuousBatcher | FixedBatcher | None = None
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._progress_at = time.monotonic()
         self._misses = 0
@@ -167,7 +180,7 @@ class EmbeddedEngine(EngineFront):
             batcher.resubmit(turn, self._ended)
         return exposed
 
-    def _build(self, loop: asyncio.AbstractEventLoop) -> ContinuousBatcher:
+    def _build(self, loop: asyncio.AbstractEventLoop) -> ContinuousBatcher | FixedBatcher:
         """In a worker thread: the model and its batcher, not started yet."""
         torch.set_num_threads(self._threads)
         spec = self._spec
@@ -181,6 +194,8 @@ class EmbeddedEngine(EngineFront):
                 remedy="Serve this model with `kind: sglang`.",
             )
         model = skeleton(config, spec.model.dtype, self.policy)
+        if self._deterministic:
+            check_architecture(model.config, self.policy)
         positions = getattr(text, "max_position_embeddings", None) or spec.engine.max_context
         self.max_context = min(spec.engine.max_context, positions)
         self.vocabulary = text.vocab_size
@@ -190,7 +205,8 @@ class EmbeddedEngine(EngineFront):
             with contextlib.suppress(RuntimeError):  # the loop has ended before us
                 loop.call_soon_threadsafe(self._exited, batcher, reason)
 
-        batcher = ContinuousBatcher(
+        kind = FixedBatcher if self._deterministic else ContinuousBatcher
+        batcher = kind(
             model,
             max_running=spec.engine.max_running,
             max_context=self.max_context,
@@ -200,7 +216,7 @@ class EmbeddedEngine(EngineFront):
         self._model = model
         return batcher
 
-    def _require_batcher(self) -> ContinuousBatcher:
+    def _require_batcher(self) -> ContinuousBatcher | FixedBatcher:
         if self._batcher is None or not self._batcher.alive:
             self._die("its thread ended")
             raise EngineDied(self.engine_id, self.message)
@@ -229,7 +245,7 @@ class EmbeddedEngine(EngineFront):
                 )
             )
 
-    def _exited(self, batcher: ContinuousBatcher, reason: str) -> None:
+    def _exited(self, batcher: ContinuousBatcher | FixedBatcher, reason: str) -> None:
         if batcher is self._batcher:
             log.error("engine %s of policy %s died: %s", self.engine_id, self.policy, reason)
             self._die(reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.rollout.engines.base import Engine
-from troupe.job.spec import PolicySpec
+from troupe.job import PolicySpec
 
 
 def make_engine(
@@ -16,17 +16,34 @@ def make_engine(
     threads: int = 1,
     replica: int = 0,
     work_dir: Path | None = None,
+    trace_dir: Path | None = None,
+    deterministic: bool = False,
 ) -> Engine:
     """An engine that has not been started.
 
     `threads`: torch threads of an embedded engine. `replica`: which of the policy's replicas on
     this worker it is; an attached SGLang engine takes the URL of that number. `work_dir`: where
     a launched server's log and files go; default: a temporary directory.
+    `trace_dir`: where a paced engine writes when it was busy. `deterministic`: a turn is a function
+    of (weights, prompt, seed), or the engine does not start.
     """
+    if policy_spec.paced is not None:
+        from services.rollout.engines.paced import PacedEngine
+
+        return PacedEngine(engine_id, policy_name, policy_spec, trace_dir=trace_dir)
     if policy_spec.engine.kind == "embedded":
         from services.rollout.engines.embedded import EmbeddedEngine
 
-        return EmbeddedEngine(engine_id, policy_name, policy_spec, threads=threads)
+        return EmbeddedEngine(
+            engine_id, policy_name, policy_spec, threads=threads, deterministic=deterministic
+        )
     from services.rollout.engines.sglang.engine import SglangEngine
 
-    return SglangEngine(engine_id, policy_name, policy_spec, replica=replica, work_dir=work_dir)
+    return SglangEngine(
+        engine_id,
+        policy_name,
+        policy_spec,
+        replica=replica,
+        work_dir=work_dir,
+        deterministic=deterministic,
+    )

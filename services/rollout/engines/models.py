@@ -16,7 +16,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from services.rollout.engines.errors import EngineStartFailed
-from troupe.job.spec import ModelSpec
+from troupe.job import ModelSpec
 
 # Building a model sets process-wide defaults of torch and transformers for a moment.
 _BUILDING = threading.Lock()

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m tests.rollout.engines.measure_embedded [small|middle|large] ...
 
+Both the continuous and the deterministic engine, in turn.
 Groups of 8 equal prompts of 40-100 tokens, answers of 1-16 tokens, 256 turns in flight.
 """
 
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
-from troupe.job.spec import EngineSpec, ModelSpec, PolicySpec
+from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 
@@ -63,14 +64,14 @@ def workload(seed: int) -> list[tuple[list[int], int]]:
     return turns
 
 
-async def measure(size: str) -> dict[str, Any]:
+async def measure(size: str, deterministic: bool) -> dict[str, Any]:
     config = config_of(size)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     spec = PolicySpec(
         model=ModelSpec(config=config, tokenizer="unused"),
         engine=EngineSpec(max_running=IN_FLIGHT, max_context=256),
     )
-    engine = EmbeddedEngine("e", "p", spec)
+    engine = EmbeddedEngine("e", "p", spec, deterministic=deterministic)
     await engine.start()
     best: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
@@ -97,6 +98,7 @@ async def measure(size: str) -> dict[str, Any]:
             tokens = sum(n for n, _ in counts)
             result = {
                 "size": size,
+                "deterministic": deterministic,
                 "parameters": sum(p.numel() for p in model.parameters()),
                 "turns": TURNS,
                 "prompt_tokens": prompt_tokens,
@@ -116,4 +118,5 @@ async def measure(size: str) -> dict[str, Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for chosen in sys.argv[1:] or list(SIZES):
-        print(json.dumps(asyncio.run(measure(chosen))))
+        for deterministic in (False, True):
+            print(json.dumps(asyncio.run(measure(chosen, deterministic))))

@@ -46,9 +46,11 @@ def model() -> PreTrainedModel:
     return make_model(0)
 
 
-@pytest.fixture
-async def engine(transfer: Transfer, model: PreTrainedModel) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine("e0", "solver", policy_spec())
+@pytest.fixture(params=[False, True], ids=["continuous", "deterministic"])
+async def engine(
+    request: pytest.FixtureRequest, transfer: Transfer, model: PreTrainedModel
+) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine("e0", "solver", policy_spec(), deterministic=request.param)
     await engine.start()
     await engine.update_weights(publish(transfer, model, 0), transfer)
     yield engine

@@ -23,7 +23,7 @@ from tests.rollout.engines.models import (
     reference_logprobs,
     transfer_in,
 )
-from troupe.job.spec import EngineSpec, ModelSpec, PolicySpec
+from troupe.job import EngineSpec, ModelSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 

@@ -25,6 +25,7 @@ from services.rollout.engines.errors import (
     WeightsRefused,
 )
 from services.rollout.engines.factory import make_engine
+from services.rollout.engines.sglang import launch
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.models import (
     CONFIG,
@@ -75,6 +76,29 @@ async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
         await stage.update(0, 0)
         yield stage
         await stage.engine.stop()
+
+
+async def test_a_server_that_batches_as_it_likes_serves_no_deterministic_job(
+    tmp_path: Path,
+) -> None:
+    fake = FakeSglang(CONFIG)
+    async with serve(fake) as url:
+        spec = policy_spec(kind="sglang", urls=[url])
+        engine = make_engine("e0", "solver", spec, deterministic=True)
+        with pytest.raises(EngineStartFailed, match="deterministic inference") as refused:
+            await engine.start()
+        assert refused.value.field == "policies.solver.engine.urls"
+        assert "--enable-deterministic-inference" in (refused.value.remedy or "")
+        fake.info["enable_deterministic_inference"] = True
+        await engine.start()
+        assert engine.state == pb.ENGINE_STATE_STALE
+        await engine.stop()
+
+
+def test_a_server_of_a_deterministic_job_is_launched_so() -> None:
+    spec = policy_spec(kind="sglang")
+    assert launch.DETERMINISTIC not in launch.command(spec, "m", 1, 64)
+    assert launch.DETERMINISTIC in launch.command(spec, "m", 1, 64, deterministic=True)
 
 
 async def test_the_safe_order_of_an_update(stage: Stage) -> None:

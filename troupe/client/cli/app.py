@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import typer
 
 from troupe import __version__
+from troupe.client.cli.chaos import chaos
 from troupe.client.cli.cluster import down, status, up
 from troupe.client.cli.failures import explain
 from troupe.client.cli.jobs import app as jobs
 from troupe.client.cli.policies import export, generate
+from troupe.client.cli.samples import app as samples
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
 
@@ -26,9 +28,11 @@ app.command("up")(up)
 app.command("down")(down)
 app.command("status")(status)
 app.add_typer(jobs, name="jobs")
+app.add_typer(samples, name="samples")
 app.command("generate")(generate)
 app.command("export")(export)
 app.add_typer(specification, name="job")
+app.command("chaos")(chaos)
 
 
 def _version(wanted: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
+from troupe.client.cli.audit import audit
 from troupe.client.cli.connection import call
 from troupe.client.cli.failures import FAILED
 from troupe.client.cli.follow import follow, make_display
@@ -25,6 +27,7 @@ from troupe.client.records import Job, JobState
 from troupe.rpc.errors import TroupeError
 
 app = typer.Typer(help="Look at jobs and steer them.", no_args_is_help=True)
+app.command("audit")(audit)
 JobId = Annotated[str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")]
 
 
@@ -127,12 +130,21 @@ def pause(
 
 @app.command()
 def resume(
-    job_id: JobId, cluster: options.ClusterAddress = None, data_dir: options.DataDir = None
+    job_id: JobId,
+    spec: Annotated[
+        Path | None,
+        typer.Option(
+            help="Go on under this job file: the same job with more steps, other limits, ...",
+            show_default=False,
+        ),
+    ] = None,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
 ) -> None:
     """Go on with a paused, failed or cancelled job from its last committed step."""
 
     async def ask(client: AsyncClient) -> Job:
-        return await client.job(job_id).resume()
+        return await client.job(job_id).resume(spec)
 
     _tell(call(ask, address=cluster, data_dir=data_dir))
 
@@ -150,6 +162,20 @@ def cancel(
         return await client.job(job_id).cancel(reason)
 
     _tell(call(ask, address=cluster, data_dir=data_dir))
+
+
+@app.command()
+def forget(
+    job_id: JobId, cluster: options.ClusterAddress = None, data_dir: options.DataDir = None
+) -> None:
+    """Free the rows that a failed or cancelled job keeps for a resume; then it cannot be resumed.
+    Its log, metrics and checkpoints stay."""
+
+    async def ask(client: AsyncClient) -> Job:
+        return await client.job(job_id).forget()
+
+    job = call(ask, address=cluster, data_dir=data_dir)
+    Console().print(f"the rows of {job.id} are freed", highlight=False)
 
 
 def plain(job: Job) -> dict[str, Any]:

@@ -44,9 +44,11 @@ def _sections(prefix: str, model: type[BaseModel]) -> list[_Section]:
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, directly or as the values of a mapping."""
+    """The section that a field holds: directly, as the values of a mapping, or if at all."""
     if get_origin(annotation) is dict:
         annotation = get_args(annotation)[-1]
+    if get_origin(annotation) in (Union, types.UnionType):
+        annotation = get_args(annotation)[0]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return None

@@ -25,7 +25,7 @@ from services.rollout.engines.sglang.replies import parse, sampling_of
 from services.rollout.engines.sglang.server import Server
 from services.rollout.engines.turns import Turn
 from services.rollout.engines.weights import check_fit, untied
-from troupe.job.spec import PolicySpec
+from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ class SglangEngine(EngineFront):
 
     `replica` chooses the URL of an attached server. `work_dir` holds a launched server's log and
     the weights on their way; the server must see it. `updates`: through files (in shared memory
-    by default) or through handles of shared memory.
+    by default) or through handles of shared memory. `deterministic`: the server is launched so that
+    a turn is a function of (weights, prompt, seed); an attached one must have been.
     """
 
     kind: ClassVar[str] = "sglang"
@@ -54,10 +55,18 @@ class SglangEngine(EngineFront):
         replica: int = 0,
         work_dir: Path | None = None,
         updates: Updates = "disk",
+        deterministic: bool = False,
     ) -> None:
         super().__init__(engine_id, policy)
         self._spec = spec
-        self._server = Server(policy, spec, replica=replica, work_dir=work_dir, updates=updates)
+        self._server = Server(
+            policy,
+            spec,
+            replica=replica,
+            work_dir=work_dir,
+            updates=updates,
+            deterministic=deterministic,
+        )
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Final
 
 from transformers import PretrainedConfig
 
-from troupe.job.spec import PolicySpec
+from troupe.job import PolicySpec
+
+# Kernels whose results do not depend on the batch, and sampling by each request's own seed.
+DETERMINISTIC: Final = "--enable-deterministic-inference"
 
 
 def write_config(config: PretrainedConfig, architecture: str, directory: Path) -> Path:
@@ -18,7 +22,9 @@ def write_config(config: PretrainedConfig, architecture: str, directory: Path) -
     return directory
 
 
-def command(spec: PolicySpec, source: str, port: int, max_context: int) -> list[str]:
+def command(
+    spec: PolicySpec, source: str, port: int, max_context: int, *, deterministic: bool = False
+) -> list[str]:
     """Arguments to launch a server of `spec` on loopback with the model at `source`.
 
     Random weights (`dummy`): the engine is STALE until the first update in any case. No
@@ -39,5 +45,6 @@ def command(spec: PolicySpec, source: str, port: int, max_context: int) -> list[
         *("--context-length", str(max_context)),
         *("--max-running-requests", str(engine.max_running)),
         "--skip-tokenizer-init",
+        *([DETERMINISTIC] if deterministic else []),
         *engine.launch,
     ]

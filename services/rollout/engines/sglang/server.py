@@ -24,7 +24,7 @@ from services.rollout.engines.sglang.loading import DiskLoader, Loader, TensorLo
 from services.rollout.engines.sglang.process import ServerProcess, free_port
 from services.rollout.engines.sglang.scratch import ScratchDirectory
 from services.rollout.engines.sglang.update import Updater
-from troupe.job.spec import PolicySpec
+from troupe.job import PolicySpec
 
 _POLL_SECONDS: Final = 0.25
 
@@ -48,6 +48,7 @@ class Server:
         replica: int,
         work_dir: Path | None,
         updates: Updates,
+        deterministic: bool,
     ) -> None:
         self._policy = policy
         self._spec = spec
@@ -55,6 +56,7 @@ class Server:
         self._given_dir = work_dir
         self._scratch: ScratchDirectory | None = None
         self._updates: Updates = updates
+        self._deterministic = deterministic
         self._process: ServerProcess | None = None
         self._features: Features | None = None
 
@@ -148,7 +150,9 @@ class Server:
             directory = launch.write_config(config, architecture, self._directory / "model")
             source = str(directory)
         port = free_port()
-        command = launch.command(spec, source, port, self.max_context)
+        command = launch.command(
+            spec, source, port, self.max_context, deterministic=self._deterministic
+        )
         process = ServerProcess(command, self._directory / "server.log")
         try:
             await process.start()
@@ -200,6 +204,14 @@ class Server:
                 field=where,
                 value=self.client.url,
                 remedy="Run one server per replica, with --dp-size 1.",
+            )
+        if self._deterministic and not info.get("enable_deterministic_inference"):
+            raise EngineStartFailed(
+                "it was not started for deterministic inference, which `pipeline.deterministic` "
+                "asks for",
+                field=where,
+                value=self.client.url,
+                remedy=f"Start it with {launch.DETERMINISTIC} (releases from 0.5.3).",
             )
         if model_type is not None and model_type != config.model_type:
             raise EngineStartFailed(

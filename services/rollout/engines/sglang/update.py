@@ -21,7 +21,7 @@ from services.rollout.engines.sglang.loading import (
     probe_ids,
 )
 from services.rollout.engines.sglang.replies import prompt_logprobs
-from troupe.job.spec import ModelSpec
+from troupe.job import ModelSpec
 from troupe.v1 import common_pb2 as pb
 
 # Turns that were aborted to make room leave the server within this time.

@@ -1,0 +1,180 @@
+"""The experience store beside the Redis that it keeps its rows in.
+
+    python -m benchmarks.experience_store [--quick] [--json]
+
+A real store process and a real Redis, started as the embedded cluster starts it (AOF, every
+second), on this machine; the client is this process. `raw` are the same bytes written and read by
+pipelined redis-py, in alternation with the store, in one run. The last line is one JSON object:
+
+- `raw_ratio_4k`: bytes/s of append + reward + claim + commit over raw bytes/s, rows of 4096 tokens;
+  the best number of concurrent writers. Rewards come late, one call per trajectory.
+- `ready_p99_ms`: from sending the last reward of a group to having the claim that waited for it.
+- `million_rows_latency_ratio`: median claim with 1,000,000 rows in the store over that with 1,000.
+- `memory_ratio`: bytes that Redis holds per byte of payload, the worst of all lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.store import raw, scale, served
+from benchmarks.store.servers import Servers, Stub, started
+from benchmarks.store.workload import GROUP_SIZE, Shape, make_appends
+
+TURNS = 8
+WRITERS = (1, 8, 64)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    lengths: tuple[int, ...]
+    step_bytes: int
+    """About so many bytes of payload per step."""
+    repeats: int
+    groups: int
+    """Groups whose last reward is timed."""
+    many: int
+    many_steps: int
+    claims: int
+
+
+FULL = Plan((512, 4096, 32_768), 48 * 2**20, 3, 500, 1_000_000, 10, 90)
+QUICK = Plan((4096,), 2**20, 1, 10, 4000, 2, 30)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One length and number of writers."""
+
+    tokens: int
+    writers: int
+    ratio: float
+    store_mbs: float
+    raw_mbs: float
+    rows_per_second: float
+    p50_ms: dict[str, float]
+    p99_ms: dict[str, float]
+
+
+async def throughput(servers: Servers, stub: Stub, plan: Plan, tokens: int, writers: int) -> Cell:
+    """Raw, store, raw, store, ...: the ratio of their medians."""
+    row_bytes = 6 * tokens + 200
+    queries = max(2, plan.step_bytes // row_bytes // TURNS // GROUP_SIZE)
+    shape = Shape(tokens, min(queries, 128), TURNS)
+    timings = served.Timings()
+    raw_seconds, store_seconds, size = [], [], 0
+    for _ in range(plan.repeats):
+        job = await served.create(stub)
+        appends = make_appends(job, 0, shape)
+        rows = [row.SerializeToString() for append in appends for row in append.samples]
+        # Written once and read once on both sides.
+        size = 2 * sum(len(row) for row in rows)
+        with servers.client() as client:
+            raw_seconds.append(await asyncio.to_thread(raw.round_trip, client, rows))
+        store_seconds.append(await served.run_step(stub, shape, job, appends, writers, timings))
+        await served.drop(stub, job)
+    taken, ideal = statistics.median(store_seconds), statistics.median(raw_seconds)
+    return Cell(
+        tokens,
+        writers,
+        ideal / taken,
+        size / taken / 1e6,
+        size / ideal / 1e6,
+        shape.rows / taken,
+        {name: _quantile(calls, 0.5) * 1e3 for name, calls in timings.calls.items()},
+        {name: _quantile(calls, 0.99) * 1e3 for name, calls in timings.calls.items()},
+    )
+
+
+async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, float]:
+    """All of it; prints as it goes."""
+    async with servers.stub() as stub:
+        low, high = await scale.latency_by_rows(stub, 1000, plan.many, plan.many_steps, plan.claims)
+        console.print(
+            f"claim of {scale.CLAIM} rows: {low * 1e3:.1f} ms with 1,000 rows in the store, "
+            f"{high * 1e3:.1f} ms with {plan.many:,}"
+        )
+        ready = await served.ready_seconds(stub, Shape(4096, 1, 1), plan.groups)
+        console.print(
+            f"last reward -> claim delivered: p50 {_quantile(ready, 0.5) * 1e3:.1f} ms, "
+            f"p99 {_quantile(ready, 0.99) * 1e3:.1f} ms ({len(ready)} groups, 4096 tokens a row)"
+        )
+        memory = {}
+        for tokens in plan.lengths:
+            shape = Shape(tokens, max(1, min(64, plan.step_bytes // (200 * tokens))), TURNS)
+            with servers.client() as client:
+                memory[tokens] = await scale.memory_ratio(stub, client, shape)
+            console.print(f"memory per payload byte, {tokens} tokens: {memory[tokens]:.2f}")
+        cells = [
+            await throughput(servers, stub, plan, tokens, writers)
+            for tokens in plan.lengths
+            for writers in WRITERS
+        ]
+    console.print(_table(cells))
+    return {
+        "raw_ratio_4k": round(max(cell.ratio for cell in cells if cell.tokens == 4096), 3),
+        "ready_p99_ms": round(_quantile(ready, 0.99) * 1e3, 2),
+        "million_rows_latency_ratio": round(high / low, 2),
+        "memory_ratio": round(max(memory.values()), 3),
+    }
+
+
+def _table(cells: Sequence[Cell]) -> Table:
+    table = Table(
+        title="append + late reward + claim + commit, against raw pipelined redis-py",
+        caption="Calls: median / p99 in ms. A claim waits for its 64 rows.",
+    )
+    for heading in ("tokens", "writers", "rows/s", "MB/s", "raw MB/s", "ratio"):
+        table.add_column(heading, justify="right")
+    for name in ("append", "reward", "claim", "commit"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for cell in cells:
+        table.add_row(
+            f"{cell.tokens}",
+            f"{cell.writers}",
+            f"{cell.rows_per_second:.0f}",
+            f"{cell.store_mbs:.0f}",
+            f"{cell.raw_mbs:.0f}",
+            f"{cell.ratio:.2f}",
+            *(
+                f"{cell.p50_ms[name]:.1f} / {cell.p99_ms[name]:.1f}"
+                for name in ("append", "reward", "claim", "commit")
+            ),
+        )
+    return table
+
+
+def _quantile(values: Sequence[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
+    parser.add_argument("--json", action="store_true", help="print the JSON object only")
+    options = parser.parse_args(arguments)
+    console = Console(quiet=options.json, width=130)
+    with (
+        tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory,
+        started(Path(directory)) as servers,
+    ):
+        results = asyncio.run(measure(servers, QUICK if options.quick else FULL, console))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""From steps and spans to the figures of a row."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import dataclass
+
+from benchmarks.pipeline.measure import Run
+from troupe.timeline import Span, busy_within, union
+
+# What counts as work of an engine; loading weights does not.
+_WORK = ("generate", "train", "step")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Means per step of the steady state: from the end of the first step to the end of the last.
+
+    The four shares are seconds per step in which engines alone, trainers alone, both or neither
+    had work; they add up to `seconds`. Utilizations are busy time over total time.
+    """
+
+    seconds: float
+    spread: float
+    engines: float
+    trainers: float
+    busiest_trainer: float
+    rollout_alone: float
+    both: float
+    training_alone: float
+    neither: float
+    staleness: float
+    cpu: float
+
+
+def window(run: Run) -> tuple[float, float]:
+    """The steady state of a row, in seconds of the wall clock."""
+    return run.steps[0].at, run.steps[-1].at
+
+
+def figures(run: Run) -> Figures:
+    """The figures of a row that has at least two steps."""
+    start, end = window(run)
+    count = len(run.steps) - 1
+    total = end - start
+    ends = [step.at for step in run.steps]
+    each = [later - earlier for earlier, later in itertools.pairwise(ends)]
+    engines = [_work(spans) for spans in run.engines.values()]
+    trainers = [_work(spans) for spans in run.trainers.values()]
+    rollout = [span for spans in engines for span in spans]
+    training = [span for spans in trainers for span in spans]
+    in_rollout = busy_within(rollout, start, end)
+    in_training = busy_within(training, start, end)
+    either = busy_within([*rollout, *training], start, end)
+    used = [busy_within(spans, start, end) / total for spans in trainers]
+    stale = [step.values.get("staleness/mean", 0.0) for step in run.steps[1:]]
+    return Figures(
+        seconds=total / count,
+        spread=statistics.pstdev(each),
+        engines=statistics.fmean(busy_within(spans, start, end) / total for spans in engines),
+        trainers=statistics.fmean(used),
+        busiest_trainer=max(used),
+        rollout_alone=(either - in_training) / count,
+        both=(in_rollout + in_training - either) / count,
+        training_alone=(either - in_rollout) / count,
+        neither=(total - either) / count,
+        staleness=statistics.fmean(stale),
+        cpu=run.cpu,
+    )
+
+
+def _work(spans: list[Span]) -> list[Span]:
+    return [span for span in spans if span.what in _WORK]
+
+
+def levels(spans: list[Span], start: float, end: float, buckets: int) -> list[float]:
+    """Mean `level` of `spans` in equal buckets of [start, end]."""
+    width = (end - start) / buckets
+    found = [0.0] * buckets
+    for span in spans:
+        first = max(0, int((span.start - start) / width))
+        last = min(buckets - 1, int((span.end - start) / width))
+        for bucket in range(first, last + 1):
+            left = start + bucket * width
+            shared = min(span.end, left + width) - max(span.start, left)
+            found[bucket] += span.level * max(0.0, shared) / width
+    return found
+
+
+def blocks(spans: list[Span], start: float, end: float, gap: float) -> list[Span]:
+    """`spans` within [start, end], with those of one policy joined that are `gap` s apart."""
+    joined: list[Span] = []
+    for policy in sorted({span.policy for span in spans}):
+        own = [Span(s.lane, "", policy, s.start, s.end + gap) for s in spans if s.policy == policy]
+        joined += [
+            Span("", "", policy, since, until - gap) for since, until in union(own, start, end)
+        ]
+    return joined

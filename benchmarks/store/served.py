@@ -1,0 +1,143 @@
+"""The same bytes through the store: append, reward, claim, commit."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from benchmarks.store.servers import Stub
+from benchmarks.store.workload import (
+    GROUP_SIZE,
+    POLICY,
+    Shape,
+    claim_request,
+    commit_request,
+    fill_request,
+    make_appends,
+    open_request,
+)
+from troupe.rpc import new_id
+from troupe.v1 import experience_store_pb2 as store_pb
+
+T = TypeVar("T")
+Claim = store_pb.ClaimMicroBatchResponse
+MICRO_BATCH = 64
+
+
+@dataclass
+class Timings:
+    """Seconds of every call, by its name."""
+
+    calls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    async def of(self, name: str, call: Awaitable[T]) -> T:
+        """The answer of `call`, which is timed."""
+        started = time.perf_counter()
+        answer = await call
+        self.calls[name].append(time.perf_counter() - started)
+        return answer
+
+
+async def create(stub: Stub) -> str:
+    """A fresh job's tables; returns its id."""
+    job = new_id("bench")
+    await stub.CreateTables(
+        store_pb.CreateTablesRequest(request_id=new_id(), job_id=job, policies=[POLICY])
+    )
+    return job
+
+
+async def drop(stub: Stub, job: str) -> None:
+    """Free what the job holds."""
+    await stub.DropTables(
+        store_pb.DropTablesRequest(request_id=new_id(), job_id=job, purge_log=True)
+    )
+
+
+async def append_all(
+    stub: Stub,
+    appends: Iterable[store_pb.AppendTrajectoryRequest],
+    writers: int,
+    timings: Timings,
+) -> None:
+    """End the trajectories by `writers` at once, each followed by its rows' rewards."""
+    waiting = iter(appends)
+
+    async def write() -> None:
+        for append in waiting:
+            await timings.of("append", stub.AppendTrajectory(append))
+            samples = [row.sample_id for row in append.samples]
+            fill = fill_request(append.job_id, append.step, samples)
+            await timings.of("reward", stub.FillColumns(fill))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(writers):
+            group.create_task(write())
+
+
+async def claim_all(stub: Stub, job: str, step: int, timings: Timings) -> list[str]:
+    """Claim until the step is exhausted; returns the claims."""
+    claims: list[str] = []
+    while True:
+        call = stub.ClaimMicroBatch(claim_request(job, step, MICRO_BATCH))
+        claimed: Claim = await timings.of("claim", call)
+        if claimed.outcome == Claim.OUTCOME_EXHAUSTED:
+            return claims
+        if claimed.outcome == Claim.OUTCOME_CLAIMED:
+            claims.append(claimed.claim_id)
+
+
+async def run_step(
+    stub: Stub,
+    shape: Shape,
+    job: str,
+    appends: list[store_pb.AppendTrajectoryRequest],
+    writers: int,
+    timings: Timings,
+) -> float:
+    """Seconds from the first append to the commit of step 0, a trainer claiming meanwhile."""
+    await stub.OpenStep(open_request(job, 0, shape))
+    started = time.perf_counter()
+    claiming = asyncio.create_task(claim_all(stub, job, 0, timings))
+    await append_all(stub, appends, writers, timings)
+    claims = await claiming
+    commit = await timings.of("commit", stub.CommitStep(commit_request(job, 0, claims)))
+    seconds = time.perf_counter() - started
+    if commit.commit.num_samples != shape.rows:
+        raise RuntimeError(f"{commit.commit.num_samples} of {shape.rows} rows were trained")
+    return seconds
+
+
+async def ready_seconds(stub: Stub, shape: Shape, groups: int) -> list[float]:
+    """Seconds from sending a group's last reward to having its claim, group after group."""
+    job = await create(stub)
+    one = Shape(shape.tokens, groups, 1)
+    await stub.OpenStep(open_request(job, 0, one))
+    appends = make_appends(job, 0, one)
+    found = []
+    for start in range(0, len(appends), GROUP_SIZE):
+        group = appends[start : start + GROUP_SIZE]
+        *most, last = [row.sample_id for append in group for row in append.samples]
+        for append in group:
+            await stub.AppendTrajectory(append)
+        await stub.FillColumns(fill_request(job, 0, most))
+        call = stub.ClaimMicroBatch(claim_request(job, 0, GROUP_SIZE))
+        waiting = asyncio.ensure_future(_answer(call))
+        await asyncio.sleep(0.01)
+        started = time.perf_counter()
+        filling = asyncio.ensure_future(_answer(stub.FillColumns(fill_request(job, 0, [last]))))
+        claimed = await waiting
+        found.append(time.perf_counter() - started)
+        await filling
+        if len(claimed.samples) != GROUP_SIZE:
+            raise RuntimeError("the claim is not the group that became ready")
+    await drop(stub, job)
+    return found
+
+
+async def _answer(call: Awaitable[T]) -> T:
+    return await call

@@ -1,0 +1,91 @@
+"""A Redis as the embedded cluster starts it, and a store's process that uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import redis
+
+from troupe.cluster.redis import redis_executable, write_config
+from troupe.cluster.settings import Fsync
+from troupe.rpc import ClientSettings, connect
+from troupe.v1 import experience_store_pb2_grpc as store_grpc
+
+_START_SECONDS = 60.0
+Stub: TypeAlias = "store_grpc.ExperienceStoreAsyncStub"
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Where both are."""
+
+    redis_url: str
+    address: str
+    """host:port of the store."""
+
+    def client(self) -> redis.Redis:
+        """A plain connection to Redis."""
+        return redis.Redis.from_url(self.redis_url)
+
+    @contextlib.asynccontextmanager
+    async def stub(self) -> AsyncIterator[Stub]:
+        """Calls to the store, over the clients' own channel."""
+        channel = connect(self.address, ClientSettings())
+        try:
+            yield store_grpc.ExperienceStoreStub(channel)
+        finally:
+            await channel.close(None)
+
+
+@contextlib.contextmanager
+def started(directory: Path, fsync: Fsync = "everysec") -> Iterator[Servers]:
+    """Both servers, for as long as the context lasts. Logs go to `directory`."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = int(sock.getsockname()[1])
+    config, url = write_config(directory, port, fsync=fsync)
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context((directory / "servers.log").open("ab"))
+        _run(stack, [redis_executable(), str(config)], log.fileno(), {})
+        _wait("Redis", lambda: redis.Redis.from_url(url).ping())
+        ports = directory / "ports"
+        env = {"TROUPE_REDIS_URL": url, "TROUPE_PORT": "0", "TROUPE_PORT_FILE": str(ports)}
+        _run(stack, [sys.executable, "-m", "services.experience_store"], log.fileno(), env)
+        _wait("the store", lambda: ports.read_text())
+        yield Servers(url, f"127.0.0.1:{ports.read_text().split()[0]}")
+
+
+def _run(stack: contextlib.ExitStack, command: list[str], log: int, env: dict[str, str]) -> None:
+    process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | env)
+
+    def end() -> None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    stack.callback(end)
+
+
+def _wait(name: str, answers: object) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            answers()  # type: ignore[operator]
+            return
+        except (redis.RedisError, OSError) as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{name} did not start") from error
+            time.sleep(0.05)

@@ -1,0 +1,1 @@
+"""Made-up work of the papers' shape, for benchmarks."""

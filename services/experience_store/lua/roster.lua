@@ -1,0 +1,94 @@
+-- Queries that go from one step of a table to another. Put behind return.lua.
+
+-- A row comes to the current step (`by` is 1), or leaves it (-1).
+local function tally_row(record, by)
+  count(record[F.state], by)
+  tally(record[F.query], 'rows', by)
+  if record[F.state] == 'D' then
+    count_dropped(record[F.reason], by)
+  end
+  if record[F.state] == 'P' or record[F.state] == 'D' then
+    tally(record[F.query], record[F.state], by)
+  end
+end
+
+-- Takes all that there is of these queries (query -> true) out of the current step; by query.
+local function take_out(queries)
+  local taken = {}
+  for query in pairs(queries) do
+    local ended = tonumber(redis.call('HGET', QUERIES, query) or 0)
+    taken[query] = {rows = members(query), endings = {}, staged = {}, ended = ended}
+    for _, member in ipairs(taken[query].rows) do
+      local sample, record = member[1], member[2]
+      if record[F.state] ~= 'P' and record[F.state] ~= 'D' then
+        error('sample ' .. sample .. ' is ' .. record[F.state] .. ': its query cannot leave')
+      end
+      redis.call('HDEL', BOOK, sample)
+      redis.call('ZREM', MEMBERS, query .. '\t' .. record[F.group] .. '\t' .. sample)
+      tally_row(record, -1)
+    end
+    redis.call('HDEL', QUERIES, query)
+  end
+  local endings = redis.call('HGETALL', ENDED)
+  for index = 1, #endings, 2 do
+    local query, reason = endings[index + 1]:match('^[^\t]*\t([^\t]*)\t(.*)$')
+    if taken[query] then
+      table.insert(taken[query].endings, {endings[index], endings[index + 1], reason})
+      redis.call('HDEL', ENDED, endings[index])
+      count('ended', -1)
+      if reason ~= '' then
+        count_dropped(reason, -1)
+      end
+    end
+  end
+  for _, staged in ipairs(redis.call('SMEMBERS', STAGES)) do
+    local text = redis.call('HGET', staged, RECORDS)
+    local line = text and lines(text)[1]
+    local query = line and parse(line:match('\t(.*)$'))[F.query]
+    if query and taken[query] then
+      table.insert(taken[query].staged, staged:sub(#key('staged') + 2))
+      redis.call('SREM', STAGES, staged)
+    end
+  end
+  return taken
+end
+
+-- Puts into the current step what was taken out of step `from` of a query.
+local function put_in(query, from, taken)
+  local function old(name)
+    return BASE .. ':' .. from .. ':' .. name
+  end
+  for _, ending in ipairs(taken.endings) do
+    redis.call('HSET', ENDED, ending[1], ending[2])
+    count('ended', 1)
+    if ending[3] ~= '' then
+      count_dropped(ending[3])
+    end
+    local rows = old('rows') .. ':' .. ending[1]
+    if redis.call('EXISTS', rows) == 1 then
+      redis.call('RENAME', rows, key('rows') .. ':' .. ending[1])
+    end
+  end
+  for _, name in ipairs(taken.staged) do
+    local staged = key('staged') .. ':' .. name
+    redis.call('RENAME', old('staged') .. ':' .. name, staged)
+    redis.call('SADD', STAGES, staged)
+  end
+  for _, member in ipairs(taken.rows) do
+    local sample, record = member[1], member[2]
+    if redis.call('HSETNX', BOOK, sample, table.concat(record, '\t')) == 1 then
+      redis.call('ZADD', MEMBERS, 0, query .. '\t' .. record[F.group] .. '\t' .. sample)
+      tally_row(record, 1)
+    else
+      if record[F.state] ~= 'D' then
+        free(sample, record)
+        weigh(-record[F.size])
+      end
+      count_dropped('sample_id_taken')
+    end
+  end
+  redis.call('HINCRBY', QUERIES, query, taken.ended)
+  if query_ended(query) then
+    ripen(members(query))
+  end
+end

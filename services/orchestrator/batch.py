@@ -1,0 +1,121 @@
+"""A batch: the trajectories of one step or one evaluation, as the dispatch runs them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from services.orchestrator.faults import Patience
+from troupe.rpc import TroupeError
+from troupe.v1 import rollout_pb2 as ro
+
+
+class Batch:
+    """What is waited for together. Tickets may be added until it is `sealed`.
+
+    `on_end` sees each trajectory's first ending; what it raises ends the batch. `ended` asks the
+    experience store which trajectories have ended although nobody said so. A worker may run them
+    when it serves at least the versions `floors` (None: exactly the newest ones).
+    """
+
+    def __init__(
+        self,
+        step: int,
+        patience: Patience,
+        on_end: Callable[[ro.TrajectoryEvent], None],
+        *,
+        floors: Mapping[str, int] | None = None,
+        ended: Callable[[], Awaitable[Collection[str]]] | None = None,
+    ) -> None:
+        self.step = step
+        self.patience = patience
+        self.floors = floors
+        # Trajectories that ended, says the store, while whoever ran them could not tell.
+        self.unseen = 0
+        # By query: the oldest version of each policy that its trajectories started with.
+        self.started: dict[str, dict[str, int]] = {}
+        self._on_end = on_end
+        self._ask = ended
+        self._open: set[str] = set()
+        self._sealed = False
+        self._fault: TroupeError | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def open(self) -> int:
+        """Trajectories that have not ended."""
+        return len(self._open)
+
+    def add(self, trajectory_ids: Collection[str]) -> None:
+        """These are waited for, too."""
+        self._open.update(trajectory_ids)
+
+    def remove(self, trajectory_ids: Collection[str]) -> None:
+        """These are not waited for any more."""
+        self._open.difference_update(trajectory_ids)
+        self._changed.set()
+
+    def seal(self) -> None:
+        """Nothing will be added."""
+        self._sealed = True
+        self._changed.set()
+
+    def note_started(self, query_id: str, versions: Mapping[str, int]) -> None:
+        """A trajectory of the query began with these versions."""
+        if versions:
+            oldest = self.started.setdefault(query_id, {})
+            for policy, version in versions.items():
+                oldest[policy] = min(version, oldest.get(policy, version))
+
+    def end(self, event: ro.TrajectoryEvent) -> None:
+        """A trajectory has ended."""
+        self.remove((event.trajectory_id,))
+        try:
+            self._on_end(event)
+        except TroupeError as error:
+            self.fail(error)
+
+    def end_unseen(self, trajectory_id: str) -> None:
+        """A trajectory has ended, and how is not known here."""
+        self.remove((trajectory_id,))
+        self.unseen += 1
+
+    def fail(self, error: TroupeError) -> None:
+        """A fault of the job, not of a worker."""
+        self._fault = error
+        self._changed.set()
+
+    async def ended(self) -> Collection[str]:
+        """What has ended although nobody said so, as far as the store can be asked."""
+        if self._ask is None:
+            return ()
+        try:
+            return await self._ask()
+        except TroupeError:
+            return ()  # running one twice is safe: the store takes the first ending only
+
+    async def finished(self, describe: Callable[[], str]) -> None:
+        """Return when all trajectories have ended and none can be added.
+
+        Raises `TroupeError`: a fault of the job, or the deadline with what `describe` says.
+        """
+        while True:
+            if self._fault is not None:
+                raise self._fault
+            if self._sealed and not self._open:
+                return
+            self._changed.clear()
+            try:
+                await self.patience.wait(self._changed.wait())
+            except TroupeError:
+                self.patience.say(describe())
+                raise self.patience.exhausted() from None
+
+
+@dataclass
+class Flight:
+    """A trajectory that has not ended, and whose it is."""
+
+    batch: Batch
+    ticket: ro.Ticket

@@ -1,0 +1,226 @@
+"""An engine that is not there: it answers after the time that a cost model gives.
+
+States, versions, weight updates and checksums are those of every engine; only the model is
+missing. Time comes from `PacedBatch`; one timer per engine, set to the next turn's end, drives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import ClassVar
+
+from services.rollout.engines.base import EngineLoad, Generation
+from services.rollout.engines.errors import EngineDied, WeightsRefused
+from services.rollout.engines.front import EngineFront, Tensors
+from services.rollout.engines.models import load_config, stop_ids
+from services.rollout.engines.pace import PacedBatch, Response, draw_response
+from services.rollout.engines.turns import Turn
+from troupe.job import PacedSpec, PolicySpec
+from troupe.timeline import Span, Timeline
+from troupe.v1 import common_pb2 as pb
+
+# Changes of the batch within this time make one span of the timeline.
+_SPAN_SECONDS = 0.1
+
+
+class PacedEngine(EngineFront):
+    """Serves a policy with made-up tokens at the pace of `policies.X.paced`.
+
+    An update blocks decoding for `load_seconds`; kept turns are then read again, as by an engine
+    that computes their keys and values under the new weights. There is no prefix cache.
+    """
+
+    kind: ClassVar[str] = "paced"
+
+    def __init__(
+        self, engine_id: str, policy: str, spec: PolicySpec, *, trace_dir: Path | None = None
+    ) -> None:
+        """`trace_dir`: where the timeline goes (`troupe.timeline`); None: nowhere."""
+        super().__init__(engine_id, policy)
+        self._spec = spec
+        self._pace = spec.paced or PacedSpec()
+        self._batch = PacedBatch(self._pace)
+        self._responses: dict[str, Response] = {}
+        self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        # What tokens are drawn with now.
+        self._drawing = 0
+        self._timeline = Timeline(trace_dir, f"engine-{engine_id}")
+        self._span_from = self._counted_at = 0.0
+        self._turn_seconds = 0.0
+
+    async def start(self) -> None:
+        """Read the model's configuration; STALE afterwards.
+
+        Does nothing on an engine that is alive. Raises `EngineStartFailed`, and `EngineDied`
+        after `stop`.
+        """
+        async with self._changing:
+            if self._life.alive:
+                return
+            if self.state == pb.ENGINE_STATE_STOPPED:
+                raise EngineDied(self.engine_id, "it was stopped")
+            model = self._spec.model
+            config = await asyncio.to_thread(load_config, model, self.policy)
+            self.vocabulary = config.get_text_config().vocab_size
+            self.max_context = self._spec.engine.max_context
+            self.eos_ids = stop_ids(config, model.path, model.revision)
+            self._batch = PacedBatch(self._pace)
+            self._life.started()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request early: its `generate` returns what it has."""
+        turn = self._turns.get(request_id)
+        future = self._waiting.get(request_id)
+        if turn is not None and future is not None and not future.done():
+            self._tick()
+            if not future.done():
+                self._draw(turn)
+                self._drop(turn)
+                future.set_result(turn.result(aborted=True))
+
+    def load(self) -> EngineLoad:
+        """Current load."""
+        self._tick()
+        for turn in self._turns:
+            self._draw(turn)
+        return super().load()
+
+    async def check(self) -> pb.EngineState.ValueType:
+        """The state: there is nothing that could hang."""
+        return self.state
+
+    async def stop(self) -> None:
+        """End turns as aborted; the state is STOPPED. Repeatable."""
+        self._life.stopped()
+        for turn in self._turns:
+            await self.abort(turn.request_id)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timeline.flush()
+
+    async def _serve(self, turn: Turn) -> Generation:
+        response = draw_response(
+            self._pace,
+            seed=turn.seed,
+            vocabulary=self.vocabulary,
+            stop_ids=turn.stop_ids,
+            max_new_tokens=turn.max_new_tokens,
+        )
+        key = turn.request_id
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._tick()
+        turn.started_at = now = time.monotonic()
+        turn.read_tokens = len(turn.prompt_ids)
+        self._responses[key], self._waiting[key] = response, future
+        self._batch.admit(key, len(turn.prompt_ids), len(response), now)
+        self._reschedule()
+        try:
+            return await future
+        finally:
+            del self._responses[key], self._waiting[key]
+
+    def _drop(self, turn: Turn) -> None:
+        self._tick()
+        self._batch.remove(turn.request_id)
+        self._reschedule()
+
+    def _fail_turns(self, error: Exception) -> None:
+        for turn in self._turns:
+            future = self._waiting.get(turn.request_id)
+            if future is not None and not future.done():
+                self._batch.remove(turn.request_id)
+                future.set_exception(error)
+        self._reschedule()
+
+    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
+        if not tensors:
+            raise WeightsRefused(
+                "nothing is published under this key",
+                field="weights",
+                value=ref.key,
+                remedy="Publish at least one tensor.",
+            )
+
+    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+        self._tick()
+        for turn in self._turns:
+            self._draw(turn)
+        began = time.time()
+        self._batch.block(float("inf"), time.monotonic())
+        self._reschedule()
+        try:
+            await asyncio.sleep(self._pace.load_seconds)
+        finally:
+            now = time.monotonic()
+            self._batch.advance(now)
+            self._batch.unblock(now)
+            kept = [turn for turn in self._turns if turn.request_id in self._waiting]
+            self._batch.read(sum(len(t.prompt_ids) + len(t.versions) for t in kept), now)
+            self._reschedule()
+        self._drawing = ref.version
+        self._timeline.add(Span(self.engine_id, "load", self.policy, began, time.time()))
+        return self._pace.load_seconds
+
+    def _tick(self) -> None:
+        """Bring the batch to now and answer the turns that ended."""
+        now = time.monotonic()
+        self._count(now)
+        for key in self._batch.advance(now):
+            turn, future = self._turns.get(key), self._waiting.get(key)
+            if turn is not None and future is not None and not future.done():
+                self._draw(turn, len(self._responses[key]))
+                future.set_result(turn.result())
+        self._close_span(now)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._tick()
+        self._reschedule()
+
+    def _reschedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        at = self._batch.next_end()
+        if at is not None and at != float("inf"):
+            delay = max(0.0, at - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _draw(self, turn: Turn, until: int | None = None) -> None:
+        """Give `turn` the tokens that it has by now, drawn by the version in service."""
+        response = self._responses.get(turn.request_id)
+        if response is None:
+            return
+        have = len(turn.versions)
+        if until is None:
+            future = self._waiting[turn.request_id]
+            until = have if future.done() else self._batch.drawn(turn.request_id)
+        if until > have:
+            turn.token_ids += response.token_ids[have:until]
+            turn.logprobs += response.logprobs[have:until]
+            turn.versions += [self._drawing] * (until - have)
+            self._turns.drew(until - have)
+
+    def _count(self, now: float) -> None:
+        """Turn-seconds of the batch since it was last looked at."""
+        if self._timeline.wanted:
+            if not len(self._batch):
+                self._span_from = now
+            self._turn_seconds += len(self._batch) * (now - self._counted_at)
+            self._counted_at = now
+
+    def _close_span(self, now: float) -> None:
+        """Note in the timeline that the engine was busy, when the span is long enough or over."""
+        seconds = now - self._span_from
+        if not self._timeline.wanted or not self._turn_seconds:
+            return
+        if seconds >= _SPAN_SECONDS or not len(self._batch):
+            wall = time.time()
+            level = self._turn_seconds / seconds if seconds else 0.0
+            self._timeline.add(
+                Span(self.engine_id, "generate", self.policy, wall - seconds, wall, level)
+            )
+            self._turn_seconds, self._span_from = 0.0, now

@@ -1,0 +1,178 @@
+"""Keys and values of the deterministic engine: a row of tensors per turn, and attention over it.
+
+Every query token attends by itself, over a number of keys that follows from its position alone.
+So what a token gets does not depend on what else is in the batch, nor on whether the keys before
+it were read in one piece, in several, drawn as a response, or copied from another turn: all of
+that is bitwise the same, and prefixes may be shared whenever there is one.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from transformers import AttentionInterface, PretrainedConfig
+
+NAME: Final = "troupe_fixed"
+# Keys that a query attends to are padded to one of these lengths, by its position.
+LENGTHS: Final = (64, 128, 192, *(base << k for k in range(16) for base in (256, 384)))
+# Keys and values kept, those of ended turns included: others may begin with the same tokens.
+CACHE_BYTES: Final = 512 << 20
+# Slots per turn that may run.
+SPARE: Final = 4
+# Added to masked scores. Finite: its exponential is exactly zero, and nothing becomes NaN.
+_MASKED: Final = -1e30
+
+
+def padded(position: int) -> int:
+    """Number of keys that a token at `position` (from 0) is computed with."""
+    return LENGTHS[bisect_left(LENGTHS, position + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens at `start` .. `start + count - 1` of one slot, computed in one pass."""
+
+    slot: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows [start, stop) of a pass whose queries see equally many keys.
+
+    `slots` [stop - start], or one int when all are tokens of one slot. `mask` [rows, 1, 1, keys].
+    """
+
+    start: int
+    stop: int
+    keys: int
+    slots: torch.Tensor | int
+    mask: torch.Tensor
+
+
+class SlotCache:
+    """Keys and values of `count` turns, and one slot more that padding rows write to.
+
+    `keys` and `values`: per layer [count + 1, kv_heads, length, dim]; memory is taken where it is
+    written first. `slots`, `positions` [rows] and `groups` describe the pass being computed.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, dtype: torch.dtype, *, running: int, max_context: int
+    ) -> None:
+        """Slots for `running` turns of `max_context` tokens, and more if `CACHE_BYTES` allow."""
+        text = config.get_text_config()
+        self.heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self._layers = text.num_hidden_layers
+        self._dtype = dtype
+        slot = (self.heads, padded(max_context - 1), dim)
+        self._slot_bytes = math.prod(slot) * dtype.itemsize
+        affordable = CACHE_BYTES // (2 * self._layers * self._slot_bytes)
+        self.count = max(running, min(affordable, SPARE * running))
+        self._shape = (self.count + 1, *slot)
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.slots = torch.empty(0, dtype=torch.long)
+        self.positions = torch.empty(0, dtype=torch.long)
+        self.groups: list[Group] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: zeros, since what is masked is still multiplied with zero."""
+        self.keys = [self._zeros() for _ in range(self._layers)]
+        self.values = [self._zeros() for _ in range(self._layers)]
+
+    def _zeros(self) -> torch.Tensor:
+        size = self._slot_bytes * (self.count + 1)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=self._dtype).view(self._shape)
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Slot `target` begins with the first `tokens` of slot `source`."""
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :tokens] = tensor[source, :, :tokens]
+
+    def plan(self, runs: Sequence[Run], size: int) -> None:
+        """The coming pass has `size` rows, the first of them the tokens of `runs`, in order.
+
+        Single tokens with equally many keys are computed together where they are neighbours.
+        """
+        slots = [run.slot for run in runs for _ in range(run.count)]
+        positions = [run.start + i for run in runs for i in range(run.count)]
+        spare = size - len(slots)
+        self.slots = torch.tensor(slots + [self.count] * spare)
+        self.positions = torch.tensor(positions + [0] * spare)
+        self.groups = []
+        start = 0
+        for (keys, single), members in groupby(runs, lambda r: (padded(r.start), r.count == 1)):
+            if single:
+                stop = start + sum(1 for _ in members)
+                self.groups.append(self._group(start, stop, keys, None))
+                start = stop
+                continue
+            for run in members:
+                for keys_of_part, part in groupby(range(run.start, run.start + run.count), padded):
+                    stop = start + sum(1 for _ in part)
+                    self.groups.append(self._group(start, stop, keys_of_part, run.slot))
+                    start = stop
+
+    def _group(self, start: int, stop: int, keys: int, slot: int | None) -> Group:
+        hidden = torch.arange(keys) > self.positions[start:stop].unsqueeze(1)
+        mask = torch.zeros(stop - start, keys, dtype=self._dtype).masked_fill_(hidden, _MASKED)
+        return Group(
+            start,
+            stop,
+            keys,
+            self.slots[start:stop] if slot is None else slot,
+            mask.view(-1, 1, 1, keys),
+        )
+
+
+def fixed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    cache: SlotCache | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of `query` [1, heads, rows, dim], row by row, as `cache` is planned.
+
+    Called by the model in place of its stock attention. Returns [1, rows, heads, dim].
+    """
+    if cache is None:
+        raise ValueError(f"'{NAME}' attention serves the deterministic engine only")
+    layer: Any = module.layer_idx
+    keys, values = cache.keys[layer], cache.values[layer]
+    keys[cache.slots, :, cache.positions] = key[0].transpose(0, 1)
+    values[cache.slots, :, cache.positions] = value[0].transpose(0, 1)
+    _, heads, rows, dim = query.shape
+    # Heads that share keys become further queries: [rows, kv_heads, heads / kv_heads, dim].
+    packed = query[0].transpose(0, 1).reshape(rows, cache.heads, heads // cache.heads, dim)
+    out = torch.zeros_like(packed)
+    for group in cache.groups:
+        own = slice(group.start, group.stop)
+        if isinstance(group.slots, int):
+            shape = (group.stop - group.start, -1, -1, -1)
+            k, v = (x[group.slots, :, : group.keys].expand(shape) for x in (keys, values))
+        else:
+            k, v = (x[:, :, : group.keys].index_select(0, group.slots) for x in (keys, values))
+        out[own] = F.scaled_dot_product_attention(
+            packed[own], k, v, attn_mask=group.mask, scale=scaling
+        )
+    return out.view(1, rows, heads, dim), None
+
+
+AttentionInterface.register(NAME, fixed_attention)

@@ -1,0 +1,65 @@
+"""What the loss needs of each response token, as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.trainer.rows import Row, response_lengths
+from troupe.algorithms import token_weights
+from troupe.algorithms.losses import Normalize
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """The T response tokens of a micro-batch, row after row; all on one device."""
+
+    # [T] log-probs under the engine that drew them.
+    behaviour: torch.Tensor
+    # [T] advantage of the sample that each is of.
+    advantages: torch.Tensor
+    # [T] weight in the loss, before the division by N.
+    weights: torch.Tensor
+    # [T, 1] what the logits were divided by in the draw.
+    temperatures: torch.Tensor
+    # [T] log-probs under the first version, where the samples bring them.
+    reference: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Row],
+        advantages: torch.Tensor,
+        normalize: Normalize,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> TokenColumns:
+        """The columns of `rows`, whose `advantages` are float64 [n]; computed in `dtype`."""
+        lengths = response_lengths(rows)
+        sizes = torch.tensor(lengths)
+        heat = torch.tensor([row.temperature for row in rows], dtype=torch.float64)
+        known = [row.reference for row in rows if row.reference is not None]
+        columns = {
+            "behaviour": torch.from_numpy(np.concatenate([row.behaviour for row in rows])),
+            "advantages": torch.repeat_interleave(advantages, sizes),
+            "weights": token_weights(lengths, normalize),
+            "temperatures": torch.repeat_interleave(heat, sizes)[:, None],
+        }
+        if len(known) == len(rows):
+            columns["reference"] = torch.from_numpy(np.concatenate(known))
+        return cls(**{name: column.to(device, dtype) for name, column in columns.items()})
+
+    def at(self, order: torch.Tensor) -> TokenColumns:
+        """Those of the tokens that `order` (int64 [N]) names."""
+        reference = None if self.reference is None else self.reference[order]
+        return TokenColumns(
+            self.behaviour[order],
+            self.advantages[order],
+            self.weights[order],
+            self.temperatures[order],
+            reference,
+        )

@@ -1,0 +1,160 @@
+"""Figures and pictures of the pipeline benchmark, from rows made by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.pipeline import equality, report
+from benchmarks.pipeline.equality import Lesson
+from benchmarks.pipeline.figures import blocks, figures, levels
+from benchmarks.pipeline.measure import Run, StepEnd
+from benchmarks.pipeline.svg import Panel, draw
+from benchmarks.pipeline.workload import FULL, QUICK, job, modes
+from benchmarks.workloads.research_team import AGENTS, PLANNER, Queries, lognormal, play
+from troupe.timeline import Span, Timeline, busy_within, read_spans
+
+
+def span(lane: str, what: str, policy: str, start: float, end: float, level: float = 1) -> Span:
+    return Span(lane, what, policy, start, end, level)
+
+
+def hand_made() -> Run:
+    """Two measured steps of 10 s: 6 s of rollout, 5 s of training, 2 s of them together."""
+    engines, trainers = [], []
+    for begin in (100.0, 110.0):
+        engines.append(span("j.planner.0", "generate", "planner", begin, begin + 6))
+        engines.append(span("j.planner.0", "load", "planner", begin + 9.5, begin + 10))
+        trainers.append(span("t", "train", "planner", begin + 4, begin + 8))
+        trainers.append(span("t", "step", "planner", begin + 8, begin + 9))
+    steps = [StepEnd(at, {"step/seconds": 10.0}) for at in (100.0, 110.0, 120.0)]
+    mode = modes(quick=True)[0]
+    return Run(mode, steps, {"planner": engines}, {"trainer 0": trainers, "trainer 1": []}, 12.5)
+
+
+def test_figures_add_up() -> None:
+    found = figures(hand_made())
+    assert found.seconds == 10
+    assert found.spread == 0
+    shares = (found.rollout_alone, found.both, found.training_alone, found.neither)
+    assert shares == pytest.approx((4, 2, 3, 1))
+    assert found.engines == pytest.approx(0.6)
+    assert found.trainers == pytest.approx(0.25)
+    assert found.busiest_trainer == pytest.approx(0.5)
+
+
+def test_the_report_names_what_failed_and_what_differs() -> None:
+    done, broken = hand_made(), Run(modes(quick=True)[3], [], {}, {}, failure="no such mode")
+    lessons = [
+        Lesson("sync", [0.1, 0.2], {"solver": "a" * 32, "checker": "b" * 32}),
+        Lesson("micro_batch", [0.1, 0.2], {"solver": "a" * 32, "checker": "c" * 32}),
+        Lesson("async", [], {}, "out of order"),
+    ]
+    rows: list[report.Row] = [(done, figures(done)), (broken, None)]
+    found = json.loads(json.dumps(report.as_json(rows, lessons)))
+    assert found["serial_s"] == 10
+    assert found["async_s"] is None
+    assert found["util"]["serial"]["engines"] == 0.6
+    assert found["failures"] == {"async": "no such mode", "learned/async": "out of order"}
+    assert found["learned"]["micro_batch"]["bitwise_as_sync"] is False
+    assert report.agrees(lessons[0], lessons) is None
+    same = Lesson("micro_batch", [0.1, 0.2 + 1e-16], lessons[0].checksums)
+    assert report.agrees(same, lessons) is True
+    off = Lesson("micro_batch", [0.1, 0.2001], lessons[0].checksums)
+    assert report.agrees(off, lessons) is False
+    assert report.speed_table(rows).row_count == 2
+    assert report.lesson_table(lessons).row_count == 3
+
+
+def test_a_picture_shows_every_lane_and_the_ends_of_steps() -> None:
+    run = hand_made()
+    text = draw([Panel("serial <1>", run, 100, 120), Panel("again", run, 100, 110)])
+    root = ElementTree.fromstring(text)
+    names = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert names.count("trainer 1") == 2
+    assert "serial <1>" in names
+    # Three ends of steps in the first panel, two in the second.
+    assert text.count('class="e"') == 5
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}polygon"))) == 2
+
+
+def test_levels_and_blocks() -> None:
+    spans = [span("e", "generate", "p", 0, 2, 4), span("e", "generate", "p", 3, 4, 2)]
+    assert levels(spans, 0, 4, 4) == [4, 4, 0, 2]
+    assert levels(spans, 0, 4, 2) == [4, 1]
+    joined = blocks(spans, 0, 10, gap=1.5)
+    assert [(one.start, one.end) for one in joined] == [(0, 4)]
+    assert len(blocks(spans, 0, 10, gap=0.5)) == 2
+
+
+def test_spans_come_back_as_they_were_written(tmp_path: Path) -> None:
+    one, two = span("a", "train", "p", 1, 3), span("a", "train", "q", 2, 5)
+    with Timeline(tmp_path, "worker") as timeline:
+        timeline.add(two)
+        timeline.add(one)
+    with (tmp_path / "worker.jsonl").open("a") as file:
+        file.write('{"lane": "cut sho')
+    assert read_spans(tmp_path) == [one, two]
+    assert busy_within([one, two], 0, 10) == 4
+    assert busy_within([one, two], 2.5, 4) == 1.5
+    with Timeline(None, "nobody") as nothing:
+        nothing.add(one)
+    assert not nothing.wanted
+
+
+def test_every_row_is_the_same_job_in_another_mode(tmp_path: Path) -> None:
+    for quick, size in ((True, QUICK), (False, FULL)):
+        made = [job(mode, size, tmp_path).model_dump() for mode in modes(quick)]
+        for one in made:
+            del one["name"], one["pipeline"]["mode"], one["pipeline"]["steps"]
+            assert all(policy["paced"] for policy in one["policies"].values())
+        assert all(one == made[0] for one in made)
+    assert equality.job("sync", 3, tmp_path).pipeline.deterministic
+    assert not equality.job("async", 3, tmp_path).pipeline.deterministic
+
+
+class _Agent:
+    def __init__(self, name: str, calls: Counter[str], rng: random.Random) -> None:
+        self._name, self._calls, self._rng = name, calls, rng
+
+    async def chat(self, messages: object) -> _Agent:
+        self._calls[self._name] += 1
+        self.token_ids = (self._rng.randrange(1000),)
+        return self
+
+
+class _Tools:
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def call(self, name: str, seconds: float) -> float:
+        self.seconds.append(seconds)
+        return seconds
+
+
+async def test_calls_are_skewed_by_zipf_and_latencies_have_a_tail() -> None:
+    queries, rng, tools = Queries("train", rounds=3, tool_seconds=0.2), random.Random(0), _Tools()
+    by_rank: Counter[int] = Counter()
+    total: Counter[str] = Counter()
+    for index in range(1500):
+        query, calls = queries[index], Counter[str]()
+        rewards = await play(query, {name: _Agent(name, calls, rng) for name in AGENTS}, tools)
+        assert set(rewards) == {*AGENTS, "team"}
+        for rank, name in enumerate(query["agents"], start=1):
+            by_rank[rank] += calls[name]
+        total += calls
+    assert queries[7] == Queries("train", rounds=3, tool_seconds=0.2)[7]
+    for rank in (2, 3, 4, 5):
+        assert by_rank[rank] / by_rank[1] == pytest.approx(1 / rank, rel=0.1)
+    specialists = [count for name, count in total.items() if name != PLANNER]
+    assert max(specialists) < 1.15 * min(specialists)
+    mean = sum(tools.seconds) / len(tools.seconds)
+    assert mean == pytest.approx(0.2, rel=0.15)
+    assert max(tools.seconds) > 8 * mean
+    draws = [lognormal(rng, 5.0, 0.5) for _ in range(20_000)]
+    assert sum(draws) / len(draws) == pytest.approx(5.0, rel=0.02)

@@ -1,0 +1,33 @@
+"""The pipeline benchmark from its command line to its object, on a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_a_quick_run_measures_every_mode(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.pipeline", "--quick", "--json"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert "failures" not in found
+    # A step of this size says little about speed; that it overlaps at all, it does.
+    assert found["micro_batch_s"] < found["sync_s"] < found["serial_s"]
+    assert found["share_s"]["sync"]["both"] < 0.2 < found["share_s"]["micro_batch"]["both"]
+    assert found["learned"]["micro_batch"]["bitwise_as_sync"] is True
+    for name in ("serial", "sync", "micro_batch", "async"):
+        assert (tmp_path / f"pipeline-{name}.svg").read_text().startswith("<svg")

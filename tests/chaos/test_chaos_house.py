@@ -1,0 +1,139 @@
+"""Faults on real processes: an embedded cluster of stub services and a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.stub_services import write_stub_services
+from troupe.chaos.disturber import POWER_OFF, Disturber
+from troupe.chaos.faults import SlowDisk, Stall, kill
+from troupe.chaos.house import House
+from troupe.chaos.schedule import Planned
+from troupe.cluster import ClusterSettings
+from troupe.cluster.redis import ping
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
+    write_stub_services(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    settings = ClusterSettings(
+        data_dir=tmp_path / "runs", panel=False, max_restarts=100, max_backoff_seconds=0.3
+    )
+    house = House(settings, proxied=True)
+    try:
+        await house.start()
+        yield house
+    finally:
+        await house.stop()
+
+
+def pids(house: House) -> dict[str, int]:
+    lives = [house.life(service) for service in house.services]
+    return {life.service: life.pid for life in lives if life is not None}
+
+
+def tracer_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/status").read_text().partition("TracerPid:")[2].split()[0])
+
+
+async def test_what_is_killed_is_dead_counted_and_replaced(house: House) -> None:
+    before = pids(house)
+    assert set(before) == set(house.services)
+    planned = [
+        Planned("kill", ("reward",)),
+        Planned("kill", ("redis", "trainer-0"), variant="together"),
+        Planned("kill", ("orchestrator",), seconds=0.6, variant="again"),
+        Planned("partition", pair=("rollout-0", "reward"), seconds=60.0, variant="severed"),
+        Planned("stall", ("rollout-0",), seconds=60.0),
+        Planned("kill", ("rollout-0",)),  # also one that is stopped can be killed
+        Planned("kill", ("reward",)),  # never comes: enough
+    ]
+    told: list[str] = []
+    disturber = Disturber(
+        house, iter(planned), kills=6, power_offs=0, progress=lambda: 1.0, tell=told.append
+    )
+
+    await disturber.run()
+
+    done = disturber.done
+    assert (done.kills, done.troubles) == (6, [])
+    killed = [one.victim for one in done.injected if one.kind == "kill"]
+    # Those that die together are noted in the order in which they come back.
+    assert [killed[0], *sorted(killed[1:3]), *killed[3:]] == [
+        "reward", "redis", "trainer-0", "orchestrator", "rollout-0",
+    ]  # fmt: skip
+    assert "SIGKILL, twice" in {one.means for one in done.injected}
+    after = pids(house)
+    assert set(after) == set(before)
+    replaced = {name for name in before if after[name] != before[name]}
+    assert replaced == set(killed)
+    # What lasts is mended at the end, although its time was not up.
+    assert house.network.link(("rollout-0", "reward")).target
+    assert psutil.Process(after["rollout-0"]).status() != psutil.STATUS_STOPPED
+
+
+async def test_a_power_cut_ends_everything_and_the_disk_is_left(house: House) -> None:
+    before = pids(house)
+    kept = house.settings.data_dir / "kept"
+    kept.write_text("on disk")
+    memory = house.settings.transfer_dir
+    assert memory is not None
+    (memory / "lost").write_text("in memory")
+    progress = iter([0.1, 0.6, 0.6, *[0.9] * 100])
+    disturber = Disturber(
+        house,
+        iter(()),
+        kills=0,
+        power_offs=1,
+        progress=lambda: next(progress),
+        tell=lambda text: None,
+    )
+
+    await disturber.run()
+
+    assert [one.kind for one in disturber.done.injected] == [POWER_OFF]
+    assert not any(psutil.pid_exists(pid) for pid in before.values())
+    assert set(pids(house)) == set(before)
+    assert await ping(house.cluster.state.redis_url, 2.0) is None
+    assert kept.read_text() == "on disk"
+    assert not (memory / "lost").exists()
+
+
+async def test_a_stalled_process_does_nothing_and_goes_on(house: House) -> None:
+    fault = Stall("redis")
+    url = house.cluster.state.redis_url
+
+    await fault.inject(house)
+    assert await ping(url, 0.3) is not None
+    await fault.heal(house)
+
+    assert await ping(url, 5.0) is None
+    await fault.heal(house)  # harmless
+
+
+async def test_a_slow_disk_leaves_its_process_alive_and_alone(house: House) -> None:
+    life = house.life("redis")
+    assert life is not None
+    fault = SlowDisk("redis")
+
+    await fault.inject(house)
+    await asyncio.sleep(0.3)
+    await fault.heal(house)
+
+    assert await ping(house.cluster.state.redis_url, 5.0) is None
+    assert house.life("redis") == life
+    assert tracer_of(life.pid) == 0
+    # Nor does it harm that the process died meanwhile.
+    await fault.inject(house)
+    await kill(life)
+    await fault.heal(house)
+    await house.until_healthy("redis", 20.0, but=life)

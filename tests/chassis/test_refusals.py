@@ -1,0 +1,25 @@
+"""What is refused again and again is said now and then."""
+
+from __future__ import annotations
+
+import pytest
+from echo_service import Echo
+
+from services.chassis.app import serve
+from services.chassis.settings import ServiceSettings
+from troupe.rpc import NotFound, connect
+from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
+
+
+async def test_refusals_of_one_kind_are_logged_ever_more_rarely(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = ServiceSettings(drain_seconds=0.5)
+    async with serve(Echo(), settings) as server, connect(server.address) as channel:
+        stub = OrchestratorStub(channel)
+        for number in range(20):
+            with pytest.raises(NotFound):
+                await stub.GetJob(pb.GetJobRequest(job_id=f"refuse {number}"))
+    told = [line for line in caplog.text.splitlines() if "call refused" in line]
+    assert len(told) == 5, "the 1st, 2nd, 4th, 8th and 16th"

@@ -1,0 +1,37 @@
+"""Deterministic mode on real engines and trainers: other timing, the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import House
+from tests.support.tiny_team import job
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_sync_and_micro_batch_end_with_the_same_bits(house: House, models: Path) -> None:
+    """Weights, optimizer moments and random generators, although claims are cut differently."""
+    found = []
+    for mode, micro_batch in (("sync", 16), ("micro_batch", 5)):
+        over = {
+            "pipeline.mode": mode,
+            "pipeline.micro_batch_samples": micro_batch,
+            "pipeline.steps": 3,
+            "pipeline.deterministic": True,
+        }
+        handle = await house.client.submit(job(models, **over))
+        record = await handle.wait(timeout=140)
+        assert record.state == "succeeded", record
+        assert not (await handle.audit()).violations
+        states = []
+        for policy in ("checker", "solver"):
+            directory = house.data_dir / handle.id / "state" / policy
+            (path,) = directory.glob("v3-*/state.json")
+            values = json.loads(path.read_text())
+            states.append([values[part] for part in ("weights", "optimizer", "random")])
+        found.append(states)
+    assert found[0] == found[1]

@@ -1,0 +1,380 @@
+"""The log and its audit: a whole job adds up, and every way of spoiling it by hand is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from services.experience_store.database import Database
+from services.experience_store.keys import JobKeys, PolicyKeys
+from services.experience_store.log import pack, unpack
+from services.experience_store.records import Record, samples_digest
+from services.experience_store.store import Store
+from tests.support.experience import Stage, ids_of, make_sample, make_stage
+from tests.support.experience_client import Client
+from troupe.rpc import InvalidArgument, NotFound, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+POLICIES = ("checker", "solver")
+
+
+async def train(stage: Stage, *policies: str) -> None:
+    """Claim everything of the open step, commit it with the digest that a trainer sends."""
+    for policy in policies or stage.policies:
+        response = await stage.claim(claim=f"c{stage.step}-{policy}", policy=policy, samples=4096)
+        commit = store_pb.StepCommit(
+            policy=policy,
+            step=stage.step,
+            outcome=store_pb.STEP_OUTCOME_APPLIED,
+            weights=pb.WeightsRef(job_id=stage.job, policy=policy, version=stage.step + 1),
+            samples_digest=samples_digest(ids_of(response)),
+        )
+        await stage.store.commits.commit(stage.job, "trainer", [response.claim_id], commit)
+
+
+async def play(stage: Stage, steps: int) -> None:
+    """Train `steps` steps, then open one more and end half of it."""
+    for step in range(steps):
+        if step:
+            await stage.open(step)
+        await stage.append_all()
+        await train(stage)
+    await stage.open(steps)
+    for place in stage.trajectories[:2]:
+        await stage.append(*place)
+
+
+@pytest.fixture
+async def played(stage: Stage) -> Stage:
+    """Steps 0 to 3 trained (0 and 1 are forgotten: keep_steps is 2), step 4 half rolled out."""
+    await play(stage, 4)
+    assert await stage.store.steps.all(stage.job) == [3, 4]
+    return stage
+
+
+async def audit(stage: Stage) -> store_pb.AuditTablesResponse:
+    return await stage.store.audit.check(stage.job)
+
+
+async def test_a_whole_job_adds_up_over_forgotten_and_live_steps(played: Stage) -> None:
+    report = await audit(played)
+    assert list(report.violations) == []
+    assert (report.steps, report.trajectories_admitted, report.trajectories_ended) == (5, 20, 18)
+    assert report.trajectories_by_state == {"COMPLETED": 18}
+    assert [policy.policy for policy in report.policies] == list(POLICIES)
+    for policy in report.policies:
+        assert (policy.appended, policy.trained, policy.live, policy.lost) == (18, 16, 2, 0)
+        assert (policy.steps_applied, policy.version, policy.duplicated) == (4, 4, 0)
+
+
+async def test_drops_failures_and_skipped_steps_are_accounted_for(stage: Stage) -> None:
+    rows = [make_sample("q0", n, "q0-s0-t0", reward=None) for n in range(2)]
+    await stage.append("q0", "q0-s0-t0", rows)
+    await stage.fail("q0", "q0-s0-t1")
+    await stage.append("q1", "q1-s0-t0")
+    await stage.fail("q1", "q1-s0-t1", "workflow_raised: KeyError")
+    await stage.fill("q0_0_q0-s0-t0", drop_reason="reward_failed: 503")
+    await stage.fill("q0_1_q0-s0-t0", reward=1.0)
+    await stage.claim(claim="c1")
+    skipped = store_pb.STEP_OUTCOME_SKIPPED
+    await stage.commit(["c1"], outcome=skipped, version=0, reason="loss is NaN")
+    report = await audit(stage)
+    assert list(report.violations) == []
+    assert report.trajectories_by_state == {"COMPLETED": 2, "FAILED": 2}
+    checker, solver = report.policies
+    assert (solver.appended, solver.dropped, solver.trained, solver.lost) == (3, 3, 0, 0)
+    assert solver.drop_reasons == {"reward_failed": 1, "loss is NaN": 2}
+    assert (solver.steps_skipped, solver.version) == (1, 0)
+    assert (checker.appended, checker.live) == (1, 1)
+
+
+async def test_a_row_that_another_kept_out_is_no_loss(stage: Stage) -> None:
+    await stage.append("q0", "q0-s0-t0")
+    stolen = make_sample("q0", 0, "q0-s0-t1")
+    stolen.sample_id = "q0_1_q0-s0-t0"
+    await stage.append("q0", "q0-s0-t1", [stolen])
+    report = await audit(stage)
+    assert list(report.violations) == []
+    assert report.policies[1].appended == 1
+
+
+# -- spoiled by hand: `Spoil` changes what Redis holds
+
+
+class Spoil:
+    """Changes in Redis behind the store's back; step 3 is committed, step 4 is live."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.job = JobKeys(stage.job)
+        self.solver = PolicyKeys(stage.job, "solver")
+
+    async def do(self, *command: Any) -> Any:
+        return await self.stage.store.database.execute(*command)
+
+    async def record(self, step: int, index: int = 0) -> tuple[str, Record]:
+        book = await self.do("HGETALL", self.solver.step(step, "book"))
+        name = sorted(book)[index]
+        return name.decode(), Record.parse(book[name].decode())
+
+    async def write(self, step: int, name: str, record: Record) -> None:
+        await self.do("HSET", self.solver.step(step, "book"), name, record.format())
+
+    async def commit(self, **fields: Any) -> None:
+        stored = await self.do("HGET", self.solver.commits, 3)
+        number, _, body = stored.partition(b"\n")
+        commit = store_pb.StepCommit.FromString(body)
+        if "version" in fields:
+            commit.weights.version = fields["version"]
+        if "digest" in fields:
+            commit.samples_digest = fields["digest"]
+        number = fields.get("number", number)
+        await self.do("HSET", self.solver.commits, 3, number + b"\n" + commit.SerializeToString())
+
+    async def lost_live_row(self) -> None:
+        await self.do("HDEL", self.solver.step(4, "book"), (await self.record(4))[0])
+
+    async def lost_trained_row(self) -> None:
+        await self.do("HDEL", self.solver.step(3, "book"), (await self.record(3))[0])
+
+    async def lost_logged_row(self) -> None:
+        logged = unpack(await self.do("HGET", self.solver.log, 1))
+        del logged.samples[0]
+        await self.do("HSET", self.solver.log, 1, pack(logged))
+
+    async def trained_in_two_steps(self) -> None:
+        name, record = await self.record(3)
+        await self.write(4, name, replace(record, origin="3"))
+        stored = await self.do("HGET", self.solver.commits, 3)
+        await self.do("HSET", self.solver.commits, 4, stored)
+
+    async def other_number(self) -> None:
+        await self.commit(number=b"5")
+
+    async def other_digest(self) -> None:
+        await self.commit(digest=1)
+
+    async def other_version(self) -> None:
+        await self.commit(version=9)
+
+    async def other_head(self) -> None:
+        await self.do("HSET", self.solver.head, "version", 9)
+
+    async def lost_ending(self) -> None:
+        await self.do("HDEL", self.job.ended(3), "q0-s3-t0")
+
+    async def ended_twice(self) -> None:
+        ending = await self.do("HGET", self.job.ended(4), "q0-s4-t0")
+        await self.do("HSET", self.job.ended(3), "q0-s4-t0", ending)
+
+    async def no_reason(self) -> None:
+        name, record = await self.record(4)
+        await self.write(4, name, replace(record, state="D"))
+
+    async def unfinished(self) -> None:
+        name, record = await self.record(3)
+        await self.write(3, name, replace(record, state="C"))
+
+    async def trained_without_commit(self) -> None:
+        name, record = await self.record(4)
+        await self.write(4, name, replace(record, state="T", uses="1"))
+
+    async def other_row(self) -> None:
+        _, record = await self.record(4)
+        await self.write(4, "forged", replace(record, trajectory="nobody"))
+
+    async def lost_log(self) -> None:
+        await self.do("HDEL", self.job.log, 1)
+        await self.do("HDEL", self.solver.log, 1)
+
+
+SPOILT: dict[str, Sequence[str]] = {
+    "lost_live_row": ["step 4, solver: trajectory q0-s4-t0 wrote 1 rows, the table has 0"],
+    "lost_trained_row": [
+        "trajectory q0-s3-t0 wrote 1 rows, the table has 0",
+        "accumulated other samples",
+        "the commit counts 4 samples, not 3",
+    ],
+    "lost_logged_row": [
+        "step 1, solver: trajectory q0-s1-t0 wrote 1 rows, the table has 0",
+        "step 1, solver: the commit counts 4 samples, not 3",
+    ],
+    "trained_in_two_steps": ["is trained 2 times, 1 allowed"],
+    "other_number": ["step 3, solver: the commit counts 5 samples, not 4"],
+    "other_digest": ["step 3, solver: the trainer accumulated other samples than are trained"],
+    "other_version": ["step 3, solver: the commit moves version 3 to 9"],
+    "other_head": ["solver: the table is at version 9, its commits at 4"],
+    "lost_ending": [
+        "step 3: 1 of 2 trajectories of query q0 ended",
+        "step 3, solver: rows of q0-s3-t0, which has not ended there",
+    ],
+    "ended_twice": ["trajectory q0-s4-t0 ended in step 3 and in step 4"],
+    "no_reason": ["is dropped without a reason"],
+    "unfinished": ["is CLAIMED, but the step is over", "counts 4 samples, not 3"],
+    "trained_without_commit": ["is trained, but the step is not committed"],
+    "other_row": ["rows of nobody, which has not ended there"],
+    "lost_log": ["steps 1 to 1 are in no log"],
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+async def test_what_was_spoiled_by_hand_is_found(
+    played: Stage, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.experience_store.audit._PAUSE_SECONDS", 0.01)
+    spoil: Callable[[], Awaitable[None]] = getattr(Spoil(played), how)
+    await spoil()
+    report = await audit(played)
+    for words in SPOILT[how]:
+        assert any(words in violation for violation in report.violations), report.violations
+    solver = report.policies[1]
+    if "lost" in how and "row" in how:
+        assert solver.lost == 1
+    assert solver.duplicated == int(how == "trained_in_two_steps")
+
+
+# -- the log
+
+
+async def test_the_log_tells_forgotten_and_live_steps_alike(played: Stage) -> None:
+    steps = [step async for step in played.store.audit.read(played.job, "solver", 1)]
+    assert [step.step for step in steps] == [1, 2, 3, 4]
+    for step in steps[:3]:
+        assert step.commit.num_samples == len(step.samples) == 4
+        assert {sample.state for sample in step.samples} == {pb.SAMPLE_STATE_TRAINED}
+        assert {sample.trajectory_id for sample in step.samples} == {
+            f"{query}-s{step.step}-t{number}" for query in ("q0", "q1") for number in range(2)
+        }
+    assert not steps[3].HasField("commit")
+    assert len(steps[3].samples) == 2
+
+
+async def test_long_steps_are_read_in_parts(played: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.experience_store.audit.PART", 3)
+    monkeypatch.setattr("services.experience_store.log._LONG", 1)
+    found = [part async for part in played.store.audit.read(played.job, "solver", 2)]
+    assert [(part.step, len(part.samples)) for part in found] == [
+        (2, 3),
+        (2, 1),
+        (3, 3),
+        (3, 1),
+        (4, 2),
+    ]
+    assert [part.commit.num_samples for part in found] == [4, 4, 4, 4, 0]
+    ids = [sample.sample_id for part in found for sample in part.samples]
+    assert len(set(ids)) == 10
+    assert list((await audit(played)).violations) == []
+
+
+async def test_the_log_is_small(store: Store) -> None:
+    stage = await make_stage(
+        store, new_id("job"), policies=("solver",), queries=tuple(map(str, range(64))), group_size=8
+    )
+    await stage.append_all()
+    await train(stage)
+    for step in range(1, 4):
+        await stage.open(step)
+    size = await store.database.execute("HSTRLEN", PolicyKeys(stage.job, "solver").log, 0)
+    assert 0 < size < 512 * 12, "about ten bytes a sample"
+
+
+async def test_the_audit_works_when_the_tables_are_gone(played: Stage) -> None:
+    before = await audit(played)
+    await played.store.tables.drop(played.job)
+    report = await audit(played)
+    assert list(report.violations) == []
+    assert report.trajectories_ended == before.trajectories_ended
+    for policy in report.policies:
+        assert (policy.appended, policy.trained, policy.live, policy.lost) == (18, 16, 0, 0)
+        assert policy.drop_reasons == {"job_over": 2}
+    steps = [step async for step in played.store.audit.read(played.job, "solver", 0)]
+    assert [step.job_over for step in steps] == [False] * 4 + [True]
+    await played.store.tables.drop(played.job, purge_log=True)
+    with pytest.raises(NotFound):
+        await audit(played)
+
+
+class CrashError(Exception):
+    """The process is gone."""
+
+
+class CrashingDatabase(Database):
+    """Dies before its `fatal`-th round trip, counted from when it is armed."""
+
+    left = -1
+
+    async def execute_each(
+        self, commands: Sequence[Sequence[Any]], *, missing_scripts: Sequence[Any] = ()
+    ) -> list[Any]:
+        self.left -= 1
+        if self.left == 0:
+            raise CrashError
+        return await super().execute_each(commands, missing_scripts=missing_scripts)
+
+
+@pytest.mark.parametrize("deed", ["trim", "drop"])
+async def test_a_crash_between_log_and_forget_loses_and_doubles_nothing(
+    redis_url: str, deed: str
+) -> None:
+    database = CrashingDatabase(redis_url)
+    store = Store(database, keep_steps=2)
+    fatal, crashed = 0, True
+    while crashed:
+        fatal += 1
+        stage = await make_stage(store, new_id("job"), group_size=1)
+        await stage.append_all()
+        await train(stage)
+        await stage.open(1)
+        await stage.append("q0", "q0-s1-t0")
+
+        async def act(stage: Stage = stage) -> None:
+            if deed == "drop":
+                await store.tables.drop(stage.job)
+            else:
+                await stage.open(2)
+
+        database.left, crashed = fatal, False
+        try:
+            await act()
+        except CrashError:
+            crashed = True
+        database.left = -1
+        report = await audit(stage)
+        assert list(report.violations) == [], fatal
+        await act()
+        if deed == "trim":
+            # What the crash left is done by whoever opens a step next.
+            await stage.open(3)
+        report = await audit(stage)
+        assert list(report.violations) == []
+        for policy in report.policies:
+            assert (policy.appended, policy.trained) == (3, 2)
+            assert policy.live + policy.dropped == 1
+        totals = await database.execute("HGET", PolicyKeys(stage.job, "solver").totals, "T")
+        assert int(totals) == 2, "added to the totals once"
+    assert fatal > 8
+    await database.close()
+
+
+async def test_audit_and_log_over_the_wire(client: Client) -> None:
+    await client.create()
+    await client.stub.OpenStep(client.open_request())
+    await client.stub.AppendTrajectory(client.append_request("q0", "q0-t0"))
+    report = await client.stub.AuditTables(store_pb.AuditTablesRequest(job_id=client.job))
+    assert (report.policies[0].live, list(report.violations)) == (1, [])
+    request = store_pb.ReadLogRequest(job_id=client.job, policy="solver")
+    steps = [step async for step in client.stub.ReadLog(request)]
+    assert [len(step.samples) for step in steps] == [1]
+    with pytest.raises(NotFound):
+        await client.stub.AuditTables(store_pb.AuditTablesRequest(job_id="nobody"))
+    request.from_step = -1
+    with pytest.raises(InvalidArgument, match="from_step"):
+        _ = [step async for step in client.stub.ReadLog(request)]
+    request.from_step = 0
+    request.policy = "nobody"
+    with pytest.raises(NotFound):
+        _ = [step async for step in client.stub.ReadLog(request)]

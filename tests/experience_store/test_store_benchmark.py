@@ -1,0 +1,23 @@
+"""The benchmark runs from end to end; what it measures is measured elsewhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import experience_store
+
+
+def test_a_quick_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    experience_store.main(["--quick"])
+    *table, last = capsys.readouterr().out.splitlines()
+    results = json.loads(last)
+    assert set(results) == {
+        "raw_ratio_4k",
+        "ready_p99_ms",
+        "million_rows_latency_ratio",
+        "memory_ratio",
+    }
+    assert all(value > 0 for value in results.values())
+    assert any("raw pipelined redis-py" in line for line in table)

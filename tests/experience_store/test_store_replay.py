@@ -1,0 +1,221 @@
+"""Replay: what was trained comes back in the next step, as often as the job allows."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from services.experience_store.store import Store
+from tests.support.experience import Response, Stage, ids_of, make_sample, make_stage
+from troupe.rpc import FailedPrecondition, new_id
+from troupe.v1 import experience_store_pb2 as store_pb
+
+EXHAUSTED = Response.OUTCOME_EXHAUSTED
+WAIT = Response.OUTCOME_WAIT
+
+
+@pytest.fixture
+async def twice(store: Store) -> Stage:
+    """A job whose samples may be used twice, with step 0 open."""
+    return await make_stage(store, new_id("job"), policies=("solver",), max_uses=2)
+
+
+async def train(stage: Stage, version: int, **fields: object) -> Response:
+    """Claim all that is ready and commit it."""
+    name = new_id("claim")
+    response = await stage.claim(claim=name)
+    await stage.commit([name], version=version, **fields)  # type: ignore[arg-type]
+    return response
+
+
+def uses_of(response: Response) -> dict[str, int]:
+    return {item.sample.sample_id: item.sample.uses for item in response.samples}
+
+
+async def payloads(stage: Stage) -> int:
+    """Rows of the job that Redis holds, whatever the step."""
+    database = stage.store.database
+    keys = await database.execute("KEYS", f"*{{{stage.job}/*:rows:*")
+    return sum([await database.execute("HLEN", key) for key in keys])
+
+
+async def test_trained_samples_come_back_in_the_next_step_and_no_further(twice: Stage) -> None:
+    await twice.append_all()
+    first = await train(twice, 1)
+    assert set(uses_of(first).values()) == {0}
+    await twice.open(1)
+    assert await twice.counts() == {"ready": 4}
+    await twice.append_all()
+    assert await twice.counts() == {"ready": 8}
+    second = await train(twice, 2)
+    assert uses_of(second) == dict.fromkeys(ids_of(first), 1) | {
+        f"{query}_0_{trajectory}": 0 for query, trajectory in twice.trajectories
+    }
+    fresh = {item.sample.sample_id: item.sample for item in first.samples}
+    for item in second.samples:
+        if item.sample.uses:
+            before = fresh[item.sample.sample_id]
+            assert item.sample.prompt_ids == before.prompt_ids
+            assert item.sample.reward == before.reward
+    await twice.open(2)
+    assert await twice.counts() == {"ready": 4}, "those of step 1 only"
+    for query, trajectory in twice.trajectories:
+        await twice.fail(query, trajectory)
+    third = await train(twice, 3)
+    assert uses_of(third) == {name: 1 for name, uses in uses_of(second).items() if uses == 0}
+    await twice.open(3)
+    assert await twice.counts() == {}
+    assert await payloads(twice) == 0
+
+
+async def test_it_makes_no_difference_whether_the_next_step_is_open(twice: Stage) -> None:
+    await twice.append_all()
+    await twice.open(1)
+    await twice.append("q0", "q0-s1-t0")
+    waiting = await twice.claim()
+    assert waiting.outcome == WAIT
+    twice.step = 0
+    await train(twice, 1)
+    twice.step = 1
+    assert await twice.counts() == {"pending": 1, "ready": 4}
+    response = await twice.claim(samples=4)
+    assert set(uses_of(response).values()) == {1}
+
+
+async def test_groups_stay_whole_and_apart_from_those_of_the_same_query(twice: Stage) -> None:
+    for number, (query, trajectory) in enumerate(twice.trajectories):
+        row = make_sample(query, 0, trajectory, reward=float(number))
+        await twice.append(query, trajectory, [row])
+    await train(twice, 1)
+    await twice.open(1)
+    for query, trajectory in twice.trajectories:
+        await twice.append(query, trajectory, [make_sample(query, 0, trajectory, reward=9.0)])
+    found = {}
+    while (response := await twice.claim(samples=2, whole=True)).outcome != EXHAUSTED:
+        groups = {item.sample.group_id for item in response.samples}
+        assert len(groups) == 1
+        rewards = {tuple(item.group_rewards) for item in response.samples}
+        assert len(rewards) == 1
+        found[groups.pop()] = rewards.pop()
+    assert found == {
+        "q0/solver@0": (0.0, 1.0),
+        "q1/solver@0": (2.0, 3.0),
+        "q0/solver": (9.0, 9.0),
+        "q1/solver": (9.0, 9.0),
+    }
+
+
+async def test_only_what_was_trained_comes_back(twice: Stage) -> None:
+    for query, trajectory in twice.trajectories:
+        rows = [make_sample(query, turn, trajectory, reward=None) for turn in range(2)]
+        await twice.append(query, trajectory, rows)
+        for turn in range(2):
+            sample = f"{query}_{turn}_{trajectory}"
+            if sample == "q0_1_q0-s0-t0":
+                await twice.fill(sample, drop_reason="reward_timeout: 3 s")
+            else:
+                await twice.fill(sample, reward=1.0)
+    first = await train(twice, 1)
+    assert len(first.samples) == 7
+    assert await payloads(twice) == 7
+    await twice.open(1)
+    assert await twice.counts() == {"ready": 7}
+    again = await twice.claim(samples=7)
+    assert ids_of(again) == ids_of(first)
+    assert all(
+        len(i.group_rewards) == (3 if "q0" in i.sample.group_id else 4) for i in again.samples
+    )
+
+
+async def test_columns_that_came_late_come_back_too(twice: Stage) -> None:
+    column = store_pb.Column(json="[1, 2]")
+    for query, trajectory in twice.trajectories:
+        row = make_sample(query, 0, trajectory, reward=None)
+        await twice.append(query, trajectory, [row])
+        await twice.fill(row.sample_id, reward=1.0, columns={"notes": column})
+    await train(twice, 1)
+    await twice.open(1)
+    again = await twice.claim(samples=4)
+    assert all(item.sample.columns["notes"] == column for item in again.samples)
+
+
+async def test_a_skipped_step_gives_nothing_back(twice: Stage) -> None:
+    await twice.append_all()
+    skipped = store_pb.STEP_OUTCOME_SKIPPED
+    await train(twice, 0, outcome=skipped, reason="nan_loss: inf")
+    await twice.open(1)
+    assert await twice.counts() == {}
+    assert await payloads(twice) == 0
+
+
+async def test_a_repeated_commit_gives_back_once(twice: Stage) -> None:
+    await twice.append_all()
+    await twice.claim(claim="c1")
+    await twice.commit(["c1"])
+    assert (await twice.commit(["c1"]))[1]
+    await twice.open(1)
+    assert (await twice.open(1))[0]
+    twice.step = 0
+    assert (await twice.commit(["c1"]))[1]
+    twice.step = 1
+    assert await twice.counts() == {"ready": 4}
+
+
+async def test_what_comes_back_too_old_is_dropped_as_stale(twice: Stage) -> None:
+    await twice.append_all()  # begun by version 0
+    await twice.open(1, version=0)
+    assert (await twice.claim(oldest=1)).outcome == WAIT
+    twice.step = 0
+    await train(twice, 1)
+    twice.step = 1
+    assert await twice.counts() == {"dropped": 4}
+    twice.step = 2
+    await twice.open(2)
+
+
+async def test_expired_leases_return_what_came_back(twice: Stage) -> None:
+    await twice.append_all()
+    first = await train(twice, 1)
+    await twice.open(1)
+    await twice.claim(claim="lost", samples=4)
+    assert await twice.release("") == 4
+    for query, trajectory in twice.trajectories:
+        await twice.fail(query, trajectory)
+    with pytest.raises(FailedPrecondition):
+        await twice.commit(["lost"])
+    second = await train(twice, 2)
+    assert uses_of(second) == dict.fromkeys(ids_of(first), 1)
+
+
+@pytest.mark.parametrize("uses", [1, 3])
+async def test_every_sample_is_used_as_often_as_allowed(store: Store, uses: int) -> None:
+    stage = await make_stage(store, new_id("job"), policies=("solver",), max_uses=uses)
+    trained = Counter[str]()
+    for step in range(4 + uses):
+        if step:
+            await stage.open(step)
+        for query, trajectory in stage.trajectories:
+            if step < 4:
+                await stage.append(query, trajectory)
+            else:
+                await stage.fail(query, trajectory)
+        response = await stage.claim(claim=f"c{step}")
+        if response.outcome == EXHAUSTED:
+            await stage.commit([], outcome=store_pb.STEP_OUTCOME_EMPTY, version=99)
+            break
+        trained.update(ids_of(response))
+        await stage.commit([f"c{step}"], version=step + 1)
+    assert len(trained) == 16
+    assert set(trained.values()) == {uses}
+    assert await payloads(stage) == 0
+
+
+async def test_dropped_tables_free_what_waits_for_the_next_step(twice: Stage) -> None:
+    await twice.append_all()
+    await train(twice, 1)
+    assert await payloads(twice) == 4
+    await twice.store.tables.drop(twice.job)
+    assert await payloads(twice) == 0
+    keys = await twice.store.database.execute("KEYS", f"*{{{twice.job}/solver}}:0:*")
+    assert keys == []

@@ -1,0 +1,93 @@
+"""Which changes leave a job the same job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import job_yaml
+from troupe.job import JobSpec, parse_job
+from troupe.job.compatibility import CHANGEABLE, differences, incompatible
+
+FUNCTION = {"entrypoint": "examples.nowhere:reward"}
+
+
+def spec(**over: Any) -> JobSpec:
+    return parse_job(job_yaml(**{"rewards": {"exact": FUNCTION}, **over}))
+
+
+def test_nothing_differs_from_itself() -> None:
+    assert differences(spec(), spec()) == []
+    # A default that is written out changes nothing.
+    assert differences(spec(), spec(algorithm__clip_low=0.2)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("pipeline__steps", 9),
+        ("pipeline__micro_batch_samples", 3),
+        ("limits__step_seconds", 17),
+        ("evaluation__queries", 4),
+        ("checkpoint__every", 2),
+        ("logging__tensorboard", True),
+        ("policies__solver__engine", {"replicas": 2, "max_running": 3}),
+        ("rewards", {"exact": FUNCTION | {"timeout_seconds": 3}}),
+    ],
+)
+def test_what_may_change(path: str, value: object) -> None:
+    changed = spec(**{path: value})
+    assert differences(spec(), changed)
+    assert incompatible(spec(), changed, steps_done=2) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("seed", 1, "seed"),
+        ("workflow", "examples.nowhere:other", "workflow"),
+        ("tasks__args", {"size": 3}, "tasks.args.size"),
+        ("pipeline__group_size", 3, "pipeline.group_size"),
+        ("pipeline__queries_per_step", 3, "pipeline.queries_per_step"),
+        ("pipeline__mode", "sync", "pipeline.mode"),
+        ("pipeline__deterministic", True, "pipeline.deterministic"),
+        ("pipeline__over_sampling", 1, "pipeline.over_sampling"),
+        ("pipeline__dynamic_sampling", True, "pipeline.dynamic_sampling"),
+        ("pipeline__required_columns", ["x"], "pipeline.required_columns"),
+        ("algorithm__clip_low", 0.1, "algorithm.clip_low"),
+        ("policies__solver__optimizer", {"betas": [0.8, 0.9]}, "policies.solver.optimizer.betas"),
+        ("policies__solver__trainable", False, "policies.solver.trainable"),
+        ("agents__solver__sampling", {"temperature": 0.5}, "agents.solver.sampling.temperature"),
+        ("rewards", {"exact": FUNCTION | {"version": "2"}}, "rewards.exact.version"),
+        ("rewards", {}, "rewards.exact"),
+    ],
+)
+def test_what_makes_the_job_what_it_is(path: str, value: object, named: str) -> None:
+    found = incompatible(spec(), spec(**{path: value}), steps_done=0)
+    assert [one.path for one in found] == [named]
+    assert str(found[0]).startswith(f"{named}: ")
+    assert " -> " in str(found[0])
+
+
+def test_steps_that_are_done_cannot_be_undone() -> None:
+    assert incompatible(spec(), spec(pipeline__steps=1), steps_done=1) == []
+    found = incompatible(spec(), spec(pipeline__steps=1), steps_done=2)
+    assert [(one.path, one.old, one.new) for one in found] == [("pipeline.steps", 2, 1)]
+
+
+def test_a_policy_more_is_another_job() -> None:
+    more = spec(policies=["checker", "solver", "third"])
+    paths = {one.path for one in incompatible(spec(), more, steps_done=0)}
+    assert paths == {"agents.third", "policies.third"}
+
+
+def test_what_may_change_exists() -> None:
+    """A pattern whose field was renamed would silently refuse what it was made for."""
+    dumped = spec(tools={"calculator": FUNCTION}).model_dump(mode="json")
+    for pattern in CHANGEABLE:
+        place: Any = dumped
+        for part in pattern.split("."):
+            name = next(iter(place)) if part == "*" else part
+            assert name in place, pattern
+            place = place[name]

@@ -1,0 +1,68 @@
+"""Jobs that go on under another specification, and two orchestrators for one job."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.cluster import Cluster, job_yaml
+from troupe.rpc import FailedPrecondition, InvalidArgument
+from troupe.v1 import common_pb2 as pb
+
+POLICIES = ("checker", "solver")
+
+
+async def paused(cluster: Cluster) -> str:
+    """A job of two steps, paused after the first."""
+    cluster.rollouts[0].script.seconds = 0.1
+    job_id = await cluster.submit(job_yaml())
+    await cluster.until(job_id, lambda job: "trajectories" in job.activity)
+    await cluster.pause(job_id)
+    job = await cluster.wait(job_id, (pb.JOB_STATE_PAUSED,))
+    assert job.step == 1
+    return job_id
+
+
+async def test_a_job_may_go_on_for_longer(cluster: Cluster) -> None:
+    job_id = await paused(cluster)
+    changed = job_yaml(pipeline__steps=4, limits__turn_seconds=7)
+    job = await cluster.resume(job_id, changed)
+    assert job.total_steps == 4
+    await cluster.resume(job_id, changed)  # repeated: the same
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    await cluster.check_accounts(job_id, 4, POLICIES)
+    assert cluster.rollouts[0].specs[job_id].limits.turn_seconds == 7
+    assert "steps: 4" in (cluster.directory / job_id / "job.yaml").read_text()
+    notices = await cluster.notices(job_id)
+    assert any("pipeline.steps: 2 -> 4" in text for text in notices)
+
+
+async def test_another_job_is_refused_with_the_difference(cluster: Cluster) -> None:
+    job_id = await paused(cluster)
+    with pytest.raises(FailedPrecondition) as refused:
+        await cluster.resume(job_id, job_yaml(seed=7, pipeline__group_size=3, pipeline__steps=4))
+    error = refused.value
+    assert (error.kind, error.field, error.value) == (
+        "spec_incompatible",
+        "pipeline.group_size",
+        "3",
+    )
+    assert "pipeline.group_size: 2 -> 3; seed: 0 -> 7" in error.message
+    assert error.remedy
+    with pytest.raises(InvalidArgument, match="policy"):
+        await cluster.resume(job_id, job_yaml(agents__solver__policy="nobody"))
+    # Nothing has changed: it waits, and can still go on as it was.
+    assert (await cluster.job(job_id)).state == pb.JOB_STATE_PAUSED
+    await cluster.resume(job_id)
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+
+
+async def test_a_running_job_keeps_its_specification(cluster: Cluster) -> None:
+    cluster.rollouts[0].script.seconds = 0.2
+    job_id = await cluster.submit(job_yaml())
+    await cluster.wait(job_id, (pb.JOB_STATE_RUNNING,))
+    with pytest.raises(FailedPrecondition, match="cannot change now") as refused:
+        await cluster.resume(job_id, job_yaml(pipeline__steps=4))
+    assert (refused.value.kind, refused.value.field) == ("job_active", "spec")
+    await cluster.resume(job_id, job_yaml())
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED

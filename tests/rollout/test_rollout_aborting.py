@@ -1,0 +1,215 @@
+"""Trajectories that are aborted, dropped or carried over while they run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout import plays
+from tests.rollout.house import House, evaluation, open_house, training
+from tests.rollout.processes import ServiceProcess
+from troupe.rpc import InvalidArgument, new_id
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import rollout_pb2 as pb
+
+ABORTED = common.TRAJECTORY_STATE_ABORTED
+COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+RUNNING = common.TRAJECTORY_STATE_RUNNING
+
+
+@pytest.fixture
+async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
+    plays.RELEASED = asyncio.Event()
+    async with open_house(tmp_path, store=store_process.address) as house:
+        yield house
+
+
+def go_on() -> None:
+    assert plays.RELEASED is not None
+    plays.RELEASED.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def abort(house: House, *trajectory_ids: str, reason: str = "stale: too old") -> list[str]:
+    request = pb.AbortTrajectoriesRequest(
+        request_id=new_id("abort"),
+        job_id=house.job_id,
+        trajectory_ids=trajectory_ids,
+        reason=reason,
+    )
+    response = await house.rollout.AbortTrajectories(request, timeout=10)
+    return list(response.aborted_trajectory_ids)
+
+
+async def hold_open(house: House, step: int, *query_ids: str, group_size: int = 2) -> None:
+    await house.store.CreateTables(
+        store_pb.CreateTablesRequest(
+            request_id=new_id("tables"), job_id=house.job_id, policies=["big"]
+        )
+    )
+    await house.store.OpenStep(
+        store_pb.OpenStepRequest(
+            request_id=new_id("open"),
+            job_id=house.job_id,
+            step=step,
+            versions={"big": 0},
+            query_ids=query_ids,
+            group_size=group_size,
+            held_open=True,
+        )
+    )
+
+
+async def amend(house: House, **changes: Any) -> None:
+    request = store_pb.AmendStepRequest(request_id=new_id("amend"), job_id=house.job_id, **changes)
+    await house.store.AmendStep(request)
+
+
+async def test_aborted_trajectories_end_in_the_store_and_on_every_stream(house: House) -> None:
+    await house.prepare("waits")
+    await house.open_step()
+    first = asyncio.create_task(house.run(training()))
+    second = asyncio.create_task(house.run(training()))
+    await until(lambda: len(house.service._runner) == 4)
+    doomed = ["q0-s0-t0", "q1-s0-t1"]
+    assert await abort(house, *doomed, "q9-s0-t0", "elsewhere") == doomed
+    await until(lambda: len(house.service._runner) == 2)
+    assert sorted((await house.step()).ended_trajectory_ids) == doomed
+    assert await abort(house, *doomed) == []  # they have ended
+    go_on()
+    for ended in (await first, await second):
+        states = {name: (event.state, event.reason) for name, event in ended.items()}
+        assert states == {
+            "q0-s0-t0": (ABORTED, "stale: too old"),
+            "q0-s0-t1": (COMPLETED, ""),
+            "q1-s0-t0": (COMPLETED, ""),
+            "q1-s0-t1": (ABORTED, "stale: too old"),
+        }
+    assert (await house.step()).sealed
+    assert {s.trajectory_id for s in await house.samples("big")} == {"q0-s0-t1", "q1-s0-t0"}
+
+
+async def test_trajectories_that_wait_for_a_place_are_aborted_too(house: House) -> None:
+    await house.prepare("waits", limits={"max_concurrent_trajectories": 1})
+    await house.open_step()
+    running = asyncio.create_task(house.run(training()))
+    [job] = house.service._jobs.all()
+    await until(lambda: job.gate.inside == 1)
+    waiting = ["q1-s0-t0", "q1-s0-t1"]
+    assert await abort(house, *waiting) == waiting
+    await until(lambda: len(house.service._runner) == 2)
+    assert await abort(house, "q0-s0-t0") == ["q0-s0-t0"]  # its place goes to the next one
+    go_on()
+    states = {name: event.state for name, event in (await running).items()}
+    assert states.pop("q0-s0-t1") == COMPLETED
+    assert set(states.values()) == {ABORTED}
+    assert (await house.step()).sealed
+
+
+async def test_a_turn_that_is_generated_is_dropped_and_its_tokens_are_counted(
+    house: House,
+) -> None:
+    await house.prepare("team")
+    await house.open_step(queries=1, group_size=1)
+    [policy] = [p for p in house.service._jobs.all()[0].policies.values() if p.name == "small"]
+    policy.router._may_serve = lambda engine: False  # the second turn waits for an engine
+    running = asyncio.create_task(house.run(training(1, 1)))
+    await until(lambda: policy.router.waiting == 1)
+    await abort(house, "q0-s0-t0")
+    [event] = (await running).values()
+    assert event.state == ABORTED
+    assert event.metrics["response_tokens"] == event.turns[0].response_tokens > 0
+    assert policy.router.waiting == 0
+    assert dict(event.start_versions) == {"big": 0}
+
+
+async def test_an_aborted_evaluation_tells_no_store(tmp_path: Path) -> None:
+    plays.RELEASED = asyncio.Event()
+    async with open_house(tmp_path) as house:  # there is no store at all
+        await house.prepare("waits")
+        running = asyncio.create_task(house.run(evaluation(2)))
+        await until(lambda: len(house.service._runner) == 2)
+        assert await abort(house, "h0-e0-t0", reason="") == ["h0-e0-t0"]
+        go_on()
+        ended = await running
+        assert (ended["h0-e0-t0"].state, ended["h0-e0-t0"].reason) == (ABORTED, "aborted")
+        assert ended["h1-e0-t0"].state == COMPLETED
+        with pytest.raises(InvalidArgument, match="job_id"):
+            await house.rollout.AbortTrajectories(pb.AbortTrajectoriesRequest())
+
+
+async def test_an_abort_outlives_a_restart_of_the_store(
+    tmp_path: Path, redis_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("own-store")
+    store = ServiceProcess("experience_store", directory, {"TROUPE_REDIS_URL": redis_url})
+    store.start()
+    plays.RELEASED = asyncio.Event()
+    try:
+        async with open_house(tmp_path, store=store.address) as house:
+            await house.prepare("waits")
+            await house.open_step(queries=1)
+            running = asyncio.create_task(house.run(training(1)))
+            await until(lambda: len(house.service._runner) == 2)
+            store.kill()
+            ids = ["q0-s0-t0", "q0-s0-t1"]
+            assert await abort(house, *ids) == ids
+            assert await abort(house, *ids) == ids  # on their way, once
+            await asyncio.sleep(0.3)
+            assert len(house.service._runner) == 2
+            await asyncio.to_thread(store.start)
+            assert {e.state for e in (await running).values()} == {ABORTED}
+            assert (await house.step()).sealed
+    finally:
+        store.stop()
+
+
+async def test_what_the_store_has_dropped_ends_as_aborted(house: House) -> None:
+    await house.prepare("waits")
+    await hold_open(house, 0, "q0", "q1")
+    running = asyncio.create_task(house.run(training()))
+    await until(lambda: len(house.service._runner) == 4)
+    await amend(house, step=0, drop_query_ids=["q1"], drop_reason="surplus", close=True)
+    go_on()  # nobody has told this worker
+    ended = await running
+    assert {ended[f"q0-s0-t{n}"].state for n in (0, 1)} == {COMPLETED}
+    assert {ended[f"q1-s0-t{n}"].state for n in (0, 1)} == {ABORTED}
+    assert ended["q1-s0-t0"].reason.startswith("dropped: ")
+    assert (await house.step()).sealed
+    assert {s.query_id for s in await house.samples("big")} == {"q0"}
+
+
+async def test_what_was_carried_over_is_complete_in_the_later_step(house: House) -> None:
+    await house.prepare("waits")
+    await hold_open(house, 0, "q0", "q1")
+    await hold_open(house, 1, "q2")
+    running = asyncio.create_task(house.run(training()))
+    await until(lambda: len(house.service._runner) == 4)
+    await amend(house, step=0, carry_query_ids=["q1"], carry_to=1, close=True)
+    go_on()
+    assert {e.state for e in (await running).values()} == {COMPLETED}
+    assert (await house.step(0)).sealed
+    assert sorted((await house.step(1)).ended_trajectory_ids) == ["q1-s0-t0", "q1-s0-t1"]
+
+
+async def test_who_bounds_staleness_hears_at_once_what_a_trajectory_began_with(
+    house: House,
+) -> None:
+    await house.prepare("team", pipeline={"mode": "async"})
+    await house.update(house.publish("big", 1))
+    await house.update(house.publish("big", 2))
+    await house.update(house.publish("small", 1))
+    events = [event async for event in house.stream(evaluation(1))]
+    running = [dict(event.start_versions) for event in events if event.state == RUNNING]
+    assert running == [{}, {"big": 2}, {"big": 2, "small": 1}]
+    assert dict(events[-1].start_versions) == {"big": 2, "small": 1}

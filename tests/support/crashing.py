@@ -1,0 +1,46 @@
+"""A store that dies in the middle of a call to Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from services.experience_store.database import Database
+
+MOMENTS: Final = ("before", "middle", "after")
+
+
+class CrashError(Exception):
+    """The process is gone."""
+
+
+class CrashingDatabase(Database):
+    """Dies at its `fatal`-th round trip: before, after, or in the middle of sending it."""
+
+    def __init__(self, url: str, fatal: int = 0, moment: str = "before") -> None:
+        super().__init__(url)
+        self.trips = 0
+        self._fatal = fatal
+        self._moment = moment
+
+    def die(self, after: int, moment: str) -> None:
+        """Die at the round trip that comes `after` trips from now (1: at the next one)."""
+        self._fatal, self._moment = self.trips + after, moment
+
+    def live(self) -> None:
+        """Die no more."""
+        self._fatal = 0
+
+    async def execute_each(
+        self, commands: Sequence[Sequence[Any]], *, missing_scripts: Sequence[Any] = ()
+    ) -> list[Any]:
+        self.trips += 1
+        if self.trips != self._fatal:
+            return await super().execute_each(commands, missing_scripts=missing_scripts)
+        # "middle": only the first command of a pipeline arrives.
+        arriving = {"before": 0, "middle": 1, "after": len(commands)}[self._moment]
+        if arriving:
+            await super().execute_each(
+                commands[:arriving], missing_scripts=missing_scripts[:arriving]
+            )
+        raise CrashError

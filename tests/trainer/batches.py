@@ -1,0 +1,128 @@
+"""Random rows of a step, and the textbook gradient of their loss."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.trainer.rows import Row
+from tests.support.training import VOCABULARY
+from troupe.job import JobSpec
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a random step looks like."""
+
+    groups: int = 3
+    members: int = 4
+    prompt: int = 8
+    response: int = 8
+    # Scatter of the behaviour's log-probs around the model's.
+    noise: float = 0.3
+
+
+@torch.no_grad()
+def random_rows(model: Any, seed: int, shape: Shape | None = None) -> list[Row]:
+    """Groups of answers to one prompt each, some of several turns, drawn near `model`."""
+    shape = shape or Shape()
+    rng = np.random.default_rng(seed)
+    rows: list[Row] = []
+    for g in range(shape.groups):
+        prompt = rng.integers(VOCABULARY, size=rng.integers(1, shape.prompt + 1))
+        members = int(rng.integers(1, shape.members + 1))
+        # All equal now and then: a group without signal.
+        rewards = rng.integers(0, 3, size=members).astype(float) * (rng.random() > 0.15)
+        for m in range(members):
+            start = prompt
+            if rng.random() < 0.3:  # a second turn: the prompt is longer
+                extra = rng.integers(VOCABULARY, size=rng.integers(1, shape.prompt + 1))
+                start = np.concatenate([prompt, extra])
+            length = int(rng.integers(1, shape.response + 1))
+            if rows and rng.random() < 0.1:
+                length = 0
+            ids = np.concatenate([start, rng.integers(VOCABULARY, size=length)]).astype(np.int64)
+            heat = float(rng.choice([1.0, 1.0, 0.7]))
+            row = Row(
+                sample_id=f"q{g}_{m % 2}_q{g}-s0-t{m}",
+                ids=ids,
+                prompt_length=len(start),
+                behaviour=np.zeros(length, np.float32),
+                reward=float(rewards[m]),
+                group_rewards=tuple(sorted(rewards.tolist())),
+                version=0,
+                temperature=heat,
+                group=f"q{g}\tq{g}/agent",
+                trajectory=f"q{g}-s0-t{m}",
+                agent="agent",
+            )
+            exact = response_logprobs(model, row)[0].numpy()
+            drawn = (exact + shape.noise * rng.standard_normal(length)).astype(np.float32)
+            rows.append(replace(row, behaviour=drawn))
+    return rows
+
+
+def response_logprobs(model: Any, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs [T] and entropies [T] of a response: one row, one plain forward pass."""
+    ids = torch.from_numpy(row.ids)
+    logits = model(ids[None]).logits[0, row.prompt_length - 1 : -1] / row.temperature
+    logp = torch.log_softmax(logits, -1)
+    chosen = logp.gather(1, ids[row.prompt_length :, None])[:, 0]
+    return chosen, -(logp.exp() * logp).sum(-1)
+
+
+def full_batch_gradient(
+    model: Any, rows: list[Row], spec: JobSpec, reference: Any = None
+) -> dict[str, torch.Tensor]:
+    """The gradient of the mean loss over `rows` as the papers write it: float64 [..] by name.
+
+    Shares no code with the trainer: one row at a time, autograd on the mean.
+    """
+    algorithm = spec.algorithm
+    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    losses: list[torch.Tensor] = []
+    for row in rows:
+        if not row.response_length:
+            continue
+        spread = statistics.stdev(row.group_rewards) if len(row.group_rewards) > 1 else 0.0
+        advantage = row.reward - statistics.mean(row.group_rewards)
+        advantage = advantage / (spread + 1e-4) if algorithm.scale_by_std else advantage
+        logp, entropy = response_logprobs(model, row)
+        ratio = torch.exp(logp - torch.from_numpy(row.behaviour.copy()))
+        if spec.correction == "none":
+            loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        else:
+            cap = algorithm.correction_cap
+            weight = ratio.detach().clamp(max=cap)
+            loss = -weight * advantage * logp
+        if algorithm.kl_coefficient:
+            with torch.no_grad():
+                first = response_logprobs(reference, row)[0]
+            loss = loss + algorithm.kl_coefficient * (torch.exp(first - logp) - (first - logp) - 1)
+        loss = loss - algorithm.entropy_coefficient * entropy
+        if spec.correction == "masked":
+            inside = (ratio.detach() <= cap) & (ratio.detach() >= 1 / cap)
+            loss = torch.where(inside, loss, 0.0)
+        losses.append(loss)
+    if algorithm.normalize == "token":
+        total = torch.cat(losses).mean()
+    else:
+        total = torch.stack([loss.mean() for loss in losses]).mean()
+    parameters = dict(model.named_parameters())
+    found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(parameters.items(), found, strict=True)
+    }
+
+
+def relative_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """|found - exact| / |exact| in the L2 norm over all parameters."""
+    flat = [torch.cat([g[name].double().flatten() for name in exact]) for g in (found, exact)]
+    norm = float(flat[1].norm())
+    distance = float((flat[0] - flat[1]).norm())
+    return distance / norm if norm else distance

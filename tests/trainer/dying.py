@@ -1,0 +1,121 @@
+"""A trainer process that kills itself (SIGKILL) at a named point of its first step.
+
+Forked from a server that has everything imported already, so that a death costs little time.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+from services.chassis.app import run
+from services.trainer import state
+from services.trainer.__main__ import make_service
+from services.trainer.binding import Binding
+from services.trainer.claims import StepClaims
+from services.trainer.learner import Learner
+from services.trainer.policy_model import import_transformers
+from services.trainer.publication import Publication
+from services.trainer.server import TrainerService  # noqa: F401 - imported before the fork
+from services.trainer.settings import TrainerSettings
+from services.trainer.state import StateStore
+
+import_transformers()
+
+
+def _die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _before(owner: Any, name: str) -> None:
+    setattr(owner, name, _die)
+
+
+def _after(owner: Any, name: str) -> None:
+    call = getattr(owner, name)
+
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        call(*args, **kwargs)
+        _die()
+
+    setattr(owner, name, wrapped)
+
+
+def _after_await(owner: Any, name: str) -> None:
+    call = getattr(owner, name)
+
+    @functools.wraps(call)
+    async def wrapped(*args: Any, **kwargs: Any) -> None:
+        await call(*args, **kwargs)
+        _die()
+
+    setattr(owner, name, wrapped)
+
+
+def _on_version(version: int, owner: Any, name: str, patch: Callable[[Any, str], None]) -> None:
+    """`patch` only once `name` is called for this version: binding saves and publishes too."""
+    call = getattr(owner, name)
+
+    @functools.wraps(call)
+    def wrapped(self: Any, subject: Any, *args: Any) -> Any:
+        number = subject if isinstance(subject, int) else subject.version
+        if number != version:
+            return call(self, subject, *args)
+        setattr(owner, name, call)
+        patch(owner, name)
+        return getattr(owner, name)(self, subject, *args)
+
+    setattr(owner, name, wrapped)
+
+
+def _within_save(_owner: Any, _name: str) -> None:
+    state.sync_file = _die  # type: ignore[assignment]
+
+
+def _before_rename(_owner: Any, _name: str) -> None:
+    """All files are written, the directory has not its name yet."""
+    written = state.sync_file
+    left = [4]
+
+    def sync(path: Any) -> None:
+        written(path)
+        left[0] -= 1
+        if not left[0]:
+            _die()
+
+    state.sync_file = sync  # type: ignore[assignment]
+
+
+POINTS: Mapping[str, Callable[[], None]] = {
+    "after accumulating": lambda: _before(Learner, "apply"),
+    "after the optimizer's step": lambda: _after(Learner, "apply"),
+    "after publishing": lambda: _on_version(1, Publication, "publish", _after),
+    "within saving": lambda: _on_version(1, StateStore, "save", _within_save),
+    "before the state has its name": lambda: _on_version(1, StateStore, "save", _before_rename),
+    "after saving": lambda: _on_version(1, StateStore, "save", _after),
+    "before the commit": lambda: _before(StepClaims, "commit"),
+    "after the commit": lambda: _after_await(StepClaims, "commit"),
+    "before old versions go": lambda: _before(Binding, "_prune"),
+    "after old versions went": lambda: _after(Binding, "_prune"),
+}
+
+
+def _serve(point: str, environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
+    POINTS[point]()
+    run(make_service, TrainerSettings)
+
+
+def start(point: str, environment: Mapping[str, str]) -> ForkServerProcess:
+    """A trainer process with this environment that dies at `point`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    process = context.Process(target=_serve, args=(point, dict(environment)))
+    process.start()
+    return process

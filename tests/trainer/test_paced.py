@@ -1,0 +1,125 @@
+"""The paced learner: its time, that workers share it, and that all around it is real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.stage import TrainingStage
+from troupe.job import JobSpec
+from troupe.timeline import busy_within, read_spans
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+# A step of 8 samples with 4 prompt and 2 response tokens: 48 tokens.
+PACE = {"backward_tokens_per_second": 120, "step_seconds": 0.1}
+SECONDS = 48 / 120 + 0.1
+# What a machine that does other things may add.
+LATE = 1.5
+
+
+def paced(stage: TrainingStage, *policies: str, **pace: Any) -> JobSpec:
+    spec = stage.spec(policies=policies)
+    values = spec.model_dump()
+    for name in policies:
+        values["policies"][name]["paced"] = PACE | pace
+    return JobSpec.model_validate(values)
+
+
+async def fill(stage: TrainingStage, policies: tuple[str, ...], step: int = 0) -> None:
+    await stage.open(step, policies=policies, version=step)
+    for query in ("q0", "q1"):
+        for number in range(4):
+            trajectory = f"{query}-s{step}-t{number}"
+            samples = [
+                stage_sample(query, trajectory, policy, turn, float(number % 2), step)
+                for turn, policy in enumerate(policies)
+            ]
+            await stage.append(query, trajectory, samples, step)
+
+
+def stage_sample(
+    query: str, trajectory: str, policy: str, turn: int, reward: float, version: int
+) -> store_pb.Sample:
+    from tests.support.training import make_rollout
+
+    return make_rollout(
+        query,
+        trajectory,
+        policy=policy,
+        turn=turn,
+        prompt=(5, 6, 7, 8),
+        response=(9, 10),
+        reward=reward,
+        version=version,
+    )
+
+
+async def test_a_step_takes_its_modelled_time_and_makes_a_version(
+    stage: TrainingStage, tmp_path: Path
+) -> None:
+    trainer = await stage.trainer(paced_trace_dir=tmp_path / "trace", worker_id="w0")
+    spec = paced(stage, "solver")
+    first = await trainer.bind(spec)
+    await fill(stage, ("solver",))
+    began, wall = time.monotonic(), time.time()
+    commit = await trainer.run(0, 0)
+    took = time.monotonic() - began
+    assert SECONDS <= took < SECONDS + LATE
+    assert commit.outcome == store_pb.STEP_OUTCOME_APPLIED
+    assert commit.weights.version == 1
+    assert commit.weights.checksum != first.checksum
+    assert commit.num_samples == 8
+    assert commit.samples_digest
+    assert commit.metrics["tokens"] == 48
+    assert commit.metrics["train/seconds"] == pytest.approx(SECONDS)
+    weights = stage.weights(commit.weights)
+    assert int(weights["version"]) == 1
+    assert weights["embedding.weight"].equal(stage.weights(first)["embedding.weight"])
+    spans = read_spans(tmp_path / "trace")
+    assert {(span.lane, span.policy) for span in spans} == {("w0", "solver")}
+    busy = busy_within(spans, wall, wall + took)
+    assert SECONDS - 0.01 <= busy < SECONDS + LATE
+
+    path = await trainer.checkpoint(1)
+    assert json.loads((path / "config.json").read_text())["model_type"] == "paced"
+
+    # A worker that never saw it goes on from what is on the disk.
+    other = await stage.trainer()
+    again = await other.bind(spec, version=1, checksum=commit.weights.checksum)
+    assert again.checksum == commit.weights.checksum
+    await fill(stage, ("solver",), step=1)
+    assert (await other.run(1, 1)).weights.version == 2
+
+
+async def test_policies_of_one_worker_share_its_time(stage: TrainingStage) -> None:
+    trainer = await stage.trainer()
+    policies = ("solver", "checker")
+    spec = paced(stage, *policies)
+    for policy in policies:
+        await trainer.bind(spec, policy)
+    await fill(stage, policies)
+    began = time.monotonic()
+    commits = await asyncio.gather(*(trainer.run(0, 0, policy) for policy in policies))
+    took = time.monotonic() - began
+    assert [commit.weights.version for commit in commits] == [1, 1]
+    assert 2 * SECONDS <= took < 2 * SECONDS + LATE
+
+
+async def test_a_step_that_is_given_up_stops_waiting(stage: TrainingStage) -> None:
+    trainer = await stage.trainer()
+    await trainer.bind(paced(stage, "solver", backward_tokens_per_second=1))
+    await fill(stage, ("solver",))
+    step = asyncio.create_task(trainer.run(0, 0))
+    async with asyncio.timeout(5):
+        while (await trainer.statuses())[0].state != pb.BINDING_STATE_ACCUMULATING:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        await trainer.release()
+        with pytest.raises(Exception, match="given up"):
+            await step

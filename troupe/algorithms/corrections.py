@@ -1,0 +1,44 @@
+"""Importance corrections: samples of older versions, and of engines that round differently.
+
+Symbols: mu the policy that drew the tokens, pi the one being trained, rho_t = pi(a_t)/mu(a_t).
+A correction turns rho_t into a weight w_t of each token's policy gradient, w_t A_t grad log
+pi(a_t). w_t is a constant: no gradient flows through it.
+
+truncated: w_t = min(rho_t, c). Token-level truncated importance sampling: Ionides 2008, "Truncated
+    importance sampling"; Espeholt et al. 2018 (IMPALA), section 4.1. Biased only by what the cap
+    cuts off. With one update per global batch pi is also the proximal policy, so this is AReaL's
+    decoupled objective (Fu et al. 2025, section 5.2).
+masked: w_t = rho_t inside [1/c, c], else the token carries no loss at all.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+Correction = Literal["none", "truncated", "masked"]
+
+
+def truncated_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
+    """min(rho_t, cap), per token [T], without gradient. `cap` >= 1."""
+    return ratio.detach().clamp(max=cap)
+
+
+def masked_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
+    """rho_t where 1/cap <= rho_t <= cap, else 0, per token [T], without gradient. `cap` >= 1."""
+    constant = ratio.detach()
+    return torch.where(within(constant, cap), constant, torch.zeros_like(constant))
+
+
+def within(ratio: torch.Tensor, cap: float) -> torch.Tensor:
+    """Bool [T]: whether 1/cap <= rho_t <= cap; false for NaN."""
+    return (ratio >= 1.0 / cap) & (ratio <= cap)
+
+
+def corrected_loss(
+    logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """-w_t A_t, per token [T], with the gradient -w_t A_t grad log pi(a_t)."""
+    # exp(x - constant x) is one, and its derivative that of x.
+    return -(weights * advantages) * torch.exp(logprobs - logprobs.detach())

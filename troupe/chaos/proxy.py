@@ -1,0 +1,144 @@
+"""A TCP proxy on loopback: the wire between two services, in the hands of a test.
+
+What it can do to the wire:
+
+- `hold`: nothing passes, connections stay (packets are lost, as behind a firewall that drops);
+- `hold(forth=True, back=False)`: the callee's messages arrive, the caller's pile up until its
+  buffers are full (a queue that nobody empties);
+- `sever`: connections break and none are made (a host that is gone);
+- `delay`: everything arrives late, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from types import TracebackType
+from typing import Final, Self
+
+_CHUNK: Final = 64 * 1024
+_CONNECT_SECONDS: Final = 5.0
+
+
+class Link:
+    """Listens at `address` and passes on to `target`; used from one event loop."""
+
+    def __init__(self, target: str, name: str = "") -> None:
+        """`target` is "host:port" and may be changed between connections."""
+        self.target = target
+        self.name = name
+        # Seconds by which every piece of either direction is late.
+        self.delay = 0.0
+        # Bytes passed on, both ways.
+        self.passed = 0
+        self._server: asyncio.Server | None = None
+        self._port = 0
+        self._severed = False
+        self._forth, self._back = asyncio.Event(), asyncio.Event()
+        self._forth.set()
+        self._back.set()
+        self._connections: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    @property
+    def address(self) -> str:
+        """Where callers connect."""
+        assert self._port, "open() first"
+        return f"127.0.0.1:{self._port}"
+
+    async def open(self) -> None:
+        """Start listening on a free port."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=_CHUNK)
+        self._port = int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening and break every connection."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        self._server = None
+
+    def hold(self, *, forth: bool = True, back: bool = True) -> None:
+        """Let nothing pass from caller to callee (`forth`), from callee to caller (`back`)."""
+        if forth:
+            self._forth.clear()
+        if back:
+            self._back.clear()
+
+    def sever(self) -> None:
+        """Break every connection and refuse new ones."""
+        self._severed = True
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def heal(self) -> None:
+        """Undo `hold`, `sever` and `delay`. What was held arrives now."""
+        self._severed = False
+        self.delay = 0.0
+        self._forth.set()
+        self._back.set()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            await self._serve(reader, writer)
+        except asyncio.CancelledError:
+            pass  # close(); asyncio's server would log it as an error
+        finally:
+            writer.transport.abort()
+            self._connections.discard(task)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A connection is not made through a held wire either.
+        await self._forth.wait()
+        if self._severed:
+            return
+        host, _, port = self.target.rpartition(":")
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                far_reader, far_writer = await asyncio.open_connection(
+                    host, int(port), limit=_CHUNK
+                )
+        except (OSError, TimeoutError):
+            return
+        self._writers |= {writer, far_writer}
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pass_on(reader, far_writer, self._forth))
+                group.create_task(self._pass_on(far_reader, writer, self._back))
+        except* (OSError, EOFError):
+            pass  # one side broke off: the other one is told by the abort below
+        finally:
+            self._writers -= {writer, far_writer}
+            far_writer.transport.abort()
+
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, gate: asyncio.Event
+    ) -> None:
+        while piece := await reader.read(_CHUNK):
+            if self.delay:
+                await asyncio.sleep(self.delay)
+            # While held nothing more is read: the sender's buffers fill, then it must wait.
+            await gate.wait()
+            writer.write(piece)
+            await writer.drain()
+            self.passed += len(piece)
+        await gate.wait()
+        with suppress(OSError, NotImplementedError):
+            writer.write_eof()

@@ -1,0 +1,222 @@
+"""`troupe chaos`: does a job come out the same, whatever dies on the way?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Self
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+from rich.table import Table
+
+from troupe.client.address import data_directory
+from troupe.client.cli import options
+from troupe.client.cli.failures import FAILED
+from troupe.client.cli.formats import duration
+from troupe.client.cli.interrupts import Interrupted, Interrupts
+from troupe.client.cli.specification import load_with
+
+if TYPE_CHECKING:
+    from troupe.chaos import ChaosPlan, Report
+    from troupe.chaos.report import Outcome
+
+
+def chaos(
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml", show_default=False)],
+    kills: Annotated[int, typer.Option(min=0, help="Processes to kill.")] = 20,
+    seed: Annotated[int, typer.Option(help="Fixes what goes wrong and in which order.")] = 0,
+    faults: Annotated[
+        str,
+        typer.Option(
+            help="Kinds: kill, stall, slow_disk, partition, delay, duplicate, full_queue."
+        ),
+    ] = "all",
+    power_off: Annotated[
+        int, typer.Option(min=0, metavar="K", help="Also kill everything at once K times.")
+    ] = 0,
+    baseline: Annotated[
+        bool, typer.Option("--baseline/--no-baseline", help="Also run the job undisturbed.")
+    ] = True,
+    max_minutes: Annotated[
+        float, typer.Option(min=0.1, help="Stop, cleanly, after so long.")
+    ] = 30.0,
+    assignments: options.Assignments = None,
+    data_dir: options.DataDir = None,
+    rollouts: options.Rollouts = None,
+    trainers: options.Trainers = None,
+    threads: options.Threads = None,
+    panel: options.Panel = True,
+    start_timeout: options.StartTimeout = 120.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON in the last line.")
+    ] = False,
+) -> None:
+    """Run a job twice, once undisturbed and once while processes are killed, and compare.
+
+    Exit status 1 when a sample was lost or trained twice, or when the weights differ.
+    """
+    from troupe.chaos import ChaosPlan, parse_kinds
+
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    plan = ChaosPlan(
+        spec=load_with(job, assignments or []),
+        settings=options.cluster_settings(
+            data_dir=data_dir,
+            rollouts=rollouts,
+            trainers=trainers,
+            threads=threads,
+            panel=panel,
+            panel_port=None,
+            redis_url=None,
+            redis_port=None,
+            start_timeout=start_timeout,
+        ),
+        directory=data_dir or data_directory(None) / f"chaos-{stamp}",
+        kills=kills,
+        seed=seed,
+        kinds=parse_kinds(faults),
+        power_offs=power_off,
+        baseline=baseline,
+        max_seconds=max_minutes * 60,
+    )
+    raise typer.Exit(asyncio.run(_run(plan, Console(), as_json=as_json)))
+
+
+async def _run(plan: ChaosPlan, console: Console, *, as_json: bool) -> int:
+    from troupe.chaos import run
+
+    with Interrupts() as interrupts:
+        try:
+            with _Screen(console) as screen:
+                report = await interrupts.guard(run(plan, screen))
+        except Interrupted:
+            console.print("interrupted: the cluster is stopped", style="yellow")
+            return interrupts.status
+    _print(console, plan, report)
+    if as_json:
+        print(json.dumps(report.document()))
+    return 0 if report.passed else FAILED
+
+
+class _Screen:
+    """Lines, and on a terminal a status line below them. A context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        live = console.is_terminal and not console.is_dumb_terminal
+        self._status = Status("", console=console) if live else None
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        now = datetime.now().strftime("%H:%M:%S")
+        self._console.print(f"{now} {escape(text)}", style="dim", highlight=False, soft_wrap=True)
+
+    def status(self, text: str) -> None:
+        """What is going on now; only on a terminal."""
+        if self._status is not None:
+            self._status.update(escape(text))
+
+
+def _print(console: Console, plan: ChaosPlan, report: Report) -> None:
+    console.print(_faults(report))
+    console.print(_runs(report))
+    for text in [*report.disturbance.troubles, *report.disturbed.failures]:
+        console.print(f"note: {escape(text)}", style="yellow", highlight=False, soft_wrap=True)
+    if report.disturbance.kills < report.kills_wanted:
+        console.print(
+            f"only {report.disturbance.kills} of {report.kills_wanted} kills: the job ended first; "
+            "take more steps with --set pipeline.steps=N",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+    for text in report.differences:
+        console.print(escape(text), highlight=False, soft_wrap=True)
+    for text in report.faults:
+        console.print(f"FAULT: {escape(text)}", style="bold red", highlight=False, soft_wrap=True)
+    if report.passed:
+        equal = "; final weights bitwise equal" if report.bitwise_equal else ""
+        console.print(
+            f"nothing lost, nothing duplicated{equal}", style="bold green", highlight=False
+        )
+    console.print(f"everything is in {plan.directory}", style="dim", soft_wrap=True)
+
+
+def _faults(report: Report) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="faults", title_justify="left")
+    for column in ("kind", "victim", "by", "times", "seconds", "longest"):
+        table.add_column(column, justify="right" if column in _NUMBERS else "left")
+    injected = report.disturbance.injected
+    counted = Counter((one.kind, one.victim, one.means) for one in injected)
+    for (kind, victim, means), times in sorted(counted.items()):
+        seconds = sorted(
+            one.seconds
+            for one in injected
+            if (one.kind, one.victim, one.means) == (kind, victim, means)
+        )
+        table.add_row(
+            kind,
+            victim,
+            means,
+            str(times),
+            f"{seconds[len(seconds) // 2]:.1f}",
+            f"{seconds[-1]:.1f}",
+        )
+    return table
+
+
+_NUMBERS = ("times", "seconds", "longest")
+
+
+def _runs(report: Report) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title="runs", title_justify="left")
+    table.add_column("")
+    table.add_column("undisturbed", justify="right")
+    table.add_column("disturbed", justify="right")
+    base, disturbed = report.baseline, report.disturbed
+    rows: list[tuple[str, Callable[[Outcome], str]]] = [
+        ("job", lambda o: o.state),
+        ("seconds", lambda o: duration(o.seconds)),
+        ("steps", lambda o: f"{o.steps} of {o.total_steps}"),
+        ("samples appended", lambda o: str(o.accounts.appended)),
+        ("trained", lambda o: str(o.accounts.trained)),
+        ("dropped", lambda o: str(o.accounts.dropped)),
+        ("unaccounted", lambda o: "?" if o.accounts.missing else str(o.accounts.unaccounted)),
+        ("duplicated", lambda o: "?" if o.accounts.missing else str(o.accounts.duplicated)),
+    ]
+    for name, value in rows:
+        table.add_row(name, "-" if base is None else value(base), value(disturbed))
+    for policy in sorted(disturbed.versions):
+        cells = [
+            "-" if one is None or policy not in one.versions else _version(one.versions[policy])
+            for one in (base, disturbed)
+        ]
+        table.add_row(f"{policy} (version, checksum)", *cells)
+    return table
+
+
+def _version(version: tuple[int, str]) -> str:
+    return f"{version[0]} {version[1][:16]}"

@@ -1,0 +1,138 @@
+"""Sections of a policy: its model, its optimizer, what serves it.
+
+The docstring under a field is its documentation: `troupe job schema`, the job reference
+and editors show it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from troupe.job.section import Section, check_json, expand_home
+
+_URL = re.compile(r"^https?://[^/\s]+(/\S*)?$")
+
+
+class ModelSpec(Section):
+    """Where a policy's architecture, first weights and tokenizer come from."""
+
+    path: str | None = None
+    """Local directory or hub id of a Hugging Face causal LM. Exactly one of path and config."""
+    config: dict[str, Any] | None = None
+    """A transformers configuration (with `model_type`) for random first weights."""
+    tokenizer: str | None = None
+    """Directory or hub id of the tokenizer; default: `path`."""
+    revision: str | None = None
+    """Hub revision (branch, tag or commit) of `path`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Floating-point type of the weights in trainer and engines."""
+
+    _json = field_validator("config")(check_json)
+    _home = field_validator("path", "tokenizer")(expand_home)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give exactly one of `path` and `config`")
+        if self.path is None and self.tokenizer is None:
+            raise ValueError("`tokenizer` is required when the model comes from `config`")
+        return self
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Where the tokenizer is loaded from."""
+        source = self.tokenizer or self.path
+        assert source is not None  # _one_source
+        return source
+
+
+class OptimizerSpec(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global L2 norm."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly from zero."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after warm-up, over the job's steps, to `final_lr_fraction`."""
+    final_lr_fraction: float = Field(default=0.1, ge=0, le=1)
+    """Fraction of `lr` left at the last step of a falling schedule."""
+
+
+class PacedSpec(Section):
+    """Hardware that is not there: engine and trainer answer after the time that this cost model
+    gives, and learn nothing. For measuring pipelines and schedulers (docs/benchmarks.md)."""
+
+    prefill_tokens_per_second: float = Field(default=20_000, gt=0)
+    """Prompt tokens that one engine reads per second."""
+    decode_seconds: float = Field(default=0.02, ge=0)
+    """Seconds of one decoding step of an engine, whatever runs."""
+    decode_seconds_per_turn: float = Field(default=0.0005, ge=0)
+    """Seconds that every running turn adds to a decoding step."""
+    response_tokens_mean: float = Field(default=200, gt=0)
+    """Mean of the lognormal length of responses; `max_new_tokens` cuts it."""
+    response_tokens_sigma: float = Field(default=0.8, ge=0)
+    """Sigma of the lognormal length of responses."""
+    backward_tokens_per_second: float = Field(default=20_000, gt=0)
+    """Tokens per second of forward and backward in the trainer."""
+    step_seconds: float = Field(default=0.2, ge=0)
+    """Seconds of an optimizer step, saving state included."""
+    load_seconds: float = Field(default=0.1, ge=0)
+    """Seconds in which an engine loads new weights and serves nothing."""
+
+
+class EngineSpec(Section):
+    """What serves a policy during rollout."""
+
+    kind: Literal["embedded", "sglang"] = "embedded"
+    """`embedded`: transformers inside the rollout process; `sglang`: an SGLang server."""
+    replicas: int = Field(default=1, ge=1, le=1024)
+    """Engines of this policy per rollout worker."""
+    max_running: int = Field(default=64, ge=1, le=4096)
+    """Turns that one engine generates at once; more wait in the router."""
+    max_context: int = Field(default=2048, ge=16)
+    """Tokens of prompt and response together that the engine keeps room for."""
+    urls: list[str] = []
+    """`sglang`: attach to these servers instead of launching some."""
+    launch: list[str] = []
+    """`sglang`: extra arguments of the launched server, as on its command line."""
+    python: str | None = None
+    """`sglang`: Python interpreter of the environment that holds SGLang; default: our own."""
+    start_timeout_seconds: float = Field(default=600, gt=0)
+    """How long an engine may take until it is ready."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if not _URL.match(url):
+                raise ValueError(f"'{url}' is not of the form http://HOST:PORT")
+        return urls
+
+
+class PolicySpec(Section):
+    """Trainable weights with a version."""
+
+    model: ModelSpec
+    """Architecture, first weights, tokenizer."""
+    trainable: bool = True
+    """False: a frozen policy; it is served, never trained."""
+    optimizer: OptimizerSpec = OptimizerSpec()
+    """How its weights are stepped."""
+    engine: EngineSpec = EngineSpec()
+    """What serves it."""
+    alpha: int | None = Field(default=None, ge=1, le=64)
+    """`async`: this policy's staleness bound, instead of `pipeline.alpha`."""
+    paced: PacedSpec | None = None
+    """Stand-ins instead of engine and trainer, for benchmarks: nothing is learned."""

@@ -1,0 +1,201 @@
+"""Sections of a job besides its policies: agents, functions, tasks, algorithm, pipeline, limits.
+
+The docstring under a field is its documentation: `troupe job schema`, the job reference
+and editors show it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from troupe.job.section import COLUMN, Section, check_entrypoint, check_json
+
+
+class SamplingSpec(Section):
+    """How an agent's tokens are drawn."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """0: greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus: the smallest set of tokens with at least this probability."""
+    top_k: int = Field(default=-1, ge=-1)
+    """The k most likely tokens; -1: all."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest response, in tokens."""
+    stop: list[str] = []
+    """Strings, each one token of the vocabulary, that end a response besides end-of-sequence."""
+
+
+class AgentSpec(Section):
+    """A role in the workflow."""
+
+    policy: str
+    """Name of the policy that plays it; several agents may share one."""
+    sampling: SamplingSpec = SamplingSpec()
+    """How its tokens are drawn."""
+    system_prompt: str | None = None
+    """Put before every conversation of this agent that has no system message of its own."""
+
+
+class FunctionSpec(Section):
+    """A reward or tool that the reward service runs in a worker process."""
+
+    entrypoint: str
+    """`package.module:attribute`, importable where the reward service runs."""
+    version: str = "1"
+    """Changes whenever the function's behaviour does."""
+    timeout_seconds: float = Field(default=30, gt=0)
+    """Longest run of one call; then it is killed and the call fails with a timeout."""
+    memory_mib: int = Field(default=512, ge=0)
+    """Memory that a call may take in its worker process; 0: unlimited."""
+    max_concurrency: int = Field(default=0, ge=0)
+    """Calls at once; 0: as many as there are worker processes."""
+
+    _entrypoint = field_validator("entrypoint")(check_entrypoint)
+
+
+class TasksSpec(Section):
+    """Where queries come from."""
+
+    source: str
+    """`package.module:attribute`: called with `split=` ("train" or "held_out") and `args`;
+    returns an object with `__len__` and `__getitem__(index) -> dict` (JSON values)."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of `source`."""
+
+    _source = field_validator("source")(check_entrypoint)
+    _json = field_validator("args")(check_json)
+
+
+class AlgorithmSpec(Section):
+    """How rewards become gradients."""
+
+    name: Literal["grpo"] = "grpo"
+    """Group-relative policy optimization (Shao et al. 2024, section 4.1)."""
+    scale_by_std: bool = True
+    """Divide advantages by the group's standard deviation; false: Dr. GRPO."""
+    group_by: Literal["agent", "turn"] = "agent"
+    """Samples of one query that share a baseline: those of one agent, or of one agent's turn."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Lower clip range of the importance ratio."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """Upper clip range of the importance ratio (DAPO's clip-higher when larger)."""
+    normalize: Literal["token", "sequence"] = "token"
+    """Average the loss over all tokens of the global batch, or over sequences."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the k3 estimate of KL(policy || first version) in the loss."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    correction: Literal["none", "truncated", "masked"] | None = None
+    """Importance correction for samples of older versions. `truncated`: every token's gradient is
+    weighted by min(cap, pi/mu) (Espeholt et al. 2018, section 4.1; with one update per global batch
+    the decoupled objective of AReaL, section 5.2, is the same); `masked`: tokens whose pi/mu is
+    outside [1/cap, cap] carry no loss, the others are weighted by it; `none`: only the clipped
+    ratio. Default: `truncated` in mode `async`, which needs one, else `none`."""
+    correction_cap: float = Field(default=2.0, ge=1)
+    """The correction's cap on pi/mu."""
+
+
+class PipelineSpec(Section):
+    """How rollout and training take turns."""
+
+    mode: Literal["serial", "sync", "micro_batch", "async"] = "micro_batch"
+    """See docs/architecture.md, pipeline modes."""
+    alpha: int = Field(default=1, ge=1, le=64)
+    """`async`: a sample is trained by a version at most this many newer than the one that its
+    trajectory started with (RollArt's bounded staleness)."""
+    deterministic: bool = False
+    """The same seed gives bitwise the same weights, whatever arrives when and whatever crashes; see
+    docs/guarantees.md for its price. Not in mode `async`."""
+    steps: int = Field(ge=1)
+    """Optimizer steps per trained policy."""
+    queries_per_step: int = Field(ge=1)
+    """Queries in a global batch."""
+    group_size: int = Field(default=8, ge=1, le=4096)
+    """Trajectories per query. They start together, on one rollout worker."""
+    micro_batch_samples: int = Field(default=32, ge=1)
+    """Samples whose gradient is computed at once."""
+    micro_batch_tokens: int = Field(default=0, ge=0)
+    """Upper bound of tokens in a micro-batch; 0: none."""
+    balance_tokens: bool = False
+    """Choose micro-batches such that they have about equally many tokens."""
+    over_sampling: int = Field(default=0, ge=0)
+    """Queries in flight beyond `queries_per_step`: a step takes those that are complete first.
+    The others are dropped as "surplus"; in mode `async` they go on for the next step unless they
+    are too old."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal, and take a further query for each query that is left
+    with no sample (DAPO, section 3.2)."""
+    max_refills: int = Field(default=0, ge=0)
+    """`dynamic_sampling`: at most so many further queries per step; 0: `queries_per_step`."""
+    max_uses: int = Field(default=1, ge=1, le=16)
+    """Optimizer steps that a sample may contribute to; above 1 only in mode `async`, within
+    `alpha`."""
+    required_columns: list[str] = []
+    """Columns, besides the reward, that a sample waits for before it is trained. Workflows and
+    other services fill them."""
+
+    @field_validator("required_columns")
+    @classmethod
+    def _columns(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name == "reward":
+                raise ValueError("every sample waits for 'reward' anyway; remove it")
+            if not re.match(COLUMN, name):
+                raise ValueError(
+                    f"{name!r} does not name a column: up to 64 letters, digits, '.', '_' or '-', "
+                    "a letter or '_' first"
+                )
+        return list(dict.fromkeys(names))
+
+
+class EvaluationSpec(Section):
+    """Held-out evaluation before, during and after training."""
+
+    queries: int = Field(default=0, ge=0)
+    """Held-out queries per evaluation; 0: no evaluation."""
+    every: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0: only before the first and after the last step."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Overrides the agents' temperature; default: as in training."""
+
+
+class CheckpointSpec(Section):
+    """Checkpoints that `transformers` loads."""
+
+    every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0: only after the last step."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints kept per policy."""
+
+
+class LimitsSpec(Section):
+    """Deadlines and bounds. Every wait ends."""
+
+    turn_seconds: float = Field(default=120, gt=0)
+    """Longest generation of one turn, queueing included. Not applied with
+    `pipeline.deterministic`."""
+    trajectory_seconds: float = Field(default=600, gt=0)
+    """Longest run of one trajectory. With `pipeline.deterministic` only the workflow's own time
+    counts: not what it spends with engines and the reward service."""
+    step_seconds: float = Field(default=7200, gt=0)
+    """Longest step, rollout and training together."""
+    max_failed_fraction: float = Field(default=0.5, ge=0, le=1)
+    """The job fails when more than this fraction of a step's trajectories fail."""
+    max_concurrent_trajectories: int = Field(default=1024, ge=1)
+    """Trajectories in flight at once."""
+    worker_deaths: int = Field(default=3, ge=1)
+    """The job fails when this many worker processes died one after another while they did one and
+    the same trajectory or step: what kills them would kill the next one too."""
+
+
+class LoggingSpec(Section):
+    """Where metrics go besides `metrics.jsonl`."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    wandb_project: str | None = None
+    """Weights & Biases project; needs `pip install wandb`."""

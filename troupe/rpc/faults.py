@@ -1,0 +1,120 @@
+"""Faults of the network that a client makes itself: calls that come twice, calls that come late.
+
+Off unless `TROUPE_FAULTS` is set, which only tests and `troupe chaos` do:
+
+    TROUPE_FAULTS="duplicate=0.05,delay=0.1:0.2,seed=7"
+
+sends one in twenty mutating calls a second time under its request id, and one in ten of all unary
+calls up to 0.2 s late. Whatever it does, no result may change: that is what it is for.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from troupe.rpc.errors import InvalidArgument
+
+VARIABLE: Final = "TROUPE_FAULTS"
+_REMEDY: Final = f'Write for example {VARIABLE}="duplicate=0.05,delay=0.1:0.2,seed=7".'
+
+
+class Twice(Enum):
+    """How a call is sent a second time."""
+
+    NO = "no"
+    AFTER = "after"
+    """When the first has been answered; the caller sees the second answer."""
+    TOGETHER = "together"
+    """At the same moment; the caller sees the first answer."""
+
+
+@dataclass(frozen=True)
+class FaultSettings:
+    """How often what goes wrong. Probabilities are per call."""
+
+    duplicate: float = 0.0
+    delay: float = 0.0
+    # A late call waits up to so long.
+    delay_seconds: float = 0.0
+    seed: int = 0
+
+    @staticmethod
+    def parse(text: str) -> FaultSettings:
+        """From `duplicate=P,delay=P:SECONDS,seed=N`, in any order, each at most once.
+
+        Raises `InvalidArgument` naming the part that is wrong.
+        """
+        values: dict[str, Any] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = part.partition("=")
+            try:
+                if name == "duplicate":
+                    values["duplicate"] = _probability(value)
+                elif name == "delay":
+                    chance, _, seconds = value.partition(":")
+                    values["delay"] = _probability(chance)
+                    values["delay_seconds"] = _seconds(seconds)
+                elif name == "seed":
+                    values["seed"] = int(value)
+                else:
+                    raise ValueError("is not known")
+            except ValueError as error:
+                raise InvalidArgument(
+                    f"'{part}': {error}.", field=VARIABLE, value=text, remedy=_REMEDY
+                ) from None
+        return FaultSettings(**values)
+
+    def text(self) -> str:
+        """What `parse` takes."""
+        return (
+            f"duplicate={self.duplicate:g},delay={self.delay:g}:{self.delay_seconds:g},"
+            f"seed={self.seed}"
+        )
+
+
+class Faults:
+    """Draws for each call of one channel what happens to it."""
+
+    def __init__(self, settings: FaultSettings, address: str) -> None:
+        """The draws depend on the seed, on `address` and on the order of calls."""
+        self._settings = settings
+        self._random = random.Random(f"{settings.seed}/{address}")
+
+    def pause(self) -> float:
+        """Seconds that the next call is late; nearly always 0."""
+        settings = self._settings
+        if self._random.random() >= settings.delay:
+            return 0.0
+        return self._random.uniform(0.0, settings.delay_seconds)
+
+    def twice(self, request: Any) -> Twice:
+        """Whether `request`, if it changes anything, is sent a second time."""
+        if not getattr(request, "request_id", ""):
+            return Twice.NO
+        if self._random.random() >= self._settings.duplicate:
+            return Twice.NO
+        return self._random.choice((Twice.AFTER, Twice.TOGETHER))
+
+
+def faults_of(address: str) -> Faults | None:
+    """The faults of a new channel to `address`; None unless `TROUPE_FAULTS` asks for some."""
+    text = os.environ.get(VARIABLE)
+    return Faults(FaultSettings.parse(text), address) if text else None
+
+
+def _probability(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError("is not a probability from 0 to 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 60:
+        raise ValueError("is not a number of seconds from 0 to 60")
+    return value
