@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from services.rollout.engines.base import Engine, Generation, SamplingParams
 from services.rollout.engines.errors import PromptTooLong, TurnDeadline
-from troupe.rpc.errors import TroupeError, Unavailable
+from troupe.rpc.errors import AlreadyExists, NotFound, TroupeError, Unavailable
 from troupe.scheduling.routing import Candidate, choose_engine
 from troupe.v1 import common_pb2 as pb
 from troupe.workflow import ContextOverflowError, TurnError
@@ -25,11 +25,14 @@ _RETRY_SECONDS = 0.02
 _RETRY_SECONDS_MAX = 1.0
 
 
-@dataclass(slots=True)
-class Home:
-    """Where a trajectory's turns of one policy went last: its prefix is cached there."""
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What a policy has to do. `outstanding_tokens`: prompt and response tokens still allowed, over
+    the turns that wait and those in flight."""
 
-    engine_id: str | None = None
+    waiting: int
+    in_flight: int
+    outstanding_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +42,19 @@ class _Slot:
     engine: Engine
     in_flight: int = 0
     outstanding_tokens: int = 0
+    removed: bool = False
+
+
+@dataclass(slots=True)
+class Home:
+    """Where a trajectory's turns of one policy went last: its prefix is cached there."""
+
+    slot: _Slot | None = None
+
+    @property
+    def engine_id(self) -> str | None:
+        """The engine, unless it has been removed since: coming back, it has another cache."""
+        return None if self.slot is None or self.slot.removed else self.slot.engine.engine_id
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +77,9 @@ class PolicyRouter:
     ) -> None:
         """`limit`: turns that one engine may have at once."""
         self.policy = policy
-        self._slots = [_Slot(engine) for engine in engines]
+        self._slots: dict[str, _Slot] = {}
+        # Removed engines that still have turns.
+        self._leaving: set[_Slot] = set()
         self._limit = limit
         self._may_serve = may_serve
         self._waiting: deque[_Waiter] = deque()
@@ -69,6 +87,33 @@ class PolicyRouter:
         self._closed = ""
         self.on_lost: Callable[[str], None] = lambda engine_id: None
         """Called with the id of an engine that failed a turn, so that it is looked after."""
+        for engine in engines:
+            self.add(engine)
+
+    def add(self, engine: Engine) -> None:
+        """From now on turns may go to `engine`. Raises `AlreadyExists`."""
+        if engine.engine_id in self._slots:
+            raise AlreadyExists(
+                f"policy '{self.policy}' has this engine already",
+                field="engine_id",
+                value=engine.engine_id,
+            )
+        self._slots[engine.engine_id] = _Slot(engine)
+        self.wake()
+
+    def remove(self, engine_id: str) -> None:
+        """No new turn goes to the engine; those that it has go on. Raises `NotFound`."""
+        slot = self._slots.pop(engine_id, None)
+        if slot is None:
+            raise NotFound(
+                f"policy '{self.policy}' has no such engine",
+                field="engine_id",
+                value=engine_id,
+                remedy=f"Known: {', '.join(self._slots) or 'none'}.",
+            )
+        slot.removed = True
+        if slot.in_flight:
+            self._leaving.add(slot)
 
     @property
     def waiting(self) -> int:
@@ -77,8 +122,19 @@ class PolicyRouter:
 
     @property
     def in_flight(self) -> int:
-        """Turns that an engine has."""
-        return sum(slot.in_flight for slot in self._slots)
+        """Turns that an engine has, engines that were removed included."""
+        return sum(slot.in_flight for slot in (*self._slots.values(), *self._leaving))
+
+    @property
+    def backlog(self) -> Backlog:
+        """What there is to do. O(engines + turns waiting)."""
+        slots = (*self._slots.values(), *self._leaving)
+        waiting = [waiter.tokens for waiter in self._waiting if not waiter.granted.done()]
+        return Backlog(
+            waiting=len(waiting),
+            in_flight=sum(slot.in_flight for slot in slots),
+            outstanding_tokens=sum(waiting) + sum(slot.outstanding_tokens for slot in slots),
+        )
 
     async def generate(
         self,
@@ -109,7 +165,7 @@ class PolicyRouter:
                     deadline_seconds=deadline - placed,
                 )
             except Unavailable:  # died, is being updated, leaves: another one, or the same later
-                home.engine_id = None
+                home.slot = None
                 self.on_lost(slot.engine.engine_id)
             except TurnDeadline as error:
                 raise self._late(f"was not generated within {deadline_seconds:g} s") from error
@@ -121,9 +177,7 @@ class PolicyRouter:
                     return replace(generation, queue_seconds=waited)
                 # Somebody stopped the engine under the turn: nothing of it is used.
             finally:
-                slot.in_flight -= 1
-                slot.outstanding_tokens -= tokens
-                self.wake()
+                self._give_back(slot, tokens)
             attempt += 1
             pause = min(_RETRY_SECONDS * 2**attempt, _RETRY_SECONDS_MAX)
             await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
@@ -165,10 +219,7 @@ class PolicyRouter:
         except BaseException as error:
             if waiter.granted.done() and not waiter.granted.cancelled():
                 if waiter.granted.exception() is None:  # granted as we gave up
-                    slot = waiter.granted.result()
-                    slot.in_flight -= 1
-                    slot.outstanding_tokens -= tokens
-                    self.wake()
+                    self._give_back(waiter.granted.result(), tokens)
             elif waiter in self._waiting:
                 self._waiting.remove(waiter)
             if isinstance(error, TimeoutError):
@@ -176,7 +227,7 @@ class PolicyRouter:
             raise
 
     def _take(self, home: Home, tokens: int) -> _Slot | None:
-        serving = [s for s in self._slots if self._may_serve(s.engine)]
+        serving = [s for s in self._slots.values() if self._may_serve(s.engine)]
         chosen = choose_engine(
             [
                 Candidate(s.engine.engine_id, s.in_flight, s.outstanding_tokens, self._limit)
@@ -188,17 +239,23 @@ class PolicyRouter:
         if chosen is None:
             return None
         self._rotation += 1
-        home.engine_id = chosen
-        slot = next(s for s in serving if s.engine.engine_id == chosen)
+        slot = home.slot = self._slots[chosen]
         slot.in_flight += 1
         slot.outstanding_tokens += tokens
         return slot
+
+    def _give_back(self, slot: _Slot, tokens: int) -> None:
+        slot.in_flight -= 1
+        slot.outstanding_tokens -= tokens
+        if slot.removed and not slot.in_flight:
+            self._leaving.discard(slot)
+        self.wake()
 
     def _late(self, what: str) -> TurnError:
         engines = ", ".join(
             f"{s.engine.engine_id} {pb.EngineState.Name(s.engine.state)[13:]}"
             + (f" ({s.engine.message})" if s.engine.message else "")
-            for s in self._slots
+            for s in self._slots.values()
         )
         return TurnError(
             f"a turn of policy '{self.policy}' {what}; "

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from services.rollout.engines.base import Generation, SamplingParams, VersionSpan
 from services.rollout.engines.errors import BadTurn, EngineDied, PromptTooLong, TurnDeadline
 from services.rollout.gate import Gate
-from services.rollout.router import Home, PolicyRouter
+from services.rollout.router import Backlog, Home, PolicyRouter
+from troupe.rpc.errors import AlreadyExists, NotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.workflow import ContextOverflowError, TurnError
 
@@ -215,9 +216,58 @@ async def test_a_closed_router_refuses_everyone() -> None:
         await held
 
 
+async def test_an_engine_that_is_added_takes_what_waits() -> None:
+    router, [first] = make(count=1, limit=1)
+    tasks = [ask(router, f"r{n}") for n in range(3)]
+    await settle()
+    assert router.backlog == Backlog(waiting=2, in_flight=1, outstanding_tokens=60)
+    second = HandEngine("late")
+    router.add(second)  # type: ignore[arg-type]
+    await settle()
+    assert list(second.held) == ["r1"]
+    assert router.backlog == Backlog(waiting=1, in_flight=2, outstanding_tokens=60)
+    with pytest.raises(AlreadyExists, match="late"):
+        router.add(second)  # type: ignore[arg-type]
+    first.answer("r0")
+    await settle()
+    first.answer("r2")
+    second.answer("r1")
+    await asyncio.gather(*tasks)
+    assert router.backlog == Backlog(0, 0, 0)
+
+
+async def test_a_removed_engine_ends_its_turns_and_gets_no_more() -> None:
+    router, [first, second] = make(limit=4)
+    home = Home()
+    held = ask(router, "held", home)
+    await settle()
+    assert home.engine_id == "e0"
+    idle = Home(home.slot)
+    router.remove("e0")
+    assert home.engine_id is None
+    others = [ask(router, f"r{n}", home if n == 0 else None) for n in range(5)]
+    await settle()
+    assert (len(second.held), router.waiting, list(first.held)) == (4, 1, ["held"])
+    assert router.in_flight == 5
+    first.answer("held")
+    await held
+    router.add(first)  # type: ignore[arg-type]
+    # Back with other weights and an empty cache: it is nobody's home.
+    assert idle.engine_id is None
+    await settle()
+    assert list(first.held) == ["r4"]
+    with pytest.raises(NotFound, match="nobody"):
+        router.remove("nobody")
+    for engine in (first, second):
+        for request_id in list(engine.held):
+            engine.answer(request_id)
+    await asyncio.gather(*others)
+    assert router.backlog == Backlog(0, 0, 0)
+
+
 @given(
     st.lists(
-        st.sampled_from(["ask", "answer", "abort", "die", "revive", "cancel", "wake"]),
+        st.sampled_from(["ask", "answer", "abort", "die", "revive", "cancel", "wake", "move"]),
         min_size=1,
         max_size=60,
     ),
@@ -228,6 +278,7 @@ def test_property_no_turn_is_lost_and_no_limit_exceeded(moves: list[str], rng: A
     async def play() -> None:
         router, engines = make(count=3, limit=2)
         tasks: list[asyncio.Task[Generation]] = []
+        here = {engine.engine_id for engine in engines}
         for move in moves:
             busy = [(e, r) for e in engines for r, f in e.held.items() if not f.done()]
             if move == "ask":
@@ -244,10 +295,20 @@ def test_property_no_turn_is_lost_and_no_limit_exceeded(moves: list[str], rng: A
                 rng.choice(tasks).cancel()
             elif move == "wake":
                 router.wake()
+            elif move == "move":
+                engine = rng.choice(engines)
+                if engine.engine_id in here:
+                    router.remove(engine.engine_id)
+                else:
+                    router.add(engine)
+                here ^= {engine.engine_id}
             await settle()
-            assert all(len(e.held) <= 2 for e in engines)
+            # An engine that left with two turns and came back is counted anew.
+            assert all(len(e.held) <= 2 for e in engines) or "move" in moves
         for engine in engines:
             engine.state = HEALTHY
+            if engine.engine_id not in here:
+                router.add(engine)  # type: ignore[arg-type]
         router.wake()
         async with asyncio.timeout(10):
             while not all(task.done() for task in tasks):
