@@ -1,0 +1,1 @@
+"""Games and other environments that agents play through text."""
