@@ -1219,6 +1219,7 @@ class GetClusterResponse(_message.Message):
     BINDINGS_FIELD_NUMBER: _builtins.int
     SERVICES_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -1231,6 +1232,10 @@ class GetClusterResponse(_message.Message):
     def in_flight(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Trajectories admitted and not ended, per job."""
 
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.PolicyLoad]:
+        """What policies have to do, per worker."""
+
     def __init__(
         self,
         *,
@@ -1239,10 +1244,11 @@ class GetClusterResponse(_message.Message):
         bindings: _abc.Iterable[_trainer_pb2.BindingStatus] | None = ...,
         services: _abc.Iterable[Global___ServiceStatus] | None = ...,
         in_flight: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        loads: _abc.Iterable[_rollout_pb2.PolicyLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bindings", b"bindings", "engines", b"engines", "in_flight", b"in_flight", "services", b"services", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bindings", b"bindings", "engines", b"engines", "in_flight", b"in_flight", "loads", b"loads", "services", b"services", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1383,6 +1389,7 @@ class HeartbeatRequest(_message.Message):
     DOING_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable per process; a restarted process uses a new one."""
     kind: Global___WorkerKind.ValueType
@@ -1398,6 +1405,10 @@ class HeartbeatRequest(_message.Message):
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.EngineStatus]: ...
     @_builtins.property
     def bindings(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.BindingStatus]: ...
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.PolicyLoad]:
+        """Of rollout workers: one per job and policy."""
+
     def __init__(
         self,
         *,
@@ -1410,10 +1421,11 @@ class HeartbeatRequest(_message.Message):
         doing: _builtins.str = ...,
         draining: _builtins.bool = ...,
         host_id: _builtins.str = ...,
+        loads: _abc.Iterable[_rollout_pb2.PolicyLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "rss_bytes", b"rss_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "rss_bytes", b"rss_bytes", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

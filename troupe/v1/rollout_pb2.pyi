@@ -230,12 +230,15 @@ class TrajectoryEvent(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     START_VERSIONS_FIELD_NUMBER: _builtins.int
+    GROUP_COMPLETE_FIELD_NUMBER: _builtins.int
     query_id: _builtins.str
     trajectory_id: _builtins.str
     state: _common_pb2.TrajectoryState.ValueType
     reason: _builtins.str
     """Set when ended."""
     seconds: _builtins.float
+    group_complete: _builtins.bool
+    """The experience store ended the redundant trajectories of its query, since its group is complete."""
     @_builtins.property
     def rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     @_builtins.property
@@ -263,10 +266,11 @@ class TrajectoryEvent(_message.Message):
         seconds: _builtins.float = ...,
         problem: _common_pb2.Problem | None = ...,
         start_versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        group_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "metrics", b"metrics", "problem", b"problem", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "start_versions", b"start_versions", "state", b"state", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "group_complete", b"group_complete", "metrics", b"metrics", "problem", b"problem", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "start_versions", b"start_versions", "state", b"state", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__problem: _TypeAlias = _typing.Literal["problem"]  # noqa: Y015
     _WhichOneofArgType__problem: _TypeAlias = _typing.Literal["_problem", b"_problem"]  # noqa: Y015
@@ -534,16 +538,22 @@ class ListEnginesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINES_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyLoad]:
+        """One per policy."""
+
     def __init__(
         self,
         *,
         engines: _abc.Iterable[Global___EngineStatus] | None = ...,
+        loads: _abc.Iterable[Global___PolicyLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "loads", b"loads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -608,6 +618,123 @@ class EngineStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
 
 Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class PolicyLoad(_message.Message):
+    """What a policy has to do on one worker, for balancing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    OUTSTANDING_TOKENS_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    policy: _builtins.str
+    worker_id: _builtins.str
+    waiting: _builtins.int
+    """Turns that no engine has yet, and turns that one has."""
+    in_flight: _builtins.int
+    outstanding_tokens: _builtins.int
+    """Prompt and response tokens still allowed, over all these turns."""
+    engines: _builtins.int
+    """Engines that serve it now."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        worker_id: _builtins.str = ...,
+        waiting: _builtins.int = ...,
+        in_flight: _builtins.int = ...,
+        outstanding_tokens: _builtins.int = ...,
+        engines: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "in_flight", b"in_flight", "job_id", b"job_id", "outstanding_tokens", b"outstanding_tokens", "policy", b"policy", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyLoad: _TypeAlias = PolicyLoad  # noqa: Y015
+
+@_typing.final
+class MoveEngineRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    engine_id: _builtins.str
+    policy: _builtins.str
+    """Whom it shall serve."""
+    drain_seconds: _builtins.float
+    """How long its turns may take to end before they go on elsewhere; absent: the job's setting."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        drain_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "drain_seconds", b"drain_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "drain_seconds", b"drain_seconds", "engine_id", b"engine_id", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drain_seconds: _TypeAlias = _typing.Literal["drain_seconds"]  # noqa: Y015
+    _WhichOneofArgType__drain_seconds: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drain_seconds) -> _WhichOneofReturnType__drain_seconds | None: ...
+
+Global___MoveEngineRequest: _TypeAlias = MoveEngineRequest  # noqa: Y015
+
+@_typing.final
+class MoveEngineResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    HANDED_BACK_FIELD_NUMBER: _builtins.int
+    REBUILT_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Whom it served before; the same as `engine.policy` when it was there already."""
+    seconds: _builtins.float
+    """From the last turn that it could take to the first."""
+    drain_seconds: _builtins.float
+    """Of these, what its turns took to end."""
+    handed_back: _builtins.int
+    """Turns that had not ended and went on elsewhere."""
+    rebuilt: _builtins.bool
+    """It was stopped and made anew: the policies differ in more than their weights."""
+    @_builtins.property
+    def engine(self) -> Global___EngineStatus: ...
+    def __init__(
+        self,
+        *,
+        engine: Global___EngineStatus | None = ...,
+        source: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        drain_seconds: _builtins.float = ...,
+        handed_back: _builtins.int = ...,
+        rebuilt: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "engine", b"engine", "handed_back", b"handed_back", "rebuilt", b"rebuilt", "seconds", b"seconds", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveEngineResponse: _TypeAlias = MoveEngineResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseJobRequest(_message.Message):

@@ -64,6 +64,11 @@ class RolloutStub:
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.ListEnginesRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_rollout__pb2.ListEnginesResponse.FromString,
                 _registered_method=True)
+        self.MoveEngine = channel.unary_unary(
+                '/troupe.v1.Rollout/MoveEngine',
+                request_serializer=troupe_dot_v1_dot_rollout__pb2.MoveEngineRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_rollout__pb2.MoveEngineResponse.FromString,
+                _registered_method=True)
         self.ReleaseJob = channel.unary_unary(
                 '/troupe.v1.Rollout/ReleaseJob',
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.ReleaseJobRequest.SerializeToString,
@@ -114,6 +119,15 @@ class RolloutServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveEngine(self, request, context):
+        """Takes an engine from its policy to another one of the same job: no new turns, those in flight
+        end or go on elsewhere, the other policy's weights are loaded and verified, turns come. An
+        engine that does not get there goes back. Idempotent; harmless when it is there already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReleaseJob(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -152,6 +166,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.ListEngines,
                     request_deserializer=troupe_dot_v1_dot_rollout__pb2.ListEnginesRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_rollout__pb2.ListEnginesResponse.SerializeToString,
+            ),
+            'MoveEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveEngine,
+                    request_deserializer=troupe_dot_v1_dot_rollout__pb2.MoveEngineRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_rollout__pb2.MoveEngineResponse.SerializeToString,
             ),
             'ReleaseJob': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseJob,
@@ -321,6 +340,33 @@ class Rollout:
             '/troupe.v1.Rollout/ListEngines',
             troupe_dot_v1_dot_rollout__pb2.ListEnginesRequest.SerializeToString,
             troupe_dot_v1_dot_rollout__pb2.ListEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Rollout/MoveEngine',
+            troupe_dot_v1_dot_rollout__pb2.MoveEngineRequest.SerializeToString,
+            troupe_dot_v1_dot_rollout__pb2.MoveEngineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,11 @@ class RolloutStub:
     """Brings a policy's engines to a version, one after another; answers when all serve it."""
     Generate: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
     ListEngines: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ListEnginesRequest, _rollout_pb2.ListEnginesResponse]
+    MoveEngine: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.MoveEngineRequest, _rollout_pb2.MoveEngineResponse]
+    """Takes an engine from its policy to another one of the same job: no new turns, those in flight
+    end or go on elsewhere, the other policy's weights are loaded and verified, turns come. An
+    engine that does not get there goes back. Idempotent; harmless when it is there already.
+    """
     ReleaseJob: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReleaseJobRequest, _rollout_pb2.ReleaseJobResponse]
 
 @_typing.type_check_only
@@ -56,6 +61,11 @@ class RolloutAsyncStub(RolloutStub):
     """Brings a policy's engines to a version, one after another; answers when all serve it."""
     Generate: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
     ListEngines: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ListEnginesRequest, _rollout_pb2.ListEnginesResponse]  # type: ignore[assignment]
+    MoveEngine: _aio.UnaryUnaryMultiCallable[_rollout_pb2.MoveEngineRequest, _rollout_pb2.MoveEngineResponse]  # type: ignore[assignment]
+    """Takes an engine from its policy to another one of the same job: no new turns, those in flight
+    end or go on elsewhere, the other policy's weights are loaded and verified, turns come. An
+    engine that does not get there goes back. Idempotent; harmless when it is there already.
+    """
     ReleaseJob: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReleaseJobRequest, _rollout_pb2.ReleaseJobResponse]  # type: ignore[assignment]
 
 class RolloutServicer(metaclass=_abc_1.ABCMeta):
@@ -104,6 +114,17 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.ListEnginesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.ListEnginesResponse, _abc.Awaitable[_rollout_pb2.ListEnginesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def MoveEngine(
+        self,
+        request: _rollout_pb2.MoveEngineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.MoveEngineResponse, _abc.Awaitable[_rollout_pb2.MoveEngineResponse]]:
+        """Takes an engine from its policy to another one of the same job: no new turns, those in flight
+        end or go on elsewhere, the other policy's weights are loaded and verified, turns come. An
+        engine that does not get there goes back. Idempotent; harmless when it is there already.
+        """
 
     @_abc_1.abstractmethod
     def ReleaseJob(
