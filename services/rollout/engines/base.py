@@ -184,6 +184,22 @@ class Engine(Protocol):
         """
         ...
 
+    async def drain(self, reason: str, *, deadline_seconds: float) -> int:
+        """DRAINING: no new turns; those in hand may end until the deadline, then they are aborted.
+
+        Returns how many were, when none is left. Only a HEALTHY engine drains; `IllegalTransition`
+        otherwise. Should it die meanwhile its turns fail as ever, and the state is DEAD.
+        """
+        ...
+
+    def assign(self, policy: str) -> None:
+        """A drained (or dead) engine serves another policy with the same model from now on.
+
+        STALE (or DEAD) until it is updated to a version of that policy. Raises `IllegalTransition`
+        for an engine in any other state, or with turns.
+        """
+        ...
+
     def load(self) -> EngineLoad:
         """Current load; cheap, no I/O."""
         ...

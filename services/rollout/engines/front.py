@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import secrets
 from abc import ABC, abstractmethod
@@ -21,12 +22,15 @@ from services.rollout.engines.errors import (
 )
 from services.rollout.engines.state import EngineState
 from services.rollout.engines.turns import Turn, TurnTable
+from troupe.states import IllegalTransition
 from troupe.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:
     from troupe.transfer import Transfer
 
 Tensors = Mapping[str, Any]
+# Turns that were aborted are given back within this time, or the engine is as good as dead.
+_HAND_BACK_SECONDS = 10.0
 
 
 class EngineFront(ABC):
@@ -146,6 +150,33 @@ class EngineFront(ABC):
             finally:
                 self._settled.set()
             return exposed
+
+    async def drain(self, reason: str, *, deadline_seconds: float) -> int:
+        """Take no new turns and see those in hand end; see `base.Engine.drain`."""
+        self._life.draining(reason)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_seconds):
+                await self._turns.emptied()
+        left = list(self._turns)
+        await asyncio.gather(*(self.abort(turn.request_id) for turn in left))
+        try:
+            async with asyncio.timeout(_HAND_BACK_SECONDS):
+                await self._turns.emptied()
+        except TimeoutError:
+            self._die(f"{len(self._turns)} turns were not given back")
+        return len(left)
+
+    def assign(self, policy: str) -> None:
+        """Serve another policy of the same model from now on; see `base.Engine.assign`."""
+        if len(self._turns):
+            raise IllegalTransition(f"{self.engine_id} still has {len(self._turns)} turns")
+        if self.state not in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STALE):
+            self._life.handed_over(f"goes to policy '{policy}'")
+        self.policy = policy
+
+    @abstractmethod
+    async def abort(self, request_id: str) -> None:
+        """End a request early: its `generate` returns what it has."""
 
     @abstractmethod
     async def _serve(self, turn: Turn) -> Generation:

@@ -81,6 +81,11 @@ class EngineState:
         """No new turns; what runs ends."""
         self._move(pb.ENGINE_STATE_DRAINING, reason)
 
+    def handed_over(self, reason: str) -> None:
+        """Drained, it leaves its policy: the weights that it holds are another one's."""
+        self._only_from(pb.ENGINE_STATE_DRAINING)
+        self._move(pb.ENGINE_STATE_STALE, reason)
+
     def died(self, reason: str) -> None:
         """The engine is gone. Repeatable: the first reason stays."""
         if self._now not in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -126,6 +127,8 @@ class TurnTable:
         self._turns: dict[str, Turn] = {}
         self._generated = 0
         self._rate: deque[tuple[float, int]] = deque()
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -140,11 +143,18 @@ class TurnTable:
     def add(self, turn: Turn) -> None:
         """A turn begins."""
         self._turns[turn.request_id] = turn
+        self._empty.clear()
 
     def remove(self, turn: Turn) -> None:
         """A turn has ended, however. Repeatable."""
         if self._turns.pop(turn.request_id, None) is not None:
             turn.closed = True
+            if not self._turns:
+                self._empty.set()
+
+    async def emptied(self) -> None:
+        """Wait until no turn is left."""
+        await self._empty.wait()
 
     def drew(self, count: int) -> None:
         """`count` tokens were drawn just now. May be called from the engine's thread."""

@@ -48,13 +48,15 @@ def make_model(seed: int) -> PreTrainedModel:
     return model
 
 
-def publish(transfer: Transfer, model: torch.nn.Module, version: int) -> pb.WeightsRef:
+def publish(
+    transfer: Transfer, model: torch.nn.Module, version: int, policy: str = "solver"
+) -> pb.WeightsRef:
     """Set the model's weights as `version` and name them."""
-    key = f"job/solver/weights@{version}"
+    key = f"job/{policy}/weights@{version}"
     manifest = transfer.set(key, model.state_dict())
     return pb.WeightsRef(
         job_id="job",
-        policy="solver",
+        policy=policy,
         version=version,
         key=key,
         checksum=manifest.checksum,

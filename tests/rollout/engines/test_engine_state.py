@@ -19,6 +19,7 @@ MOVES = {
     "suspect": lambda life: life.suspect("late"),
     "recovered": lambda life: life.recovered(),
     "draining": lambda life: life.draining("moves"),
+    "handed_over": lambda life: life.handed_over("moves"),
     "died": lambda life: life.died("crash"),
     "stopped": lambda life: life.stopped(),
 }

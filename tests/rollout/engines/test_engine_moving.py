@@ -1,0 +1,96 @@
+"""Engines that drain and serve another policy: the same for every kind that runs here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.rollout.engines.errors import EngineStale
+from services.rollout.engines.factory import make_engine
+from services.rollout.engines.front import EngineFront
+from tests.rollout.engines.asking import ask, until
+from tests.rollout.engines.models import make_model, policy_spec, publish, transfer_in
+from troupe.job import PacedSpec, PolicySpec
+from troupe.states import IllegalTransition
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as pb
+
+PACE = PacedSpec(decode_seconds=0.003, response_tokens_mean=10_000, load_seconds=0.01)
+SPECS: dict[str, PolicySpec] = {
+    "paced": policy_spec().model_copy(update={"paced": PACE}),
+    "embedded": policy_spec(),
+}
+
+
+@pytest.fixture
+def transfer(tmp_path: Path) -> Transfer:
+    return transfer_in(tmp_path)
+
+
+@pytest.fixture(params=sorted(SPECS))
+async def engine(request: pytest.FixtureRequest, transfer: Transfer) -> AsyncIterator[EngineFront]:
+    made = make_engine("e0", "solver", SPECS[request.param])
+    assert isinstance(made, EngineFront)
+    await made.start()
+    await made.update_weights(publish(transfer, make_model(0), 0), transfer)
+    yield made
+    await made.stop()
+
+
+async def test_turns_end_before_the_deadline_and_no_new_one_begins(engine: EngineFront) -> None:
+    turn = asyncio.create_task(ask(engine, "t", [5], max_new_tokens=20))
+    await until(lambda: engine.load().running + engine.load().waiting > 0)
+    drained = asyncio.create_task(engine.drain("moves", deadline_seconds=30))
+    await until(lambda: engine.state == pb.ENGINE_STATE_DRAINING)
+    with pytest.raises(EngineStale, match="DRAINING"):
+        await ask(engine, "late", [5])
+    assert await drained == 0
+    assert (await turn).finish_reason != "abort"
+
+
+async def test_what_has_not_ended_at_the_deadline_is_handed_back(engine: EngineFront) -> None:
+    turns = [asyncio.create_task(ask(engine, f"t{n}", [5], max_new_tokens=200)) for n in range(3)]
+    await until(lambda: engine.load().running == 3)
+    assert await engine.drain("moves", deadline_seconds=0.0) == 3
+    assert {(await turn).finish_reason for turn in turns} == {"abort"}
+
+
+async def test_it_serves_the_other_policy_only_after_a_verified_update(
+    engine: EngineFront, transfer: Transfer
+) -> None:
+    with pytest.raises(IllegalTransition):
+        engine.assign("checker")
+    before = await ask(engine, "before", [5, 6], temperature=0.0, max_new_tokens=8)
+    await engine.drain("moves", deadline_seconds=1)
+    engine.assign("checker")
+    assert (engine.policy, engine.state) == ("checker", pb.ENGINE_STATE_STALE)
+    assert (engine.version, engine.checksum) == (None, "")
+    with pytest.raises(EngineStale):
+        await ask(engine, "early", [5])
+    # The same number, other content: that of another policy.
+    ref = publish(transfer, make_model(1), 0, policy="checker")
+    await engine.update_weights(ref, transfer)
+    assert (engine.state, engine.checksum) == (pb.ENGINE_STATE_HEALTHY, ref.checksum)
+    after = await ask(engine, "after", [5, 6], temperature=0.0, max_new_tokens=8)
+    if engine.kind == "embedded":
+        fresh = make_engine("e1", "checker", SPECS["embedded"])
+        await fresh.start()
+        await fresh.update_weights(ref, transfer)
+        wanted = await ask(fresh, "w", [5, 6], temperature=0.0, max_new_tokens=8)
+        await fresh.stop()
+        assert after.token_ids == wanted.token_ids != before.token_ids
+
+
+async def test_one_that_dies_while_it_drains_may_go_all_the_same(engine: EngineFront) -> None:
+    turn = asyncio.create_task(ask(engine, "t", [5], max_new_tokens=200))
+    await until(lambda: engine.load().running == 1)
+    drained = asyncio.create_task(engine.drain("moves", deadline_seconds=30))
+    await until(lambda: engine.state == pb.ENGINE_STATE_DRAINING)
+    engine._die("the plug was pulled")
+    await drained
+    assert isinstance((await asyncio.gather(turn, return_exceptions=True))[0], Exception)
+    engine.assign("checker")
+    assert (engine.policy, engine.state) == ("checker", pb.ENGINE_STATE_DEAD)
