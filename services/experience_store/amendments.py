@@ -119,7 +119,7 @@ def _refusal(
         )
     if outcome == "group_size":
         return FailedPrecondition(
-            f"step {rest[0]} has {rest[1]} trajectories per query, step {step} another number",
+            f"step {rest[0]} has groups of {rest[1]} trajectories, step {step} has others",
             kind="step_differs",
             field="carry_to",
             value=int(rest[0]),

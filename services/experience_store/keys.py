@@ -40,6 +40,7 @@ STEP_KEYS: Final = (
     "stages",  # set of staged keys, to free them with the step
     "leaving",  # hash: sample -> its record in the next step, which is not in the table yet
     "returned",  # set of the keys of rows that came from an earlier step
+    "completed",  # hash: query -> trajectories completed; only where some are redundant
 )
 
 
@@ -80,7 +81,7 @@ class JobKeys:
         return f"{self.base}:logged-tables"
 
     def step(self, step: int) -> str:
-        """Hash: group_size; versions (JSON); queries, as they are and as `opened` (JSON);
+        """Hash: group_size, redundant; versions (JSON); queries, now and as `opened` (JSON);
         expected and ended trajectories; complete queries; held_open; cursor.
 
         Trajectories of queries that were dropped are expected, and have ended. Queries that were
@@ -95,12 +96,12 @@ class JobKeys:
 
     def all_of(self, step: int) -> tuple[str, ...]:
         """All keys of a step, the one first by which it is known to be open."""
-        names = ("step", "ended", "queries", "left", "came")
+        names = ("step", "ended", "queries", "left", "came", "completed")
         return tuple(f"{self.base}:{step}:{name}" for name in names)
 
     def ended(self, step: int) -> str:
         """Hash: trajectory -> its one ending (records.Ending). Those that ended because their query
-        was dropped are named `query TAB number`.
+        was dropped, or complete without them, are named `query TAB number`.
         """
         return f"{self.base}:{step}:ended"
 

@@ -15,7 +15,7 @@ from typing import Final
 import xxhash
 
 from services.experience_store.log import Roster
-from services.experience_store.records import samples_digest
+from services.experience_store.records import REDUNDANT, Ending, samples_digest
 from services.experience_store.requests import clean_reason
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -91,8 +91,9 @@ class Ledger:
     # -- trajectories
 
     def _add_endings(self, roster: Roster, *, over: bool) -> None:
-        step, size = roster.step, roster.group_size
+        step, size = roster.step, roster.group_size + roster.redundant
         ended = Counter(ending.query for ending in roster.endings.values())
+        self._compare_groups(roster)
         queries = roster.queries
         # Those of queries that left are ended too, all of them.
         left = ended.keys() - set(queries)
@@ -108,6 +109,25 @@ class Ledger:
             earlier = self._ended.setdefault(name, step)
             if earlier != step:
                 self._say(f"trajectory {trajectory} ended in step {earlier} and in step {step}")
+
+    def _compare_groups(self, roster: Roster) -> None:
+        """Where trajectories are redundant no group has more than its members; and who was left out
+        of one was left out for a full one."""
+        if not roster.redundant:
+            return
+        where, size = f"step {roster.step}", roster.group_size
+        endings = roster.endings.items()
+        completed = Counter(ending.query for _, ending in endings if ending.state == "COMPLETED")
+        for query, number in sorted(completed.items()):
+            if number > size:
+                self._say(f"{where}: {number} of {size} trajectories of query {query} completed")
+        left_out = {ending.query for name, ending in endings if _was_redundant(name, ending)}
+        for query in sorted(left_out):
+            if completed[query] < size:
+                self._say(
+                    f"{where}: trajectories of query {query} were ended as redundant, but only "
+                    f"{completed[query]} of {size} had completed"
+                )
 
     # -- rows
 
@@ -235,3 +255,8 @@ class Ledger:
         if before is not None and version != before + rise:
             self._say(f"{where}: the commit moves version {before} to {version}")
         policy.version = version
+
+
+def _was_redundant(name: str, ending: Ending) -> bool:
+    """Whether the store ended it because its group was complete: such an ending has no name."""
+    return "\t" in name and ending.reason == REDUNDANT

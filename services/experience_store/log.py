@@ -48,8 +48,13 @@ class Roster:
 
     @property
     def group_size(self) -> int:
-        """Trajectories per query."""
+        """Trajectories per query that count."""
         return int(self.fields["group_size"])
+
+    @property
+    def redundant(self) -> int:
+        """Trajectories per query beyond these, which are ended once so many have completed."""
+        return int(self.fields.get("redundant", 0))
 
     @property
     def versions(self) -> dict[str, int]:

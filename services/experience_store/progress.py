@@ -22,11 +22,12 @@ class StepStatus:
     """In the order in which they came; without those that left."""
     versions: dict[str, int] = field(default_factory=dict)
     group_size: int = 0
+    redundant: int = 0
     closed: bool = False
     """Whether the roster stays as it is."""
     cursor: int = 0
     expected: int = 0
-    """Trajectories admitted, those of dropped queries too."""
+    """Trajectories admitted, redundant ones and those of dropped queries too."""
     ended: int = 0
     """Those of them that ended; by the drop of their query too."""
     complete: int = 0
@@ -45,7 +46,8 @@ class StepStatus:
 
     @property
     def ended_trajectories(self) -> list[str]:
-        """Trajectories that ended by themselves, sorted: those of dropped queries have no name."""
+        """Trajectories that ended by themselves, sorted: those of dropped queries, and redundant
+        ones, have no name."""
         return sorted(name for name in self.endings if "\t" not in name)
 
     @staticmethod
@@ -59,6 +61,7 @@ class StepStatus:
             query_ids=json.loads(stored[b"queries"]),
             versions=json.loads(stored[b"versions"]),
             group_size=int(stored[b"group_size"]),
+            redundant=int(stored.get(b"redundant", 0)),
             closed=stored.get(b"held_open") != b"1",
             cursor=int(stored.get(b"cursor", 0)),
             expected=int(stored[b"expected"]),
@@ -91,7 +94,7 @@ class StepStatus:
                 store_pb.QueryStatus(
                     query_id=query,
                     trajectories_ended=trajectories,
-                    complete=trajectories >= self.group_size,
+                    complete=trajectories >= self.group_size + self.redundant,
                     samples=rows,
                     kept=rows - total[f"{query}\tD"],
                     pending=total[f"{query}\tP"],

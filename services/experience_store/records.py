@@ -18,6 +18,8 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 REWARD: Final = "reward"
+# Why trajectories end that a group did not need (lua/end_trajectory.lua).
+REDUNDANT: Final = "redundant"
 
 STATE_OF: Final[dict[str, pb.SampleState.ValueType]] = {
     "P": pb.SAMPLE_STATE_PENDING,
@@ -120,10 +122,12 @@ class Ending:
     reason: str
     rows: str = ""
     """Rows that came with it, `policy=number` joined by commas: what the audit looks for."""
+    spare: str = ""
+    """Redundant trajectories of its query that ended with it; empty for none (written in Lua)."""
 
     def format(self) -> str:
         """The text that Redis holds."""
-        return "\t".join((self.state, self.attempt, self.query, self.reason, self.rows))
+        return "\t".join((self.state, self.attempt, self.query, self.reason, self.rows, self.spare))
 
     @staticmethod
     def parse(text: str) -> Ending:

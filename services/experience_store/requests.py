@@ -151,6 +151,7 @@ def check_open(request: store_pb.OpenStepRequest, policies: Iterable[str]) -> No
         check_id("query_ids", query)
     _check_distinct("query_ids", request.query_ids)
     check_not_negative("cursor", request.cursor)
+    check_not_negative("redundant", request.redundant)
     if request.group_size < 1:
         raise InvalidArgument("must be at least 1", field="group_size", value=request.group_size)
     known = set(policies)

@@ -92,6 +92,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
             request.group_size,
             held_open=request.held_open,
             cursor=request.cursor,
+            redundant=request.redundant,
         )
         return store_pb.OpenStepResponse(existed=existed, ended_trajectory_ids=ended)
 
@@ -115,11 +116,16 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         except ResourceExhausted:
             self._meters.pushed_back()
             raise
-        accepted, step = await self.store.trajectories.append(
+        appended = await self.store.trajectories.append(
             request.job_id, request.step, request.trajectory_id, ending, request.samples, rows
         )
-        self._meters.appended(state, accepted, request)
-        return store_pb.AppendTrajectoryResponse(accepted=accepted, step=step)
+        self._meters.appended(state, appended.accepted, request)
+        return store_pb.AppendTrajectoryResponse(
+            accepted=appended.accepted,
+            step=appended.step,
+            drop_reason=appended.drop_reason,
+            group_complete=appended.group_complete,
+        )
 
     async def FillColumns(
         self, request: store_pb.FillColumnsRequest, context: Any
@@ -248,6 +254,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
             commits=status.commits,
             counts=status.counts,
             group_size=status.group_size,
+            redundant=status.redundant,
             closed=status.open and status.closed,
             cursor=status.cursor,
             queries=status.queries,

@@ -55,15 +55,19 @@ class Steps:
         *,
         held_open: bool = False,
         cursor: int = 0,
+        redundant: int = 0,
     ) -> tuple[bool, list[str]]:
         """Admit a step. Returns whether it was open already, and which trajectories have ended.
+
+        A query begins with `group_size` trajectories and `redundant` more; as soon as `group_size`
+        have completed, the others are ended.
 
         The first call decides; raises `FailedPrecondition` when another one admits other queries
         than the step was opened with, or has now. Versions may have moved since for policies that
         committed: the first ones stay.
         """
         table = await self._tables.get(job)
-        outcome, stored_size, opened, stored_queries = await self._database.run(
+        outcome, stored_size, opened, stored_queries, stored_redundant = await self._database.run(
             "open_step",
             JobKeys(job).base,
             step,
@@ -72,11 +76,13 @@ class Steps:
             json.dumps(list(query_ids)),
             int(held_open),
             cursor,
+            redundant,
             *query_ids,
         )
         existed: bool = outcome == b"existed"
         if existed:
             _check_same(step, "group_size", group_size, int(stored_size))
+            _check_same(step, "redundant", redundant, int(stored_redundant))
             if list(query_ids) != json.loads(stored_queries):
                 _check_same(step, "query_ids", list(query_ids), json.loads(opened))
         await self._rosters.apply(job, step)
@@ -196,6 +202,7 @@ class Steps:
                             ending.state,
                             ending.reason,
                             rosters,
+                            ending.spare or 0,
                         ),
                     )
                     for policy in table.policies

@@ -13,12 +13,12 @@ first carries the ending out: a repeated append, `Steps.status`, the sweeper.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from services.experience_store.database import Call, Database
 from services.experience_store.keys import JobKeys, PolicyKeys
-from services.experience_store.records import LETTER_OF, REWARD, Ending, Record
+from services.experience_store.records import LETTER_OF, REDUNDANT, REWARD, Ending, Record
 from services.experience_store.steps import Steps, not_open
 from services.experience_store.tables import Table, Tables
 from troupe.rpc import FailedPrecondition, InvalidArgument
@@ -29,6 +29,19 @@ from troupe.v1 import experience_store_pb2 as store_pb
 _StagedRows: TypeAlias = list[tuple[str, list[str | bytes]]]
 # Samples of each policy, with their payloads.
 _ByPolicy: TypeAlias = dict[str, list[tuple[store_pb.Sample, bytes]]]
+
+
+@dataclass(frozen=True)
+class Appended:
+    """What became of an ending."""
+
+    accepted: bool
+    step: int
+    """That it counts for: its query may have been carried there."""
+    drop_reason: str = ""
+    """Why its trajectory was dropped before it came."""
+    group_complete: bool = False
+    """Its group has all its members, and the redundant trajectories of its query were ended."""
 
 
 class Trajectories:
@@ -47,9 +60,9 @@ class Trajectories:
         ending: Ending,
         samples: Sequence[store_pb.Sample],
         payloads: Sequence[bytes] = (),
-    ) -> tuple[bool, int]:
-        """End `trajectory` with `samples`. Returns False when another ending had won before, or its
-        query was dropped; and the step that it counts for: its query may have been carried there.
+    ) -> Appended:
+        """End `trajectory` with `samples`, unless another ending had won before, its query was
+        dropped, or its group is complete without it.
 
         `payloads` are the samples as bytes, where the caller has them already.
 
@@ -64,9 +77,9 @@ class Trajectories:
         ending = replace(ending, rows=_numbers(staged))
         rows = _staged_rows(table, staged, ending)
         while True:
-            accepted, to = await self._end(table, step, trajectory, ending, rows)
+            end, to = await self._end(table, step, trajectory, ending, rows)
             if to is None:
-                return accepted, step
+                return end
             # First every table moves what is staged there: the same attempt may have won before its
             # query was carried, and then these rows are the ones that count.
             await self._steps.follow(job, to)
@@ -75,8 +88,8 @@ class Trajectories:
 
     async def _end(
         self, table: Table, step: int, trajectory: str, ending: Ending, rows: _StagedRows
-    ) -> tuple[bool, int | None]:
-        """Whether the ending won in `step`, or the later step that its query was carried to."""
+    ) -> tuple[Appended, int | None]:
+        """What became of the ending in `step`; the later step that its query was carried to."""
         job = table.job
         if rows:
             await self._steps.on_tables(
@@ -91,12 +104,12 @@ class Trajectories:
             "end_trajectory", JobKeys(job).base, step, trajectory, ending.query, ending.format()
         )
         if outcome == b"carried":
-            return False, int(rest[0])
+            return Appended(False, step), int(rest[0])
         if outcome == b"decided":
             winner = Ending.parse(rest[0].decode())
             await self._steps.carry_out(table, step, trajectory, winner, int(rest[1]))
             if winner.attempt == ending.attempt:
-                return True, None
+                return Appended(True, step, group_complete=bool(winner.spare)), None
         await self._unstage(job, step, trajectory, ending, [policy for policy, _ in rows])
         if outcome == b"missing":
             raise not_open(job, step)
@@ -116,7 +129,8 @@ class Trajectories:
                 value=trajectory,
                 remedy="Run as many trajectories per query as the step was opened with.",
             )
-        return False, None
+        reason = rest[0].decode() if outcome == b"dropped" and rest else ""
+        return Appended(False, step, reason, reason == REDUNDANT), None
 
     async def _unstage(
         self, job: str, step: int, trajectory: str, ending: Ending, policies: Sequence[str]

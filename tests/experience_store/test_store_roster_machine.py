@@ -103,11 +103,16 @@ class Life(RuleBasedStateMachine):
             self.runner.close()
         assert left == []
 
-    @initialize(group_size=st.sampled_from([1, 2, 2]), signal=st.booleans(), data=st.data())
-    def begin(self, group_size: int, signal: bool, data: st.DataObject) -> None:
+    @initialize(
+        group_size=st.sampled_from([1, 2, 2]),
+        redundant=st.sampled_from([0, 0, 1, 2]),
+        signal=st.booleans(),
+        data=st.data(),
+    )
+    def begin(self, group_size: int, redundant: int, signal: bool, data: st.DataObject) -> None:
         store = Store(self.database)
-        self.stage = Stage(store, new_id("job"), POLICIES, (), group_size)
-        self.job = Job(group_size, signal, POLICIES)
+        self.stage = Stage(store, new_id("job"), POLICIES, (), group_size, redundant=redundant)
+        self.job = Job(group_size, signal, POLICIES, redundant)
         self.do(store.tables.create(self.stage.job, POLICIES, [], drop_without_signal=signal))
         for _ in range(2):
             self.open(data)
@@ -144,8 +149,14 @@ class Life(RuleBasedStateMachine):
             (step.number, query)
             for step in self.job.steps
             for query in [*step.queries, *step.dropped, *step.carried]
-            if not self.job.home(step.number, query).complete(query)
+            if self.unended(step.number, query)
         ]
+
+    def unended(self, number: int, query: str) -> list[str]:
+        """Trajectories whose ending nobody has told, whether it still counts or not."""
+        home = self.job.home(number, query)
+        names = (f"{query}-t{index}" for index in range(home.size))
+        return [name for name in names if name not in home.ended]
 
     def pending(self) -> list[tuple[str, str, Line]]:
         return [
@@ -227,9 +238,7 @@ class Life(RuleBasedStateMachine):
 
     def end(self, data: st.DataObject) -> None:
         number, query = data.draw(st.sampled_from(self.running()))
-        home = self.job.home(number, query)
-        names = [f"{query}-t{index}" for index in range(self.job.group_size)]
-        trajectory = data.draw(st.sampled_from([n for n in names if n not in home.ended]))
+        trajectory = data.draw(st.sampled_from(self.unended(number, query)))
         self.end_as(data, number, query, trajectory)
 
     def end_again(self, data: st.DataObject) -> None:
@@ -265,6 +274,7 @@ class Life(RuleBasedStateMachine):
             )
             assert accepted == expected
             assert self.stage.counted == home.number
+            self.check_group(after.home(number, query), query, expected=expected)
         except AbandonedError:
             self.stage.step = home.number
             ending = self.do(self.stage.status()).endings.get(trajectory)
@@ -280,6 +290,17 @@ class Life(RuleBasedStateMachine):
             ]
             for policy, lines in rows.items():
                 self.appended[policy] |= set(lines)
+
+    def check_group(self, home: Step, query: str, *, expected: bool) -> None:
+        """Whether its group is complete, whoever ends a trajectory of it is told."""
+        appended = self.stage.appended
+        assert appended is not None
+        if expected:
+            left_with_it = query in home.spared
+            assert (appended.group_complete, appended.drop_reason) == (left_with_it, "")
+        elif appended.drop_reason:
+            dropped = home.dropped.get(query, (0, "redundant"))
+            assert appended.drop_reason == dropped[1]
 
     def fill(self, data: st.DataObject) -> None:
         policy, name, row = data.draw(st.sampled_from(self.pending()))
@@ -445,9 +466,9 @@ class Life(RuleBasedStateMachine):
                 self.do(stage.amend(close=True))
                 job.amend(step.number, add=[], drop=[], reason="", carry=[], carry_to=0, close=True)
             for query in step.queries:
-                for index in range(job.group_size):
+                for index in range(step.size):
                     name = f"{query}-t{index}"
-                    if name not in step.ended:
+                    if name not in step.ended and query not in step.spared:
                         self.do(stage.fail(query, name, "over"))
                         job.end(step.number, query, name, {}, "over")
             for policy, table in step.tables.items():

@@ -15,6 +15,7 @@ from services.experience_store.progress import StepStatus
 from services.experience_store.records import LETTER_OF, Ending
 from services.experience_store.requests import Fill
 from services.experience_store.store import Store
+from services.experience_store.trajectories import Appended
 from troupe import tensors
 from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as pb
@@ -72,8 +73,16 @@ class Stage:
     queries: tuple[str, ...]
     group_size: int
     step: int = 0
-    counted: int = 0
-    """The step that the last ending counts for."""
+    redundant: int = 0
+    """Trajectories per query beyond `group_size`."""
+    appended: Appended | None = None
+    """What became of the last ending."""
+
+    @property
+    def counted(self) -> int:
+        """The step that the last ending counts for."""
+        assert self.appended is not None
+        return self.appended.step
 
     @property
     def trajectories(self) -> list[tuple[str, str]]:
@@ -81,7 +90,7 @@ class Stage:
         return [
             (query, f"{query}-s{self.step}-t{number}")
             for query in self.queries
-            for number in range(self.group_size)
+            for number in range(self.group_size + self.redundant)
         ]
 
     async def append(
@@ -116,10 +125,10 @@ class Stage:
     ) -> bool:
         """End a trajectory; whether this ending won."""
         ending = Ending(state, attempt or new_id("append"), query, reason)
-        accepted, self.counted = await self.store.trajectories.append(
+        self.appended = await self.store.trajectories.append(
             self.job, self.step, trajectory, ending, samples
         )
-        return accepted
+        return self.appended.accepted
 
     async def append_all(self) -> None:
         """End all trajectories of the step with one sample of every policy."""
@@ -228,6 +237,7 @@ class Stage:
             self.group_size,
             held_open=held_open,
             cursor=cursor,
+            redundant=self.redundant,
         )
 
     async def amend(self, **changes: Any) -> list[str]:
@@ -254,9 +264,10 @@ async def make_stage(
     max_uses: int = 1,
     drop_without_signal: bool = False,
     held_open: bool = False,
+    redundant: int = 0,
 ) -> Stage:
     """Declare the tables of a job and open step 0."""
-    stage = Stage(store, job, policies, queries, group_size)
+    stage = Stage(store, job, policies, queries, group_size, redundant=redundant)
     await store.tables.create(
         job, policies, required, max_uses=max_uses, drop_without_signal=drop_without_signal
     )

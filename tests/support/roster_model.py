@@ -46,6 +46,7 @@ class Table(Model):
         """What the table must count as dropped."""
         found = Counter(row.reason for row in self.rows.values() if row.state == "D")
         found.update(reason for _, reason in self.step.failed.values())
+        found["redundant"] += sum(self.step.spared.values())
         for lacking, reason in self.step.dropped.values():
             found[reason] += lacking
         return +found
@@ -62,6 +63,7 @@ class Step:
     policies: tuple[str, ...]
     queries: list[str]
     held: bool
+    redundant: int = 0
     ended: dict[str, str] = field(default_factory=dict)
     """Trajectory -> query."""
     failed: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -70,24 +72,36 @@ class Step:
     """Query -> trajectories that had not ended, reason."""
     carried: dict[str, int] = field(default_factory=dict)
     """Query -> step."""
+    spared: dict[str, int] = field(default_factory=dict)
+    """Query whose group was complete -> trajectories that had not ended."""
     tables: dict[str, Table] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tables = {policy: Table(self) for policy in self.policies}
 
+    @property
+    def size(self) -> int:
+        """Trajectories that a query begins with."""
+        return self.group_size + self.redundant
+
     def ended_of(self, query: str) -> int:
-        return sum(1 for of in self.ended.values() if of == query)
+        own = sum(1 for of in self.ended.values() if of == query)
+        return own + self.spared.get(query, 0)
+
+    def completed_of(self, query: str) -> int:
+        return sum(1 for t, of in self.ended.items() if of == query and t not in self.failed)
 
     def complete(self, query: str) -> bool:
-        return query in self.queries and self.ended_of(query) == self.group_size
+        return query in self.queries and self.ended_of(query) == self.size
 
     @property
     def expected_trajectories(self) -> int:
-        return (len(self.queries) + len(self.dropped)) * self.group_size
+        return (len(self.queries) + len(self.dropped)) * self.size
 
     @property
     def ended_trajectories(self) -> int:
-        return len(self.ended) + sum(lacking for lacking, _ in self.dropped.values())
+        dropped = sum(lacking for lacking, _ in self.dropped.values())
+        return len(self.ended) + dropped + sum(self.spared.values())
 
     @property
     def sealed(self) -> bool:
@@ -105,10 +119,19 @@ class Job:
     group_size: int
     signal: bool
     policies: tuple[str, ...]
+    redundant: int = 0
     steps: list[Step] = field(default_factory=list)
 
     def open(self, queries: list[str], *, held: bool) -> Step:
-        step = Step(len(self.steps), self.group_size, self.signal, self.policies, [*queries], held)
+        step = Step(
+            len(self.steps),
+            self.group_size,
+            self.signal,
+            self.policies,
+            [*queries],
+            held,
+            self.redundant,
+        )
         self.steps.append(step)
         return step
 
@@ -123,13 +146,16 @@ class Job:
     ) -> bool:
         """A trajectory ends with `rows` (policy -> sample -> row), or for a reason without any."""
         home = self.home(step, query)
-        if trajectory in home.ended or query in home.dropped:
+        if trajectory in home.ended or query in home.dropped or query in home.spared:
             return False
         home.ended[trajectory] = query
         if reason:
             home.failed[trajectory] = (query, reason)
         for policy, lines in rows.items():
             home.tables[policy].rows |= lines
+        full = home.redundant and home.completed_of(query) == home.group_size
+        if full and not reason and (left := home.size - home.ended_of(query)):
+            home.spared[query] = left
         home.ripen()
         return True
 
@@ -149,7 +175,7 @@ class Job:
         complete = [query for query in [*drop, *carry] if home.complete(query)]
         home.queries += add
         for query in (q for q in drop if q not in complete):
-            home.dropped[query] = (self.group_size - home.ended_of(query), reason)
+            home.dropped[query] = (home.size - home.ended_of(query), reason)
             home.queries.remove(query)
             for table in home.tables.values():
                 for row in table.rows.values():

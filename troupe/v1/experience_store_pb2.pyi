@@ -278,6 +278,7 @@ class OpenStepRequest(_message.Message):
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
     HELD_OPEN_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
+    REDUNDANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     step: _builtins.int
@@ -287,6 +288,10 @@ class OpenStepRequest(_message.Message):
     """Queries may join and leave (AmendStep); until it is closed the step is not sealed."""
     cursor: _builtins.int
     """First item of the tasks that no step has taken; the store only keeps it."""
+    redundant: _builtins.int
+    """Trajectories per query beyond `group_size`. When `group_size` have completed, the others are
+    ABORTED as "redundant" in the same decision; what they append later is not accepted.
+    """
     @_builtins.property
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Version each trained policy rolls out with."""
@@ -304,10 +309,11 @@ class OpenStepRequest(_message.Message):
         group_size: _builtins.int = ...,
         held_open: _builtins.bool = ...,
         cursor: _builtins.int = ...,
+        redundant: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "group_size", b"group_size", "held_open", b"held_open", "job_id", b"job_id", "query_ids", b"query_ids", "request_id", b"request_id", "step", b"step", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "group_size", b"group_size", "held_open", b"held_open", "job_id", b"job_id", "query_ids", b"query_ids", "redundant", b"redundant", "request_id", b"request_id", "step", b"step", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -467,19 +473,29 @@ class AppendTrajectoryResponse(_message.Message):
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    DROP_REASON_FIELD_NUMBER: _builtins.int
+    GROUP_COMPLETE_FIELD_NUMBER: _builtins.int
     accepted: _builtins.bool
     """False when this trajectory had ended before: nothing was written."""
     step: _builtins.int
     """The step that it counts for: another than asked for when its query was carried over."""
+    drop_reason: _builtins.str
+    """Why the trajectory was dropped before this call: its query left the step, or its group was
+    complete without it ("redundant"). Empty when it was accepted or had ended by itself.
+    """
+    group_complete: _builtins.bool
+    """Its group is complete, and the redundant trajectories of its query were ended for that."""
     def __init__(
         self,
         *,
         accepted: _builtins.bool = ...,
         step: _builtins.int = ...,
+        drop_reason: _builtins.str = ...,
+        group_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drop_reason", b"drop_reason", "group_complete", b"group_complete", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1134,6 +1150,7 @@ class GetStepResponse(_message.Message):
     CURSOR_FIELD_NUMBER: _builtins.int
     QUERIES_FIELD_NUMBER: _builtins.int
     TRAJECTORIES_ENDED_FIELD_NUMBER: _builtins.int
+    REDUNDANT_FIELD_NUMBER: _builtins.int
     open: _builtins.bool
     sealed: _builtins.bool
     """All trajectories of the step have ended."""
@@ -1142,6 +1159,8 @@ class GetStepResponse(_message.Message):
     """No query can join or leave (any more)."""
     cursor: _builtins.int
     trajectories_ended: _builtins.int
+    redundant: _builtins.int
+    """Trajectories per query beyond `group_size`."""
     @_builtins.property
     def query_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1171,10 +1190,11 @@ class GetStepResponse(_message.Message):
         cursor: _builtins.int = ...,
         queries: _abc.Iterable[Global___QueryStatus] | None = ...,
         trajectories_ended: _builtins.int = ...,
+        redundant: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "commits", b"commits", "counts", b"counts", "cursor", b"cursor", "ended_trajectory_ids", b"ended_trajectory_ids", "group_size", b"group_size", "open", b"open", "queries", b"queries", "query_ids", b"query_ids", "sealed", b"sealed", "trajectories_ended", b"trajectories_ended", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "commits", b"commits", "counts", b"counts", "cursor", b"cursor", "ended_trajectory_ids", b"ended_trajectory_ids", "group_size", b"group_size", "open", b"open", "queries", b"queries", "query_ids", b"query_ids", "redundant", b"redundant", "sealed", b"sealed", "trajectories_ended", b"trajectories_ended", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,11 +3,14 @@
 -- ARGV: step, why queries are dropped, step that queries are carried to, close (0/1), cursor,
 --       number to add, to drop, to carry, then these queries
 local reason, target = ARGV[2], ARGV[3]
-local stored = redis.call('HMGET', STEP, 'group_size', 'held_open', 'cursor', 'queries')
+local stored = redis.call('HMGET', STEP, 'group_size', 'held_open', 'cursor', 'redundant')
 if not stored[1] then
   return {'missing', STEP_NUMBER}
 end
 local group_size, held = tonumber(stored[1]), stored[2] == '1'
+local redundant = tonumber(stored[4] or 0)
+-- Trajectories that a query begins with.
+local size = group_size + redundant
 local closing = ARGV[4] == '1' and held
 local cursor = tonumber(ARGV[5]) > tonumber(stored[3] or 0) and ARGV[5]
 
@@ -57,7 +60,7 @@ local function leaving(queries, past)
       elseif not past(left) then
         return nil, {'left', query, left}
       end
-    elseif tonumber(ended) >= group_size then
+    elseif tonumber(ended) >= size then
       complete[#complete + 1] = query
     else
       found[#found + 1] = query
@@ -88,12 +91,12 @@ else
 end
 local TO = key_of(target, 'step')
 if next(carried) then
-  local there = redis.call('HMGET', TO, 'group_size', 'held_open')
+  local there = redis.call('HMGET', TO, 'group_size', 'held_open', 'redundant')
   if not there[1] then
     return {'missing', target}
   elseif there[2] ~= '1' then
     return {'closed', target}
-  elseif tonumber(there[1]) ~= group_size then
+  elseif tonumber(there[1]) ~= group_size or tonumber(there[3] or 0) ~= redundant then
     return {'group_size', target, there[1]}
   end
   for _, query in ipairs(carried) do
@@ -121,16 +124,17 @@ end
 
 for _, query in ipairs(added) do
   redis.call('HSET', QUERIES, query, 0)
-  redis.call('HINCRBY', STEP, 'expected', group_size)
+  redis.call('HINCRBY', STEP, 'expected', size)
 end
 for _, query in ipairs(dropped) do
   -- Nobody told the names of trajectories that have not ended; no name of theirs has a tab.
-  for number = gone[query] + 1, group_size do
-    redis.call('HSET', ENDED, query .. '\t' .. number, 'ABORTED\t\t' .. query .. '\t' .. reason .. '\t')
+  for number = gone[query] + 1, size do
+    redis.call('HSET', ENDED, query .. '\t' .. number,
+      'ABORTED\t\t' .. query .. '\t' .. reason .. '\t\t')
     redis.call('HINCRBY', STEP, 'ended', 1)
   end
   redis.call('HDEL', QUERIES, query)
-  redis.call('HSET', LEFT, query, 'dropped\t' .. (group_size - gone[query]) .. '\t' .. reason)
+  redis.call('HSET', LEFT, query, 'dropped\t' .. (size - gone[query]) .. '\t' .. reason)
 end
 if next(carried) then
   local moving = {}
@@ -140,8 +144,13 @@ if next(carried) then
     redis.call('HSET', LEFT, query, 'carried\t' .. target)
     redis.call('HSET', key_of(target, 'queries'), query, gone[query])
     redis.call('HSET', key_of(target, 'came'), query, STEP_NUMBER)
-    redis.call('HINCRBY', STEP, 'expected', -group_size)
-    redis.call('HINCRBY', TO, 'expected', group_size)
+    local completed = redundant > 0 and redis.call('HGET', COMPLETED, query)
+    if completed then
+      redis.call('HDEL', COMPLETED, query)
+      redis.call('HSET', key_of(target, 'completed'), query, completed)
+    end
+    redis.call('HINCRBY', STEP, 'expected', -size)
+    redis.call('HINCRBY', TO, 'expected', size)
   end
   local endings = redis.call('HGETALL', ENDED)
   for index = 1, #endings, 2 do

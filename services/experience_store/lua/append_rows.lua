@@ -1,7 +1,8 @@
 -- Carries out in this table what was decided about a trajectory: its staged rows enter the table,
 -- and its query is one trajectory nearer to being complete. Repeatable.
 -- ARGV: step, trajectory, query, attempt, how it ended, why (or ''), number of the rosters that the
---       table must know at least: until then the rows may be staged in another step
+--       table must know at least: until then the rows may be staged in another step; redundant
+--       trajectories of its query that were ended with it
 local known = tonumber(redis.call('HGET', BASE .. ':head', 'rosters') or -1)
 if redis.call('EXISTS', STEP) == 0 or known < tonumber(ARGV[7]) then
   return {'missing'}
@@ -41,8 +42,15 @@ end
 if reason ~= '' then
   count_dropped(reason)
 end
-redis.call('HINCRBY', QUERIES, query, 1)
-count('ended', 1)
+local spare = tonumber(ARGV[8])
+redis.call('HINCRBY', QUERIES, query, 1 + spare)
+count('ended', 1 + spare)
+if spare > 0 then
+  count_dropped('redundant', spare)
+end
+if ARGV[5] == 'COMPLETED' and get('redundant') > 0 then
+  redis.call('HINCRBY', COMPLETED, query, 1)
+end
 changes('counts')
 if left:sub(1, 8) == 'dropped\t' then
   drop_pending(query, left:sub(9))

@@ -1,4 +1,6 @@
--- Decides how a trajectory ended: the first ending stays, whoever else comes.
+-- Decides how a trajectory ended: the first ending stays, whoever else comes. Where trajectories are
+-- redundant the one that completes a group ends the others of its query with it: which belong to the
+-- group is decided here, once.
 -- ARGV: step, trajectory, query, ending (records.Ending)
 if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
@@ -17,15 +19,35 @@ if not ended then
     return {'unknown_query'}
   end
   local to = left:match('^carried\t(.*)$')
-  return to and {'carried', to} or {'dropped'}
+  return to and {'carried', to} or {'dropped', left:match('^dropped\t[^\t]*\t(.*)$')}
 end
-local group_size = redis.call('HGET', STEP, 'group_size')
-if tonumber(ended) >= tonumber(group_size) then
-  return {'full', group_size}
+local stored = redis.call('HMGET', STEP, 'group_size', 'redundant')
+local group_size, redundant = tonumber(stored[1]), tonumber(stored[2] or 0)
+local size = group_size + redundant
+if tonumber(ended) >= size then
+  if redundant > 0 and tonumber(redis.call('HGET', COMPLETED, query) or 0) >= group_size then
+    return {'dropped', 'redundant'}
+  end
+  return {'full', size}
 end
-redis.call('HSET', ENDED, trajectory, ARGV[4])
-redis.call('HINCRBY', STEP, 'ended', 1)
-if redis.call('HINCRBY', QUERIES, query, 1) == tonumber(group_size) then
+ending = ARGV[4]
+local spare = 0
+if redundant > 0 and ending:match('^[^\t]*') == 'COMPLETED'
+    and redis.call('HINCRBY', COMPLETED, query, 1) == group_size then
+  spare = size - tonumber(ended) - 1
+  if spare > 0 then
+    -- The last field of a records.Ending.
+    ending = ending .. spare
+  end
+  -- Nobody told the names of those that have not ended; no name of theirs has a tab.
+  for number = size - spare + 1, size do
+    redis.call('HSET', ENDED, query .. '\t' .. number,
+      'ABORTED\t\t' .. query .. '\tredundant\t\t')
+  end
+end
+redis.call('HSET', ENDED, trajectory, ending)
+redis.call('HINCRBY', STEP, 'ended', 1 + spare)
+if redis.call('HINCRBY', QUERIES, query, 1 + spare) == size then
   redis.call('HINCRBY', STEP, 'complete', 1)
 end
-return {'decided', ARGV[4], rosters}
+return {'decided', ending, rosters}

@@ -12,7 +12,7 @@ local BOOK, MEMBERS, READY = key('book'), key('members'), key('ready')
 local CLAIMS, OWNERS, LEASES = key('claims'), key('owners'), key('leases')
 local HELD, FENCED, DROPPED, STAGES = key('held'), key('fenced'), key('dropped'), key('stages')
 local LEAVING, RETURNED = key('leaving'), key('returned')
-local ROSTER, TALLIES = key('roster'), key('tallies')
+local ROSTER, TALLIES, COMPLETED = key('roster'), key('tallies'), key('completed')
 local COMMITS = BASE .. ':commits'
 -- Field of staged rows that holds their records; no id looks like it.
 local RECORDS = '\t'
@@ -357,8 +357,14 @@ local function evict(samples)
   end
 end
 
+-- Whether a query's group is final. Where trajectories are redundant the job admits no more than
+-- `group_size` that completed: once so many are here, whoever else is still to be told of was left out.
 local function query_ended(query)
-  return tonumber(redis.call('HGET', QUERIES, query) or 0) >= get('group_size')
+  local size, redundant = get('group_size'), get('redundant')
+  if tonumber(redis.call('HGET', QUERIES, query) or 0) >= size + redundant then
+    return true
+  end
+  return redundant > 0 and tonumber(redis.call('HGET', COMPLETED, query) or 0) >= size
 end
 
 local function sealed()

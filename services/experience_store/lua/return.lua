@@ -10,7 +10,7 @@ local function on_step(number)
   CLAIMS, OWNERS, LEASES = key('claims'), key('owners'), key('leases')
   HELD, FENCED, DROPPED, STAGES = key('held'), key('fenced'), key('dropped'), key('stages')
   LEAVING, RETURNED = key('leaving'), key('returned')
-  ROSTER, TALLIES = key('roster'), key('tallies')
+  ROSTER, TALLIES, COMPLETED = key('roster'), key('tallies'), key('completed')
   order, group_tokens, begun, changed = nil, {}, nil, {}
 end
 

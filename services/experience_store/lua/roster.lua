@@ -17,7 +17,10 @@ local function take_out(queries)
   local taken = {}
   for query in pairs(queries) do
     local ended = tonumber(redis.call('HGET', QUERIES, query) or 0)
-    taken[query] = {rows = members(query), endings = {}, staged = {}, ended = ended}
+    taken[query] = {
+      rows = members(query), endings = {}, staged = {}, ended = ended,
+      completed = redis.call('HGET', COMPLETED, query),
+    }
     for _, member in ipairs(taken[query].rows) do
       local sample, record = member[1], member[2]
       if record[F.state] ~= 'P' and record[F.state] ~= 'D' then
@@ -28,6 +31,7 @@ local function take_out(queries)
       tally_row(record, -1)
     end
     redis.call('HDEL', QUERIES, query)
+    redis.call('HDEL', COMPLETED, query)
   end
   local endings = redis.call('HGETALL', ENDED)
   for index = 1, #endings, 2 do
@@ -88,6 +92,9 @@ local function put_in(query, from, taken)
     end
   end
   redis.call('HINCRBY', QUERIES, query, taken.ended)
+  if taken.completed then
+    redis.call('HINCRBY', COMPLETED, query, taken.completed)
+  end
   if query_ended(query) then
     ripen(members(query))
   end

@@ -9,7 +9,8 @@ if not known[STEP_NUMBER] then
 end
 local found = {}
 for _, step in ipairs(steps) do
-  local stored = redis.call('HMGET', key_of(step, 'step'), 'group_size', 'expected', 'held_open')
+  local stored = redis.call('HMGET', key_of(step, 'step'), 'group_size', 'expected', 'held_open',
+    'redundant')
   if stored[1] then
     local left, dropped = redis.call('HGETALL', key_of(step, 'left')), {}
     for index = 1, #left, 2 do
@@ -24,6 +25,7 @@ for _, step in ipairs(steps) do
     end
     found[#found + 1] = {
       step = step, group_size = stored[1], expected = stored[2], held = stored[3] or '0',
+      redundant = stored[4] or '0',
       dropped = dropped, came = coming,
     }
   end
