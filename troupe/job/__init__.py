@@ -1,5 +1,6 @@
 """The job specification: what a user writes in YAML, validated, one docstring per field."""
 
+from troupe.job.balancing import BalancingSpec
 from troupe.job.loading import JobSpecError, load_job, parse_job
 from troupe.job.policy import EngineSpec, ModelSpec, OptimizerSpec, PacedSpec, PolicySpec
 from troupe.job.sections import (
@@ -19,6 +20,7 @@ from troupe.job.spec import JobSpec
 __all__ = [
     "AgentSpec",
     "AlgorithmSpec",
+    "BalancingSpec",
     "CheckpointSpec",
     "EngineSpec",
     "EvaluationSpec",

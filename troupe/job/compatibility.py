@@ -27,6 +27,7 @@ CHANGEABLE: Final = (
     "tools.*.timeout_seconds",
     "tools.*.memory_mib",
     "tools.*.max_concurrency",
+    "balancing",
     "evaluation",
     "checkpoint",
     "limits",

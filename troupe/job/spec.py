@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from troupe.job.balancing import BalancingSpec
 from troupe.job.policy import PolicySpec
 from troupe.job.section import NAME, Section, check_entrypoint
 from troupe.job.sections import (
@@ -46,6 +47,8 @@ class JobSpec(Section):
     """How rewards become gradients."""
     pipeline: PipelineSpec
     """How rollout and training take turns."""
+    balancing: BalancingSpec = BalancingSpec()
+    """How engines move between policies."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """Held-out evaluation."""
     checkpoint: CheckpointSpec = CheckpointSpec()
@@ -101,6 +104,18 @@ class JobSpec(Section):
                 "with `pipeline.deterministic`"
             )
         return self
+
+    @model_validator(mode="after")
+    def _balancing(self) -> Self:
+        self.balancing.check(self.policies)
+        return self
+
+    @property
+    def balances(self) -> bool:
+        """Whether engines move between policies."""
+        if self.balancing.inter is not None:
+            return self.balancing.inter
+        return self.balancing.possible(self.policies)
 
     def alpha_of(self, policy: str) -> int:
         """Staleness bound of a policy: 0 in the on-policy modes."""

@@ -1,0 +1,143 @@
+"""The section that says when engines move between policies, and which of them can.
+
+The docstring under a field is its documentation: `troupe job schema`, the job reference
+and editors show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from troupe.job.policy import PolicySpec
+from troupe.job.section import Section
+from troupe.scheduling.balancing import Rules
+
+Exchange = Literal["in_place", "rebuild", "never"]
+# What two policies' engines need not have in common to serve one another: how many there are, and
+# how they came up.
+_OWN = {"replicas", "urls", "start_timeout_seconds"}
+_THRESHOLDS = {"turns": 5.0, "tokens": 4096.0}
+_HYSTERESIS = 0.2
+
+
+class BalancingSpec(Section):
+    """Engines that move from idle policies to busy ones while the job runs, within each rollout
+    worker (docs/rollout.md)."""
+
+    inter: bool | None = None
+    """Move engines between policies. Default: where that is possible, that is, where policies of
+    the same model have engines to spare."""
+    measure: Literal["turns", "tokens"] = "turns"
+    """What a policy's backlog is: turns that wait or are in flight, or the prompt and response
+    tokens that these may still take."""
+    threshold: float | None = Field(default=None, gt=0)
+    """Engines move where the backlogs per engine of two policies differ by more than this.
+    Default: 5 turns (FlexMARL), or 4096 tokens."""
+    hysteresis: float | None = Field(default=None, ge=0)
+    """A move may turn the difference around up to this much below the threshold, so that noise of
+    this size does not ask for the way back. Default: a fifth of the threshold."""
+    sustain_seconds: float = Field(default=2.0, ge=0)
+    """How long the difference must have lasted."""
+    cooldown_seconds: float = Field(default=10.0, ge=0)
+    """A policy that took an engine gives none for so long, and one that gave takes none."""
+    drain_seconds: float = Field(default=10.0, ge=0)
+    """How long the turns of an engine that leaves may take to end. Those that have not then go on
+    with another engine of their policy."""
+    minimum: dict[str, int] = {}
+    """By policy: engines that it keeps on each rollout worker. Default: 1."""
+    rebuild: bool = False
+    """Also move engines between policies whose models or engine settings differ: the engine is
+    stopped and made anew, which takes as long as a start."""
+
+    @model_validator(mode="after")
+    def _above_noise(self) -> Self:
+        if self.hysteresis is not None and self.hysteresis > self.rules.threshold:
+            raise ValueError(
+                f"hysteresis = {self.hysteresis:g}: must not exceed the threshold "
+                f"({self.rules.threshold:g})"
+            )
+        return self
+
+    @property
+    def rules(self) -> Rules:
+        """As the decision takes them."""
+        threshold = self.threshold if self.threshold is not None else _THRESHOLDS[self.measure]
+        hysteresis = self.hysteresis if self.hysteresis is not None else _HYSTERESIS * threshold
+        return Rules(
+            threshold,
+            # One that is too large is refused by name, above.
+            min(hysteresis, threshold),
+            self.sustain_seconds,
+            self.cooldown_seconds,
+        )
+
+    def minimum_of(self, policy: str) -> int:
+        """Engines that a policy keeps on each rollout worker."""
+        return self.minimum.get(policy, 1)
+
+    def barred(self, policies: Mapping[str, PolicySpec]) -> frozenset[tuple[str, str]]:
+        """Pairs of policies (source, target) between which no engine moves."""
+        good = ("in_place", "rebuild") if self.rebuild else ("in_place",)
+        return frozenset(
+            (source, target)
+            for source, a in policies.items()
+            for target, b in policies.items()
+            if source != target and exchange(a, b) not in good
+        )
+
+    def possible(self, policies: Mapping[str, PolicySpec]) -> bool:
+        """Whether any engine can ever move."""
+        barred = self.barred(policies)
+        return any(
+            engine_count(spec) > self.minimum_of(source)
+            and any(source != target and (source, target) not in barred for target in policies)
+            for source, spec in policies.items()
+        )
+
+    def check(self, policies: Mapping[str, PolicySpec]) -> None:
+        """Raise ValueError, naming the field, where this cannot work with these policies."""
+        for name, count in self.minimum.items():
+            if name not in policies:
+                known = ", ".join(sorted(policies))
+                raise ValueError(f"balancing.minimum: '{name}' is not a policy; known: {known}")
+            engines = engine_count(policies[name])
+            if not 1 <= count <= engines:
+                raise ValueError(
+                    f"balancing.minimum.{name}: {count} is not between 1 and the {engines} engines "
+                    "that the policy begins with"
+                )
+        if not self.inter or self.possible(policies):
+            return
+        if len(policies) < 2:
+            raise ValueError("balancing.inter: there is one policy only; remove it")
+        if all(engine_count(p) <= self.minimum_of(name) for name, p in policies.items()):
+            raise ValueError(
+                "balancing.inter: no policy has more engines than it keeps; raise "
+                "policies.*.engine.replicas, or lower balancing.minimum"
+            )
+        raise ValueError(
+            "balancing.inter: no engine can serve another policy, since models or engine settings "
+            "differ; set balancing.rebuild (not for attached servers), or make them the same"
+        )
+
+
+def engine_count(policy: PolicySpec) -> int:
+    """Engines that a policy begins with on each rollout worker."""
+    return len(policy.engine.urls) or policy.engine.replicas
+
+
+def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:
+    """How an engine of one policy comes to serve the other: with new weights, made anew, or not at
+    all (a server that is attached holds its model for good)."""
+    alike = (
+        source.model == target.model
+        and source.paced == target.paced
+        and source.engine.model_dump(exclude=_OWN) == target.engine.model_dump(exclude=_OWN)
+    )
+    if alike:
+        return "in_place"
+    attached = any(one.engine.urls and one.paced is None for one in (source, target))
+    return "never" if attached else "rebuild"
