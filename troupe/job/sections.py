@@ -116,6 +116,15 @@ class PipelineSpec(Section):
     """Queries in a global batch."""
     group_size: int = Field(default=8, ge=1, le=4096)
     """Trajectories per query. They start together, on one rollout worker."""
+    redundant_trajectories: int = Field(default=0, ge=0, le=4096)
+    """Trajectories started per query beyond `group_size` (RollArt's redundant environments). The
+    first `group_size` to complete are the group, the others are dropped as "redundant"; they take
+    the place of failed ones, too. Favours short trajectories: `redundancy/...` in the metrics says
+    by how much. Not with `deterministic`."""
+    rollout: Literal["trajectory", "batch"] = "trajectory"
+    """`trajectory`: none waits for another. `batch`: before every turn and tool call each waits for
+    all that run on its rollout worker, as environments stepped as one batch do; a baseline to
+    measure against."""
     micro_batch_samples: int = Field(default=32, ge=1)
     """Samples whose gradient is computed at once."""
     micro_batch_tokens: int = Field(default=0, ge=0)
@@ -183,6 +192,9 @@ class LimitsSpec(Section):
     counts: not what it spends with engines and the reward service."""
     step_seconds: float = Field(default=7200, gt=0)
     """Longest step, rollout and training together."""
+    trajectory_retries: int = Field(default=0, ge=0, le=100)
+    """A trajectory whose environment or tool failed is begun anew at most so often, with its seed
+    and within its `trajectory_seconds`; then it fails. Nothing is kept of a failed attempt."""
     max_failed_fraction: float = Field(default=0.5, ge=0, le=1)
     """The job fails when more than this fraction of a step's trajectories fail."""
     max_concurrent_trajectories: int = Field(default=1024, ge=1)

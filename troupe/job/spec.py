@@ -103,6 +103,11 @@ class JobSpec(Section):
                 "pipeline.over_sampling: which queries are complete first depends on time; not "
                 "with `pipeline.deterministic`"
             )
+        if pipeline.deterministic and pipeline.redundant_trajectories:
+            raise ValueError(
+                "pipeline.redundant_trajectories: which trajectories complete first depends on "
+                "time; not with `pipeline.deterministic`"
+            )
         return self
 
     @model_validator(mode="after")
