@@ -76,6 +76,13 @@ class Batch:
         except TroupeError as error:
             self.fail(error)
 
+    def end_withdrawn(self, event: ro.TrajectoryEvent) -> None:
+        """A trajectory has ended that was not waited for any more; its last words count."""
+        try:
+            self._on_end(event)
+        except TroupeError as error:
+            self.fail(error)
+
     def end_unseen(self, trajectory_id: str) -> None:
         """A trajectory has ended, and how is not known here."""
         self.remove((trajectory_id,))

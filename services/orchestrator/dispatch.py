@@ -13,6 +13,7 @@ from services.orchestrator.batch import Batch, Flight
 from services.orchestrator.context import JobContext
 from services.orchestrator.engines import Engines
 from services.orchestrator.faults import RENEWABLE, Attempts, Patience, job_fault
+from services.orchestrator.redundancy import REDUNDANT
 from services.orchestrator.victims import Victims
 from services.orchestrator.workers import Worker
 from troupe.rpc import TroupeError, Unavailable, new_id
@@ -51,6 +52,8 @@ class Dispatch:
         # A worker that just failed, until its pause is over.
         self._resting: set[Worker] = set()
         self._attempts: dict[Worker, Attempts] = {}
+        # Redundant ones that were withdrawn while they ran: how far they came is still to be told.
+        self._parting: dict[str, Batch] = {}
         # By trajectory: what kills its worker is run again only so often.
         self._victims: dict[str, Victims] = {}
         self._wake = asyncio.Event()
@@ -90,9 +93,9 @@ class Dispatch:
             del self._open[trajectory_id]
         batch.remove(gone)
         self._wait(())
-        for worker, running in self._running.items():
-            if there := running & gone:
-                self._spawn(self._abort(worker, sorted(there), reason))
+        there = self._abort_running(gone, reason)
+        if reason == REDUNDANT:
+            self._parting.update(dict.fromkeys(there, batch))
 
     def move(self, source: Batch, query_ids: Collection[str], target: Batch) -> None:
         """These queries go on in another batch; what runs of them runs on."""
@@ -206,9 +209,16 @@ class Dispatch:
         except TroupeError as error:
             running -= ids
             await self._give_back(worker, ids & self._open.keys(), error)
+        finally:
+            for trajectory_id in ids & self._parting.keys():
+                del self._parting[trajectory_id]
 
     def _take(self, event: ro.TrajectoryEvent) -> bool:
         """Whether the event ended a trajectory. Only its first ending counts."""
+        batch = self._parting.pop(event.trajectory_id, None) if event.state in _ENDED else None
+        if batch is not None:
+            batch.end_withdrawn(event)
+            return True
         flight = self._open.get(event.trajectory_id)
         if flight is not None:
             flight.batch.note_started(event.query_id, event.start_versions)
@@ -220,12 +230,16 @@ class Dispatch:
             del self._open[event.trajectory_id]
             self._victims.pop(event.trajectory_id, None)
             flight.batch.end(event)
+            if event.group_complete:
+                self.withdraw(flight.batch, (event.query_id,), REDUNDANT)
         return True
 
     async def _give_back(self, worker: Worker, ids: Collection[str], error: TroupeError) -> None:
         over: set[str] = set()
         for batch in {self._open[one].batch for one in ids}:
             over.update(await batch.ended())
+        # Its group may be complete without those of it that run elsewhere.
+        self._abort_running(over.difference(ids), REDUNDANT)
         left: dict[str, Group] = {}
         for trajectory_id in sorted(ids):
             if (flight := self._open.get(trajectory_id)) is None:
@@ -269,6 +283,15 @@ class Dispatch:
                 "a library of its, too little memory. Then resume the job.",
             )
         victims.note(worker)
+
+    def _abort_running(self, trajectory_ids: Collection[str], reason: str) -> set[str]:
+        """Abort those of them that run; which these are."""
+        found: set[str] = set()
+        for worker, running in self._running.items():
+            if there := running.intersection(trajectory_ids):
+                found |= there
+                self._spawn(self._abort(worker, sorted(there), reason))
+        return found
 
     async def _abort(self, worker: Worker, trajectory_ids: list[str], reason: str) -> None:
         request = ro.AbortTrajectoriesRequest(

@@ -47,6 +47,7 @@ class Roster:
         pipeline = job.spec.pipeline
         self.wanted = pipeline.queries_per_step
         self.spare = pipeline.over_sampling
+        self.redundant = pipeline.redundant_trajectories
         self.max_refills = (pipeline.max_refills or self.wanted) if pipeline.dynamic_sampling else 0
         self.held = bool(self.spare or self.max_refills)
         # In mode async a query may go on in a later step than it began in.
@@ -63,7 +64,7 @@ class Roster:
     @property
     def trajectories(self) -> int:
         """Trajectories of the queries that are in it now."""
-        return len(self.plans) * self._job.spec.pipeline.group_size
+        return len(self.plans) * (self._job.spec.pipeline.group_size + self.redundant)
 
     async def open(
         self, found: es.GetStepResponse, versions: Mapping[str, int], fresh: int
@@ -79,7 +80,7 @@ class Roster:
             self.versions.update(versions)
             self._plan(self._cursor.take(fresh))
         if self.held and found.open:
-            self.ended = frozenset(found.ended_trajectory_ids)
+            self.ended = await self._over(found.ended_trajectory_ids)
             return
         await self._check_epoch()
         response = await self._store.OpenStep(
@@ -92,9 +93,10 @@ class Roster:
                 group_size=self._job.spec.pipeline.group_size,
                 held_open=self.held,
                 cursor=self._cursor.at,
+                redundant=self.redundant,
             )
         )
-        self.ended = frozenset(response.ended_trajectory_ids)
+        self.ended = await self._over(response.ended_trajectory_ids)
 
     async def progress(self) -> list[rosters.QueryProgress]:
         """How far each query is."""
@@ -115,7 +117,16 @@ class Roster:
     async def ended_now(self) -> Collection[str]:
         """The trajectories that have ended by now."""
         request = es.GetStepRequest(job_id=self._job.job_id, step=self.step)
-        return frozenset((await self._store.GetStep(request)).ended_trajectory_ids)
+        return await self._over((await self._store.GetStep(request)).ended_trajectory_ids)
+
+    async def _over(self, ended: Collection[str]) -> Collection[str]:
+        """Those that `ended` by themselves, and those that were redundant: the store ends these
+        without knowing their names."""
+        if not (self.redundant and ended):
+            return frozenset(ended)
+        complete = [one.query_id for one in await self.progress() if one.complete]
+        redundant = (self.plans[query_id].trajectory_ids for query_id in complete)
+        return frozenset(ended).union(*redundant)
 
     async def join(self, count: int) -> list[admission.QueryPlan]:
         """Fresh queries, in order."""
@@ -154,7 +165,10 @@ class Roster:
     def _plan(self, indexes: Iterable[int]) -> list[admission.QueryPlan]:
         spec = self._job.spec
         plans = admission.plan_queries(
-            indexes, job_seed=spec.seed, group_size=spec.pipeline.group_size, step=self._home
+            indexes,
+            job_seed=spec.seed,
+            group_size=spec.pipeline.group_size + self.redundant,
+            step=self._home,
         )
         self.plans.update((plan.query_id, plan) for plan in plans)
         return list(plans)

@@ -10,6 +10,7 @@ from typing import Final
 from services.orchestrator.evaluation import check_failures, report_failures
 from services.orchestrator.faults import Patience, together
 from services.orchestrator.metrics import Tally, commit_metrics, staleness
+from services.orchestrator.redundancy import Redundancy
 from services.orchestrator.roster import Cursor, Roster
 from services.orchestrator.step_rollout import Crew, StepRollout
 from services.orchestrator.trajectories import as_event
@@ -67,6 +68,7 @@ class StepRunner:
         self._committed = {policy: asyncio.Event() for policy in job.spec.trained_policies}
         on_policy = self._mode != "async"
         self._tally = Tally(job.spec.agents, self._roster.versions if on_policy else {})
+        self._redundancy = Redundancy(self._roster.redundant)
         self._recent = job.shared.trajectories.buffer(job.job_id, step, evaluation=False)
         self._began = time.monotonic()
         self._ended = 0.0
@@ -86,6 +88,7 @@ class StepRunner:
         kept = await self._job.shared.trajectories.find(self._job.job_id, roster.ended)
         for one in kept:
             self._tally.add(as_event(one), timed=False)
+            self._redundancy.add(as_event(one))
         self._unseen = len(roster.ended) - len(kept)
         self._forgiven = self._tally.failed
 
@@ -132,6 +135,7 @@ class StepRunner:
             # Ended in the store just before a worker or an orchestrator could tell.
             values["trajectories/unseen"] = float(unseen)
         values |= self._rollout.values()
+        values |= self._redundancy.values()
         values |= commit_metrics(self._commits.values())
         values |= staleness(self._commits.values())
         self._ended = time.monotonic()
@@ -143,6 +147,7 @@ class StepRunner:
 
     def _on_end(self, event: ro.TrajectoryEvent) -> None:
         self._tally.add(event)
+        self._redundancy.add(event)
         self._recent.add(event)
         begun = self._total - len(self._roster.ended)
         check_failures(self._job, self._name, self._tally, begun, forgiven=self._forgiven)

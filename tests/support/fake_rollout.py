@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -165,6 +166,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         task = asyncio.current_task()
         assert task is not None
         self._tasks[ticket.trajectory_id] = task
+        began = time.monotonic()
         self._steps[request.step] += 1
         open_steps = [step for step, count in self._steps.items() if count]
         self.overlaps.update((min(open_steps), step) for step in open_steps)
@@ -178,6 +180,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 trajectory_id=ticket.trajectory_id,
                 state=pb.TRAJECTORY_STATE_ABORTED,
                 reason=cancelled.args[0],
+                seconds=time.monotonic() - began,
             )
             events.put_nowait(event)
         finally:
@@ -232,7 +235,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 sample.reward = event.rewards.get(agent, 1.0)
                 samples.append(sample)
         if ticket.purpose == ro.Ticket.PURPOSE_TRAIN:
-            await self.store.AppendTrajectory(
+            ended = await self.store.AppendTrajectory(
                 es.AppendTrajectoryRequest(
                     request_id=new_id("append"),
                     job_id=request.job_id,
@@ -244,6 +247,9 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                     samples=samples,
                 )
             )
+            event.group_complete = ended.group_complete
+            if ended.drop_reason:
+                event.state, event.reason = pb.TRAJECTORY_STATE_ABORTED, ended.drop_reason
         events.put_nowait(event)
 
     def _job(self, job_id: str) -> dict[str, int]:

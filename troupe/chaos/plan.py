@@ -98,7 +98,9 @@ def prepared(spec: JobSpec) -> tuple[JobSpec, list[str]]:
             if function.timeout_seconds < _FUNCTION_SECONDS:
                 changes[f"{section}.{name}.timeout_seconds"] = _FUNCTION_SECONDS
     # Elsewhere the content of a step depends on time, and the specification says so.
-    timeless = spec.pipeline.mode != "async" and not spec.pipeline.over_sampling
+    pipeline = spec.pipeline
+    first_come = pipeline.over_sampling or pipeline.redundant_trajectories
+    timeless = pipeline.mode != "async" and not first_come
     if timeless and not spec.pipeline.deterministic:
         changes["pipeline.deterministic"] = True
     document = spec.model_dump(mode="json")
