@@ -8,9 +8,10 @@ from typing import Any
 
 import structlog
 
-from services.rollout import records, scoring
+from services.rollout import records
 from services.rollout.clock import TrajectoryClock
 from services.rollout.columns import Shelf
+from services.rollout.endpoint.server import EndpointServer
 from services.rollout.prepared import PreparedJob
 from services.rollout.rewards import TrajectoryTools
 from services.rollout.store import Place, TrajectoryLog
@@ -21,7 +22,8 @@ from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
 from troupe.states import TRAJECTORY, check, is_terminal
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
-from troupe.workflow import Agents, Query, Tools, Turn, WorkflowError
+from troupe.workflow import Agents, Query, Tools, Turn, WorkflowError, scoring
+from troupe.workflow.samples import metrics_of, rows_of
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +43,7 @@ class Trajectory:
         step: int,
         store: TrajectoryLog,
         emit: Emit,
+        endpoints: EndpointServer,
     ) -> None:
         self._job = job
         self._ticket = ticket
@@ -53,6 +56,7 @@ class Trajectory:
             job.spec.limits.step_seconds,
         )
         self._emit = emit
+        self._endpoints = endpoints
         self.state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_PENDING
         self._turns: Sequence[Turn] = ()
         self._rewards: dict[str, float] = {}
@@ -118,6 +122,7 @@ class Trajectory:
             turn_seconds=limits.turn_seconds,
             clock=clock,
             began=self._turn_began,
+            endpoints=self._endpoints,
         )
         roles = job.evaluation_roles if evaluating else job.roles
         agents = Agents(roles, backend, seed=ticket.seed)
@@ -170,14 +175,15 @@ class Trajectory:
         self._rewards = scoring.with_turn_rewards(total, self._turns)
         if evaluating:
             return []
-        return records.samples_of(
+        rows = rows_of(
             self._turns,
-            ticket=ticket,
+            query_id=ticket.query_id,
+            trajectory_id=ticket.trajectory_id,
             trained=job.trained,
             rewards=total,
             group_by=job.spec.algorithm.group_by,
-            shelf=self._shelf,
         )
+        return records.samples_of(rows, ticket=ticket, shelf=self._shelf)
 
     def _move(self, target: pb.TrajectoryState.ValueType) -> None:
         check(TRAJECTORY, self.state, target)
@@ -206,7 +212,7 @@ class Trajectory:
         if is_terminal(TRAJECTORY, self.state):
             event.seconds = 0.0 if self._began is None else time.monotonic() - self._began
             event.rewards.update(self._rewards)
-            event.metrics.update(records.metrics_of(self._turns))
+            event.metrics.update(metrics_of(self._turns))
             event.metrics.update(self._metrics)
             event.turns.extend(records.transcript_of(self._turns))
         return event

@@ -41,6 +41,7 @@ async def call_workflow(
 ) -> Any:
     """Run the user's function; whatever it raises becomes a `WorkflowError`."""
     IN_WORKFLOW.set(trajectory_id)
+    agents.enter()
     try:
         return await workflow(query, agents, tools)
     except WorkflowBlockedError as error:

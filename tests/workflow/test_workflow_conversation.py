@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.workflow.stage import CHARACTERS, CHATML, END, THINKING, make_chat
 from troupe.workflow import ChatTemplateError, InvalidMessagesError
-from troupe.workflow.conversation import ConversationMemory, parse_messages
+from troupe.workflow.conversation import parse_messages
+from troupe.workflow.memory import ConversationMemory
 
 USER = ("user", "what is 3+4?")
 
@@ -25,11 +26,11 @@ def test_a_first_prompt_is_the_rendered_conversation() -> None:
 def test_a_follow_up_keeps_the_sampled_ids_although_tokenising_would_change_them() -> None:
     chat = make_chat(merges=[("a", "b")])
     memory = ConversationMemory(chat)
-    prompt = memory.prompt_ids((USER,))
+    prompt = memory.prompt((USER,)).ids
     sampled = tuple(chat.encode("a") + chat.encode("b") + (2,))  # "ab" tokenises to one id
     assert len(chat.encode("ab")) == 1
-    memory.remember((USER,), chat.text(sampled, stopped=True), 0, prompt, sampled, stopped=True)
-    follow_up = memory.prompt_ids((USER, ("assistant", "ab"), ("user", "sure?")))
+    memory.remember((USER,), chat.text(sampled, stopped=True), (0,), prompt, sampled, stopped=True)
+    follow_up = memory.prompt((USER, ("assistant", "ab"), ("user", "sure?"))).ids
     assert follow_up[: len(prompt) + 3] == prompt + sampled
     assert chat.transcript(follow_up) == chat.transcript(
         chat.first_ids((USER, ("assistant", "ab"), ("user", "sure?")))
@@ -39,10 +40,10 @@ def test_a_follow_up_keeps_the_sampled_ids_although_tokenising_would_change_them
 def test_a_reply_cut_by_length_gets_the_end_of_turn_that_it_lacks() -> None:
     chat = make_chat()
     memory = ConversationMemory(chat)
-    prompt = memory.prompt_ids((USER,))
+    prompt = memory.prompt((USER,)).ids
     cut = chat.encode("sev")
-    memory.remember((USER,), "sev", 0, prompt, cut, stopped=False)
-    follow_up = memory.prompt_ids((USER, ("assistant", "sev"), ("user", "go on")))
+    memory.remember((USER,), "sev", (0,), prompt, cut, stopped=False)
+    follow_up = memory.prompt((USER, ("assistant", "sev"), ("user", "go on"))).ids
     text = chat.transcript(follow_up)
     assert text.startswith(chat.transcript(prompt) + "sev" + END + "\n<|im_start|>user\ngo on")
 
@@ -50,11 +51,11 @@ def test_a_reply_cut_by_length_gets_the_end_of_turn_that_it_lacks() -> None:
 def test_thoughts_stay_in_the_ids_although_the_template_cuts_them_from_the_history() -> None:
     chat = make_chat(THINKING)
     memory = ConversationMemory(chat)
-    prompt = memory.prompt_ids((USER,))
+    prompt = memory.prompt((USER,)).ids
     said = "<think>3 and 4</think>7"
     response = (*chat.encode(said), 2)
-    memory.remember((USER,), said, 0, prompt, response, stopped=True)
-    follow_up = memory.prompt_ids((USER, ("assistant", said), ("user", "sure?")))
+    memory.remember((USER,), said, (0,), prompt, response, stopped=True)
+    follow_up = memory.prompt((USER, ("assistant", said), ("user", "sure?"))).ids
     assert follow_up[: len(prompt + response)] == prompt + response
     assert chat.transcript(follow_up).endswith(
         f"7{END}\n<|im_start|>user\nsure?{END}\n<|im_start|>assistant\n"
@@ -65,30 +66,30 @@ def test_of_two_equal_replies_the_earlier_turn_is_continued_whichever_ended_firs
     for order in ([0, 1], [1, 0]):
         chat = make_chat(merges=[("a", "b")])
         memory = ConversationMemory(chat)
-        prompt = memory.prompt_ids((USER,))
+        prompt = memory.prompt((USER,)).ids
         responses = [(*chat.encode("a"), *chat.encode("b"), 2), (*chat.encode("ab"), 2)]
         for turn in order:
-            memory.remember((USER,), "ab", turn, prompt, responses[turn], stopped=True)
-        follow_up = memory.prompt_ids((USER, ("assistant", "ab"), USER))
+            memory.remember((USER,), "ab", (turn,), prompt, responses[turn], stopped=True)
+        follow_up = memory.prompt((USER, ("assistant", "ab"), USER)).ids
         assert follow_up[: len(prompt) + 3] == prompt + responses[0]
 
 
 def test_an_edited_history_begins_a_new_conversation() -> None:
     chat = make_chat()
     memory = ConversationMemory(chat)
-    prompt = memory.prompt_ids((USER,))
-    memory.remember((USER,), "7", 0, prompt, (*chat.encode("7"), 2), stopped=True)
+    prompt = memory.prompt((USER,)).ids
+    memory.remember((USER,), "7", (0,), prompt, (*chat.encode("7"), 2), stopped=True)
     edited = (USER, ("assistant", "8"), ("user", "sure?"))
-    assert memory.prompt_ids(edited) == chat.first_ids(edited)
+    assert memory.prompt(edited).ids == chat.first_ids(edited)
 
 
 def test_trimmed_white_space_does_not_begin_a_new_conversation() -> None:
     chat = make_chat()
     memory = ConversationMemory(chat)
-    prompt = memory.prompt_ids((USER,))
+    prompt = memory.prompt((USER,)).ids
     response = (*chat.encode(" 7\n"), 2)
-    memory.remember((USER,), " 7\n", 0, prompt, response, stopped=True)
-    follow_up = memory.prompt_ids((USER, ("assistant", "7"), ("user", "sure?")))
+    memory.remember((USER,), " 7\n", (0,), prompt, response, stopped=True)
+    follow_up = memory.prompt((USER, ("assistant", "7"), ("user", "sure?"))).ids
     assert follow_up[: len(prompt + response)] == prompt + response
 
 
@@ -106,13 +107,13 @@ def test_property_every_prompt_begins_with_all_that_went_before(
     before: tuple[int, ...] = ()
     for turn, (asked, said, ended) in enumerate(exchanges):
         messages = (*messages, ("user", asked))
-        prompt = memory.prompt_ids(messages)
+        prompt = memory.prompt(messages).ids
         assert prompt[: len(before)] == before
         # One token per character: ids and text determine each other.
         assert chat.transcript(prompt) == chat.transcript(chat.first_ids(messages))
         ended = ended or not said
         response = (*chat.encode(said), 2) if ended else chat.encode(said)
-        memory.remember(messages, said, turn, prompt, response, stopped=ended)
+        memory.remember(messages, said, (turn,), prompt, response, stopped=ended)
         messages = (*messages, ("assistant", said))
         before = prompt + response
 

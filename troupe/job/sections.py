@@ -77,8 +77,12 @@ class AlgorithmSpec(Section):
     """Group-relative policy optimization (Shao et al. 2024, section 4.1)."""
     scale_by_std: bool = True
     """Divide advantages by the group's standard deviation; false: Dr. GRPO."""
-    group_by: Literal["agent", "turn"] = "agent"
-    """Samples of one query that share a baseline: those of one agent, or of one agent's turn."""
+    group_by: Literal["agent", "turn", "branch"] = "agent"
+    """Samples of one query that share a baseline. `agent`: those of one agent. `turn`: those of one
+    turn of an agent, the replies of a `chat(n=k)` being one turn. `branch`: the replies of a
+    `chat(n=k)` alone, with those of other trajectories only where they had the same prompt
+    (AT-GRPO, Zhao et al. 2025, section 4.1); turns that were drawn alone are grouped as by
+    `turn`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Lower clip range of the importance ratio."""
     clip_high: float = Field(default=0.2, gt=0)

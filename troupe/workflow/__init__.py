@@ -6,8 +6,8 @@ async def workflow(query, agents, tools):
     return {"solver": score(query, draft.text), "checker": ...}
 """
 
-from troupe.workflow.agents import Agent, Agents, Role, Turn
-from troupe.workflow.backend import Backend, Generation, Sampling, ToolBackend
+from troupe.workflow.agents import Agent, Agents
+from troupe.workflow.backend import Backend, Endpoint, Generation, Sampling, ToolBackend
 from troupe.workflow.columns import Columns, InvalidColumnError
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import (
@@ -24,7 +24,20 @@ from troupe.workflow.errors import (
 from troupe.workflow.loading import Tasks, Workflow, load_attribute, load_tasks, load_workflow
 from troupe.workflow.query import Query
 from troupe.workflow.reply import Reply
+from troupe.workflow.toolcalls import ToolCall
 from troupe.workflow.tools import Tools
+from troupe.workflow.trying import (
+    EchoPolicy,
+    Played,
+    Policy,
+    Prompt,
+    RandomPolicy,
+    ScriptedPolicy,
+    Spoken,
+    make_role,
+    play,
+)
+from troupe.workflow.turns import Role, Turn
 
 __all__ = [
     "Agent",
@@ -34,17 +47,26 @@ __all__ = [
     "ChatTokenizer",
     "Columns",
     "ContextOverflowError",
+    "EchoPolicy",
+    "Endpoint",
     "EntrypointError",
     "Generation",
     "InvalidColumnError",
     "InvalidMessagesError",
     "InvalidRewardError",
+    "Played",
+    "Policy",
+    "Prompt",
     "Query",
+    "RandomPolicy",
     "Reply",
     "Role",
     "Sampling",
+    "ScriptedPolicy",
+    "Spoken",
     "Tasks",
     "ToolBackend",
+    "ToolCall",
     "ToolError",
     "Tools",
     "Turn",
@@ -55,4 +77,6 @@ __all__ = [
     "load_attribute",
     "load_tasks",
     "load_workflow",
+    "make_role",
+    "play",
 ]

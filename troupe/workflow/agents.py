@@ -1,56 +1,49 @@
 """The agents of one trajectory: what a workflow talks to, and the record of what they said.
 
-A turn gets its number when `chat` or `generate` is *called*, before anything is awaited: branches
-that run concurrently under `asyncio.gather` are numbered in the order in which they were written.
+A turn gets its place when `chat` or `generate` is *called*, before anything is awaited: turns that
+run concurrently under `asyncio.gather` are numbered in the order in which they were written, and
+those of whole branches branch after branch (`numbering`).
 """
 
 from __future__ import annotations
 
-import struct
+import asyncio
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import index as as_int
-from typing import Any
+from typing import Any, overload
 
 import xxhash
 
-from troupe.workflow.backend import Backend, Generation, Sampling
-from troupe.workflow.conversation import ChatTokenizer, ConversationMemory, Message, parse_messages
+from troupe.workflow import numbering
+from troupe.workflow.backend import Backend, Endpoint, EndpointBackend, Sampling
+from troupe.workflow.conversation import (
+    AnyMessage,
+    Message,
+    ToolSet,
+    parse_messages,
+    parse_tools,
+    plain,
+)
 from troupe.workflow.errors import (
     ChatTemplateError,
     InvalidMessagesError,
     TurnError,
     UnknownAgentError,
+    WorkflowError,
 )
+from troupe.workflow.memory import ConversationMemory, Prompt
 from troupe.workflow.reply import Reply
+from troupe.workflow.stopping import cut_at, with_stop_tokens
+from troupe.workflow.toolcalls import PARSERS, ToolCall, call_ids
+from troupe.workflow.turns import Call, Role, Turn, digest_of, settle
+
+Messages = str | Sequence[Mapping[str, Any] | Reply]
+"""What `chat` takes: a string (one user message) or messages; a reply may stand among them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
-    """What all trajectories of a job share about one agent."""
-
-    name: str
-    policy: str
-    tokenizer: ChatTokenizer
-    sampling: Sampling
-    system_prompt: str | None = None
-
-
-@dataclass(slots=True)
-class Turn:
-    """The record of one turn; `reply` is None until it has been generated.
-
-    `number` counts the turns of its agent, `position` those of the whole trajectory.
-    """
-
-    role: Role
-    number: int
-    position: int
-    messages: tuple[Message, ...]
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    reply: Reply | None = None
-    generation: Generation | None = None
+Offered = Sequence[Mapping[str, Any]] | None
+"""Tools as in OpenAI's requests: `{"type": "function", "function": {"name", "parameters"}}`."""
 
 
 class Agent:
@@ -60,25 +53,48 @@ class Agent:
         self._role = role
         self._agents = agents
         self._memory = ConversationMemory(role.tokenizer)
-        self._begun = 0
 
     @property
     def name(self) -> str:
         """The agent's name in the job."""
         return self._role.name
 
+    @property
+    def role(self) -> Role:
+        """What all trajectories of the job share about it."""
+        return self._role
+
+    @overload
     def chat(
-        self, messages: str | Sequence[Mapping[str, str] | Reply], **sampling: Any
-    ) -> Coroutine[Any, Any, Reply]:
+        self, messages: Messages, *, n: None = None, tools: Offered = None, **sampling: Any
+    ) -> Coroutine[Any, Any, Reply]: ...
+
+    @overload
+    def chat(
+        self, messages: Messages, *, n: int, tools: Offered = None, **sampling: Any
+    ) -> Coroutine[Any, Any, list[Reply]]: ...
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        n: int | None = None,
+        tools: Offered = None,
+        **sampling: Any,
+    ) -> Coroutine[Any, Any, Reply | list[Reply]]:
         """The agent's reply to a conversation: a string (one user message) or messages.
 
-        Messages that extend an earlier conversation of this agent reuse its token ids. `sampling`
-        overrides fields of `Sampling`. Raises `InvalidMessagesError` and `ChatTemplateError` at
-        the call, `TurnError` when awaited.
+        Messages that extend an earlier conversation of this agent reuse its token ids. With `n` it
+        is a list of n independent replies, drawn concurrently, each with a seed of its own. `tools`
+        are offered to the model as OpenAI describes them; a reply's `tool_calls` are for the
+        workflow to make, and to answer with messages of role `tool`.
+        `sampling` overrides fields of `Sampling`. Raises `InvalidMessagesError` and
+        `ChatTemplateError` at the call, `TurnError` when awaited: of n replies all or none come.
         """
         parsed = parse_messages(messages, self._role.system_prompt)
+        offered = parse_tools(tools)
         try:
-            prompt_ids = self._memory.prompt_ids(parsed)
+            prompt = self._memory.prompt(parsed, offered.text)
         except ChatTemplateError as error:
             # The tokenizer does not know whose it is.
             raise ChatTemplateError(
@@ -87,10 +103,25 @@ class Agent:
                 value=error.value,
                 remedy=error.remedy,
             ) from error
-        return self._begin(parsed, prompt_ids, sampling)
+        return self._begin(parsed, offered, prompt, n, sampling)
 
-    def generate(self, token_ids: Sequence[int], **sampling: Any) -> Coroutine[Any, Any, Reply]:
-        """The agent's continuation of `token_ids`, which are passed on as they are."""
+    @overload
+    def generate(
+        self, token_ids: Sequence[int], *, n: None = None, **sampling: Any
+    ) -> Coroutine[Any, Any, Reply]: ...
+
+    @overload
+    def generate(
+        self, token_ids: Sequence[int], *, n: int, **sampling: Any
+    ) -> Coroutine[Any, Any, list[Reply]]: ...
+
+    def generate(
+        self, token_ids: Sequence[int], *, n: int | None = None, **sampling: Any
+    ) -> Coroutine[Any, Any, Reply | list[Reply]]:
+        """The agent's continuation of `token_ids`, which are passed on as they are.
+
+        `n` and `sampling` are as in `chat`.
+        """
         try:
             ids = tuple(as_int(i) for i in token_ids)
         except TypeError as error:
@@ -104,53 +135,131 @@ class Agent:
             raise InvalidMessagesError(
                 "generate() got no token ids", field="token_ids", remedy="Pass at least one id."
             )
-        return self._begin((), ids, sampling)
+        return self._begin((), ToolSet(), Prompt(ids, broken=False), n, sampling)
+
+    def endpoint(self, *, lenient: bool = False) -> Endpoint:
+        """Where a client of OpenAI's API speaks as this agent until the trajectory ends.
+
+        What nothing here can enforce (`tool_choice: required`, a JSON schema) is refused, or with
+        `lenient` left to the model. Raises `WorkflowError` of kind `no_endpoint` where none is
+        served, and `TurnError` when the trajectory has ended.
+        """
+        self._agents.check_open(self.name)
+        backend = self._agents.backend
+        if not isinstance(backend, EndpointBackend):
+            raise WorkflowError(
+                "there is no endpoint here: the workflow runs without a rollout service",
+                kind="no_endpoint",
+                field="agents",
+                value=self.name,
+                remedy="Run it in a job (`troupe train`), where engines answer.",
+            )
+        return backend.endpoint(self, lenient=lenient)
 
     def _begin(
-        self, messages: tuple[Message, ...], prompt_ids: tuple[int, ...], overrides: dict[str, Any]
-    ) -> Coroutine[Any, Any, Reply]:
+        self,
+        messages: tuple[AnyMessage, ...],
+        tools: ToolSet,
+        prompt: Prompt,
+        n: int | None,
+        overrides: dict[str, Any],
+    ) -> Coroutine[Any, Any, Reply | list[Reply]]:
         role = self._role
+        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+            raise InvalidMessagesError(
+                "n must be a whole number of replies, at least 1",
+                field="n",
+                value=n,
+                remedy="Leave it out for one reply that is not in a list.",
+            )
         sampling = role.sampling.override(overrides) if overrides else role.sampling
-        if sampling.seed is None:
-            sampling = replace(sampling, seed=self._agents.draw_seed(role.name, prompt_ids))
-        turn = self._agents.begin(role, self._begun, messages, prompt_ids, sampling)
-        self._begun += 1
-        return self._finish(turn)
+        if sampling.stop_strings:
+            stops = with_stop_tokens(sampling, role.tokenizer)
+            sampling = replace(sampling, stop_token_ids=stops)
+        shown = tuple(plain(message) for message in messages)
+        turns = self._agents.begin(role, shown, prompt, sampling, n)
+        finishing = [self._finish(turn, messages, tools) for turn in turns]
+        return finishing[0] if n is None else self._finish_all(finishing)
 
-    async def _finish(self, turn: Turn) -> Reply:
-        role = self._role
-        generation = await self._agents.backend.generate(role.name, turn.prompt_ids, turn.sampling)
+    async def _finish_all(self, finishing: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+        try:
+            with numbering.outside():
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one) for one in finishing]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _finish(self, turn: Turn, messages: tuple[AnyMessage, ...], tools: ToolSet) -> Reply:
+        role, tokenizer = self._role, self._role.tokenizer
+        with numbering.outside():
+            generation = await self._agents.backend.generate(
+                role.name, turn.prompt_ids, turn.sampling
+            )
+        cut = cut_at(generation, turn.sampling.stop_strings, tokenizer)
+        if cut is not None:
+            generation, text = cut
         ids = tuple(generation.token_ids)
-        stopped = generation.finish_reason == "stop"
+        # Whether the last token is a stop token, which is no part of what was said.
+        stopped = cut is None and generation.finish_reason == "stop"
+        if cut is None:
+            text = tokenizer.text(ids, stopped=stopped)
+        content, calls = self._read(text, ids[: len(ids) - stopped], turn, tools)
         reply = Reply(
             role.name,
             turn.number,
-            role.tokenizer.text(ids, stopped=stopped),
+            text,
             turn.prompt_ids,
             ids,
             tuple(generation.logprobs),
             generation.finish_reason,
+            content,
+            calls,
         )
-        if turn.messages:
+        if messages:
             self._memory.remember(
-                turn.messages, reply.text, turn.number, turn.prompt_ids, ids, stopped=stopped
+                messages,
+                reply.text,
+                turn.path,
+                turn.prompt_ids,
+                ids,
+                stopped=stopped,
+                tools=tools.text,
+                content=content,
+                calls=calls,
             )
         turn.reply, turn.generation = reply, generation
         return reply
+
+    def _read(
+        self, text: str, ids: tuple[int, ...], turn: Turn, tools: ToolSet
+    ) -> tuple[str, tuple[ToolCall, ...]]:
+        """Content and calls of a response."""
+        if not tools.given:
+            return text, ()
+        parsed = PARSERS[self._role.tool_parser](self._role.tokenizer.transcript(ids), tools.given)
+        if not parsed.calls:
+            return text, ()
+        names = call_ids(len(parsed.calls), (*turn.path, turn.prompt_digest))
+        return parsed.content, tuple(
+            ToolCall(name, *call) for name, call in zip(names, parsed.calls, strict=True)
+        )
 
 
 class Agents(Mapping[str, Agent]):
     """The agents of one trajectory by name.
 
-    All sampling derives from `seed` and the prompts, so that neither timing nor the order in
-    which concurrent branches end changes what is drawn.
+    All sampling derives from `seed`, the prompts and the branches, so that neither timing nor the
+    order in which concurrent branches end changes what is drawn.
     """
 
     def __init__(self, roles: Mapping[str, Role], backend: Backend, *, seed: int) -> None:
         self.backend = backend
         self._agents = {name: Agent(role, self) for name, role in roles.items()}
         self._seed = seed
-        self._asked: dict[tuple[str, int], int] = {}
+        self._root = numbering.Branch()
+        self._asked: dict[tuple[numbering.Path, str, int], int] = {}
+        self._begun: dict[str, int] = {}
         self._turns: list[Turn] = []
         self._closed = False
 
@@ -177,35 +286,83 @@ class Agents(Mapping[str, Agent]):
         """Turns that have a reply, in the order in which they were asked for."""
         return [turn for turn in self._turns if turn.reply is not None]
 
-    def close(self) -> list[Turn]:
-        """End the trajectory: no turn begins or is recorded any more. Returns `turns`."""
-        self._closed = True
-        self._turns = self.turns
+    @property
+    def begun(self) -> Sequence[Turn]:
+        """All turns, in the order in which they were asked for."""
         return self._turns
+
+    def enter(self) -> None:
+        """The workflow is about to run in the current task: tasks that it creates are its branches.
+
+        Who does not call this has turns of concurrent tasks numbered by time.
+        """
+        numbering.enter(self._root)
+
+    def close(self) -> list[Turn]:
+        """End the trajectory: no turn begins or is recorded any more.
+
+        Returns `turns`, in an order and with numbers that do not depend on time.
+        """
+        if not self._closed:
+            self._closed = True
+            self._turns = [turn for turn in settle(self._turns) if turn.reply is not None]
+        return self._turns
+
+    def check_open(self, agent: str) -> None:
+        """Raises `TurnError` when the trajectory has ended."""
+        if self._closed:
+            raise TurnError(
+                f"'{agent}' was asked for a turn after its trajectory had ended",
+                kind="trajectory_ended",
+                remedy="Await every branch before the workflow returns.",
+            )
 
     def begin(
         self,
         role: Role,
-        number: int,
         messages: tuple[Message, ...],
-        prompt_ids: tuple[int, ...],
+        prompt: Prompt,
         sampling: Sampling,
-    ) -> Turn:
-        """Record a turn that is about to be generated (called by `Agent`)."""
-        if self._closed:
-            raise TurnError(
-                f"'{role.name}' was asked for a turn after its trajectory had ended",
-                kind="trajectory_ended",
-                remedy="Await every branch before the workflow returns.",
+        n: int | None = None,
+    ) -> list[Turn]:
+        """Record turns that are about to be generated from one prompt (called by `Agent`)."""
+        self.check_open(role.name)
+        branch = numbering.current(self._root)
+        call = Call(branch.path, branch.step(), n)
+        turns = []
+        for sibling in range(n or 1):
+            seed = sampling.seed
+            if seed is None:
+                seed = self.draw_seed(role.name, prompt.ids)
+            elif sibling:
+                seed = _draw(f"{seed}/{sibling}")
+            number = self._begun.get(role.name, 0)
+            self._begun[role.name] = number + 1
+            turns.append(
+                Turn(
+                    role,
+                    number,
+                    len(self._turns) + sibling,
+                    messages,
+                    prompt.ids,
+                    replace(sampling, seed=seed),
+                    call,
+                    sibling,
+                    prefix_broken=prompt.broken,
+                )
             )
-        turn = Turn(role, number, len(self._turns), messages, prompt_ids, sampling)
-        self._turns.append(turn)
-        return turn
+        self._turns += turns
+        return turns
 
     def draw_seed(self, agent: str, prompt_ids: tuple[int, ...]) -> int:
         """Seed of the next turn of `agent` with this prompt: equal prompts get different ones."""
-        digest = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(prompt_ids)}q", *prompt_ids))
-        occurrence = self._asked.get((agent, digest), 0)
-        self._asked[agent, digest] = occurrence + 1
-        drawn = xxhash.xxh3_64_intdigest(f"{self._seed}/{agent}/{digest}/{occurrence}".encode())
-        return drawn & 0x7FFF_FFFF  # what every engine accepts
+        digest = digest_of(prompt_ids)
+        path = numbering.current(self._root).path
+        occurrence = self._asked.get((path, agent, digest), 0)
+        self._asked[path, agent, digest] = occurrence + 1
+        branch = "".join(f"/{step}" for step in path)
+        return _draw(f"{self._seed}/{agent}/{digest}/{occurrence}{branch}")
+
+
+def _draw(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode()) & 0x7FFF_FFFF  # what every engine accepts

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from troupe.workflow.errors import InvalidMessagesError
+
+if TYPE_CHECKING:
+    from troupe.workflow.agents import Agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,8 @@ class Sampling:
     """How the tokens of one turn are drawn.
 
     `temperature` 0 is greedy; `top_k` -1 means all tokens; a response ends at the first of
-    `stop_token_ids` (which it then contains) or after `max_new_tokens`.
+    `stop_token_ids` (which it then contains), with the token that completes one of `stop_strings`
+    (which its text then lacks) or after `max_new_tokens`.
     """
 
     temperature: float = 1.0
@@ -26,6 +30,8 @@ class Sampling:
     top_k: int = -1
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    """Not for engines: see `stopping`."""
     seed: int | None = None
 
     def override(self, values: Mapping[str, Any]) -> Sampling:
@@ -110,6 +116,27 @@ class Backend(Protocol):
         self, agent: str, prompt_ids: Sequence[int], sampling: Sampling
     ) -> Generation:
         """One generation. Raises `TurnError`; bounded by the turn's deadline."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a client of OpenAI's API speaks as one agent of one trajectory, while that runs."""
+
+    base_url: str
+    """Ends in `/v1`. Whoever knows it may use it: it cannot be guessed."""
+    api_key: str
+    """Clients want one; it is not looked at."""
+    model: str
+    """Clients want one; any is taken."""
+
+
+@runtime_checkable
+class EndpointBackend(Protocol):
+    """A backend that also serves OpenAI's API."""
+
+    def endpoint(self, agent: Agent, *, lenient: bool) -> Endpoint:
+        """Open one for `agent`, or give the one that is open."""
         ...
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from troupe.workflow.columns import Columns
 from troupe.workflow.errors import InvalidRewardError, shown
+from troupe.workflow.toolcalls import ToolCall
 
 
 class Reply:
@@ -16,11 +17,13 @@ class Reply:
         "_reward",
         "agent",
         "columns",
+        "content",
         "finish_reason",
         "logprobs",
         "prompt_ids",
         "text",
         "token_ids",
+        "tool_calls",
         "turn",
     )
 
@@ -33,10 +36,12 @@ class Reply:
         token_ids: tuple[int, ...],
         logprobs: tuple[float, ...],
         finish_reason: str,
+        content: str | None = None,
+        tool_calls: tuple[ToolCall, ...] = (),
     ) -> None:
         self.agent = agent
         self.turn = turn
-        """How many turns this agent had begun before this one."""
+        """How many turns this agent had begun before this one; see `Turn.number`."""
         self.text = text
         """Without the stop token and other special tokens."""
         self.prompt_ids = prompt_ids
@@ -45,14 +50,21 @@ class Reply:
         self.logprobs = logprobs
         self.finish_reason = finish_reason
         """`stop` or `length`."""
+        self.content = text if content is None else content
+        """The text apart from `tool_calls`."""
+        self.tool_calls = tool_calls
+        """Calls that it makes of the tools that it was offered."""
         self.columns = Columns(f"{agent}[{turn}]", len(token_ids))
         """Further values that are stored with this turn's sample: `reply.columns[name] = value`."""
         self._reward: float | None = None
 
     @property
-    def message(self) -> dict[str, str]:
+    def message(self) -> dict[str, Any]:
         """The reply as the message to append to its conversation."""
-        return {"role": "assistant", "content": self.text}
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.message for call in self.tool_calls]
+        return message
 
     @property
     def reward(self) -> float | None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from troupe.workflow import numbering
 from troupe.workflow.backend import ToolBackend
 from troupe.workflow.errors import ToolError
 
@@ -42,4 +43,5 @@ class Tools:
                 value=arguments,
                 remedy="Pass strings, finite numbers, booleans, None, lists and dicts only.",
             ) from error
-        return json.loads(await self._backend.invoke(name, payload))
+        with numbering.outside():
+            return json.loads(await self._backend.invoke(name, payload))

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from services.rollout.rewards import TrajectoryTools
-from troupe.workflow import InvalidRewardError, Query, ToolError, Turn, WorkflowError
+from troupe.workflow.errors import InvalidRewardError, ToolError, WorkflowError
+from troupe.workflow.query import Query
 from troupe.workflow.reply import finite
+from troupe.workflow.turns import Turn
 
 # Belongs to no agent: the team's success, reported beside the agents' rewards.
 TEAM = "team"
+
+
+class Scorer(Protocol):
+    """Calls the job's reward functions."""
+
+    async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """The JSON value of a reward function called with `arguments`. Raises `ToolError`."""
+        ...
 
 
 class RewardFailedError(WorkflowError):
@@ -61,7 +70,7 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
 
 async def call_functions(
     names: Sequence[str],
-    tools: TrajectoryTools,
+    scorer: Scorer,
     query: Query,
     turns: Sequence[Turn],
     rewards: Mapping[str, float],
@@ -97,7 +106,7 @@ async def call_functions(
     async def one(name: str) -> dict[str, float]:
         source = f"rewards.{name}"
         try:
-            given = await tools.score(name, arguments)
+            given = await scorer.score(name, arguments)
         except ToolError as error:
             raise RewardFailedError(
                 error.message,

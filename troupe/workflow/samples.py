@@ -1,0 +1,81 @@
+"""Which samples a trajectory's turns become, and which of them share a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from troupe.workflow.turns import Turn
+
+GroupBy = Literal["agent", "turn", "branch"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One turn as a sample of its policy, before it is put into a message."""
+
+    sample_id: str
+    """`{query}_{turn}_{trajectory}`; the turn is counted over the whole trajectory, since agents
+    may share a policy."""
+    group_id: str
+    """Samples of one query and policy with equal `group_id` share a baseline."""
+    turn: Turn
+    reward: float | None
+    """The turn's own, or else its agent's."""
+
+
+def rows_of(
+    turns: Sequence[Turn],
+    *,
+    query_id: str,
+    trajectory_id: str,
+    trained: Collection[str],
+    rewards: Mapping[str, float],
+    group_by: GroupBy,
+) -> list[SampleRow]:
+    """One row per turn of a policy in `trained` that has at least one token.
+
+    `turns` are those of a closed trajectory (`Agents.close`), `rewards` those of its agents.
+    """
+    rows = []
+    for turn in turns:
+        reply = turn.reply
+        if reply is None or not reply.token_ids or turn.role.policy not in trained:
+            continue
+        rows.append(
+            SampleRow(
+                sample_id=f"{query_id}_{turn.position}_{trajectory_id}",
+                group_id=_group_id(turn, query_id, group_by),
+                turn=turn,
+                reward=reply.reward if reply.reward is not None else rewards.get(turn.role.name),
+            )
+        )
+    return rows
+
+
+def metrics_of(turns: Sequence[Turn]) -> dict[str, float]:
+    """Sums over the turns; what a workflow logs under the same names replaces them."""
+    done = [t.generation for t in turns if t.generation is not None]
+    return {
+        "turns": len(done),
+        "prompt_tokens": sum(len(t.prompt_ids) for t in turns),
+        "response_tokens": sum(len(g.token_ids) for g in done),
+        "cached_tokens": sum(g.cached_tokens for g in done),
+        "cut_by_length": sum(g.finish_reason == "length" for g in done),
+        "prefix_breaks": sum(t.prefix_broken for t in turns),
+    }
+
+
+def _group_id(turn: Turn, query_id: str, group_by: GroupBy) -> str:
+    """The group's name, from what one trajectory knows: others of the query name theirs alike."""
+    agent = f"{query_id}/{turn.role.name}"
+    if group_by == "agent":
+        return agent
+    # Which call of its agent this was: the k replies of `chat(n=k)` are one turn of the tree.
+    at = f"{agent}/{turn.place}"
+    if group_by == "turn" or turn.siblings is None:
+        return at
+    # Siblings have their prompt in common, with each other and with those of the query's other
+    # trajectories that came to the same point.
+    return f"{at}/{turn.prompt_digest:016x}"

@@ -1,0 +1,131 @@
+"""Tools and reward functions in this process, with the manners of the reward service."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from troupe.workflow.errors import ToolError
+
+Function = Callable[..., Any]
+
+
+class LocalFunctions:
+    """`ToolBackend` and `Scorer` over plain functions: what they take and give is JSON.
+
+    There is no memory limit. A function that does not end in `seconds` is left behind in its
+    thread, which does not keep the process alive.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Function],
+        rewards: Mapping[str, Function],
+        *,
+        seconds: Mapping[str, float] | float = 60.0,
+    ) -> None:
+        """`seconds`: how long a call may take, for all or by `tools/name` and `rewards/name`."""
+        self._functions = {
+            **{f"tools/{name}": function for name, function in tools.items()},
+            **{f"rewards/{name}": function for name, function in rewards.items()},
+        }
+        self._seconds = seconds
+
+    async def invoke(self, name: str, arguments_json: str) -> str:
+        """Call a tool. Raises `ToolError`."""
+        return await self._call(f"tools/{name}", arguments_json)
+
+    async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        """Call a reward function. Raises `ToolError`."""
+        return json.loads(await self._call(f"rewards/{name}", json.dumps(arguments)))
+
+    async def _call(self, name: str, arguments_json: str) -> str:
+        limit = self._seconds if isinstance(self._seconds, float | int) else self._seconds[name]
+        field = name.replace("/", ".")
+        try:
+            async with asyncio.timeout(limit):
+                result = await _in_thread(self._functions[name], json.loads(arguments_json))
+        except TimeoutError as error:
+            raise ToolError(
+                f"{name} gave no result within {limit:g} s",
+                kind="timeout",
+                field=field,
+                remedy="Raise its `timeout_seconds`, or make it faster.",
+            ) from error
+        except _Raised as raised:
+            raise ToolError(
+                f"{name}: {type(raised.error).__name__}: {raised.error}",
+                kind="raised",
+                field=field,
+                traceback=_author_view(raised.error),
+            ) from raised.error
+        try:
+            return json.dumps(result, allow_nan=False, default=_plain)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ToolError(
+                f"{name}: {error}: the function returned {result!r:.200}",
+                kind="bad_result",
+                field=field,
+                remedy="Return finite numbers, strings, lists and dicts of them.",
+            ) from error
+
+
+class _Raised(Exception):
+    """Carries what a function raised, so that it is not taken for what happened to the call."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+async def _in_thread(function: Function, arguments: dict[str, Any]) -> Any:
+    """Its result, from a daemon thread: the default executor waits for its threads at exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(_Raised(error))
+
+    def run() -> None:
+        result, failed = None, None
+        try:
+            result = function(**arguments)
+            if inspect.isawaitable(result):
+                result = asyncio.run(_awaited(result))
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's too
+            failed = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failed)
+
+    threading.Thread(target=run, name="troupe-function", daemon=True).start()
+    return await future
+
+
+async def _awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def _author_view(error: BaseException) -> str:
+    """The traceback without the frames of this file."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+
+
+def _plain(value: Any) -> Any:
+    """numpy and torch scalars and arrays as the numbers that they are."""
+    for name in ("tolist", "item"):
+        method = getattr(value, name, None)
+        if callable(method):
+            return method()
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -1,0 +1,206 @@
+"""Plays a workflow without services: policies instead of engines, functions in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from troupe.workflow import scoring
+from troupe.workflow.agents import Agent, Agents
+from troupe.workflow.backend import Sampling
+from troupe.workflow.conversation import ChatTokenizer
+from troupe.workflow.errors import WorkflowError
+from troupe.workflow.loading import Workflow
+from troupe.workflow.query import Query
+from troupe.workflow.samples import GroupBy, SampleRow, metrics_of, rows_of
+from troupe.workflow.tools import Tools
+from troupe.workflow.trying.functions import Function, LocalFunctions
+from troupe.workflow.trying.policies import Policy, PolicyBackend, RandomPolicy
+from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
+from troupe.workflow.turns import Role, Turn
+
+_LANGUAGE: Final = ChatTokenizer(ByteTokenizer())
+
+
+@dataclass(frozen=True)
+class Played:
+    """A trajectory that ended well."""
+
+    query: Query
+    turns: list[Turn]
+    rewards: dict[str, float]
+    """Per agent (and `team`), as a job would report them."""
+    samples: list[SampleRow]
+    """What a job would store of it."""
+    metrics: dict[str, float]
+    """What a job would log of it, with what the workflow logged."""
+
+
+def make_role(name: str, system_prompt: str | None = None, **sampling: Any) -> Role:
+    """An agent whose policy bears its name and which speaks bytes (`ByteTokenizer`)."""
+    own = Sampling(stop_token_ids=(END_ID,)).override(sampling)
+    return Role(name, name, _LANGUAGE, own, system_prompt)
+
+
+class Trial:
+    """One run of a workflow on one query. What it did stays to be seen, however it ended."""
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        query: Query | Mapping[str, Any],
+        *,
+        policy: Policy | Mapping[str, Policy] | None = None,
+        agents: Iterable[str] | Mapping[str, Role] | None = None,
+        tools: Mapping[str, Function] | None = None,
+        rewards: Mapping[str, Function] | None = None,
+        functions: LocalFunctions | None = None,
+        trained: Collection[str] | None = None,
+        group_by: GroupBy = "agent",
+        seed: int = 0,
+        seconds: float = 60.0,
+        trajectory_id: str = "",
+    ) -> None:
+        """As `play`; `functions` instead of those over `tools` and `rewards`."""
+        self.query = query if isinstance(query, Query) else Query("q0", "train", 0, query)
+        self.trajectory_id = trajectory_id or f"{self.query.id}-t0"
+        self._workflow = workflow
+        self._backend = PolicyBackend(RandomPolicy() if policy is None else policy)
+        self.agents = _agents(agents, self._backend, seed)
+        self._backend.agents = self.agents
+        self._rewards = tuple(rewards or ())
+        self._functions = functions or LocalFunctions(tools or {}, rewards or {}, seconds=seconds)
+        self._tools = Tools(tools or (), self._functions)
+        self._trained = trained
+        self._group_by = group_by
+        self._seconds = seconds
+
+    async def run(self) -> Played:
+        """Play and score. Raises what the workflow raises, `WorkflowError` for rewards that a job
+        would refuse, and of kind `deadline` when it takes too long."""
+        check_json(self.query)
+        # The workflow gets a task of its own, as in a job: what it creates are its branches.
+        try:
+            async with asyncio.timeout(self._seconds) as limit:
+                given = await asyncio.create_task(self._play())
+                turns = self.agents.close()
+                names = self.agents.keys()
+                own = scoring.check_rewards(given, names, "the workflow")
+                parts = await scoring.call_functions(
+                    self._rewards, self._functions, self.query, turns, own, names
+                )
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise self._late() from error
+        finally:
+            turns = self.agents.close()
+        total = scoring.add_up([own, *parts])
+        policies = {turn.role.policy for turn in turns}
+        trained = policies if self._trained is None else self._trained
+        scoring.check_complete(total, turns, trained)
+        return Played(
+            query=self.query,
+            turns=turns,
+            rewards=scoring.with_turn_rewards(total, turns),
+            samples=rows_of(
+                turns,
+                query_id=self.query.id,
+                trajectory_id=self.trajectory_id,
+                trained=trained,
+                rewards=total,
+                group_by=self._group_by,
+            ),
+            metrics=metrics_of(turns) | self.query.metrics,
+        )
+
+    async def _play(self) -> Any:
+        self.agents.enter()
+        return await self._workflow(self.query, self.agents, self._tools)
+
+    def _late(self) -> WorkflowError:
+        waiting = [turn.role.name for turn in self.agents.begun if turn.reply is None]
+        message = f"not done within {self._seconds:g} s, after {len(self.agents.turns)} turns"
+        if waiting:
+            message += f"; it was waiting for {', '.join(waiting)}"
+        return WorkflowError(
+            message,
+            kind="deadline",
+            remedy="Await something that ends, or allow more seconds.",
+        )
+
+
+async def play(
+    workflow: Workflow,
+    query: Query | Mapping[str, Any],
+    *,
+    policy: Policy | Mapping[str, Policy] | None = None,
+    agents: Iterable[str] | Mapping[str, Role] | None = None,
+    tools: Mapping[str, Function] | None = None,
+    rewards: Mapping[str, Function] | None = None,
+    trained: Collection[str] | None = None,
+    group_by: GroupBy = "agent",
+    seed: int = 0,
+    seconds: float = 60.0,
+) -> Played:
+    """Run a workflow on one query without any model or service.
+
+    `query`: what the job's tasks would return. `policy`: who takes the turns of all agents, or by
+    agent; default: `RandomPolicy()`. `agents`: their names, or `make_role(...)` by name; default:
+    whoever the workflow asks for. `tools`, `rewards`: functions by name, called in this process
+    with JSON arguments. `trained`: policies whose turns become samples, all by default. `seconds`:
+    the longest that it, and each function, may take. The same `seed` plays the same trajectory.
+
+    Raises what the workflow raises, `WorkflowError` for rewards that a job would refuse, and of
+    kind `deadline` when it takes too long.
+    """
+    trial = Trial(
+        workflow,
+        query,
+        policy=policy,
+        agents=agents,
+        tools=tools,
+        rewards=rewards,
+        trained=trained,
+        group_by=group_by,
+        seed=seed,
+        seconds=seconds,
+    )
+    return await trial.run()
+
+
+def check_json(query: Query) -> None:
+    """Queries travel as JSON. Raises `WorkflowError` of kind `bad_task`."""
+    try:
+        json.dumps(dict(query.data))
+    except (TypeError, ValueError) as error:
+        raise WorkflowError(
+            f"query {query.id} does not consist of JSON values: {error}",
+            kind="bad_task",
+            field="query",
+            remedy="Use strings, numbers, booleans, None, lists and dicts of them.",
+        ) from error
+
+
+class _OpenAgents(Agents):
+    """Has every agent that it is asked for."""
+
+    def __getitem__(self, name: str) -> Agent:
+        if name not in self._agents:
+            self._agents[name] = Agent(make_role(name), self)
+        return self._agents[name]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str)
+
+
+def _agents(
+    given: Iterable[str] | Mapping[str, Role] | None, backend: PolicyBackend, seed: int
+) -> Agents:
+    if given is None:
+        return _OpenAgents({}, backend, seed=seed)
+    roles = given if isinstance(given, Mapping) else {name: make_role(name) for name in given}
+    return Agents(roles, backend, seed=seed)

@@ -1,0 +1,200 @@
+"""Policies without a model, for trying a workflow and for testing one.
+
+A policy is any function from a `Prompt` to what is said: a text, or `Spoken` token ids. It may be
+async. Those here keep nothing between turns: one object serves any number of trajectories at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from troupe.workflow.agents import Agents
+from troupe.workflow.backend import Sampling, Span
+from troupe.workflow.conversation import ChatTokenizer, Message
+from troupe.workflow.errors import TurnError, WorkflowError, shown
+from troupe.workflow.turns import Turn, digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a policy is asked."""
+
+    agent: str
+    number: int
+    """How many turns this agent was asked for before."""
+    position: int
+    """How many turns anybody was asked for before."""
+    messages: tuple[Message, ...]
+    """(role, content) of the conversation; empty where the workflow passed token ids."""
+    ids: tuple[int, ...]
+    sampling: Sampling
+    tokenizer: ChatTokenizer
+    random: random.Random
+    """Seeded for this turn. Greedy turns (temperature 0) with equal prompts have equal ones."""
+
+    @property
+    def text(self) -> str:
+        """The last message, or the text of the ids where there are no messages."""
+        return self.messages[-1][1] if self.messages else self.tokenizer.text(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """A response as token ids, with the log-probability of each if it is not certain."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float] | None = None
+    stopped: bool = True
+    """Whether the policy ended by itself; False: it had more to say."""
+
+
+Policy = Callable[[Prompt], "str | Spoken | Awaitable[str | Spoken]"]
+"""What takes turns."""
+
+
+class RandomPolicy:
+    """Says random tokens of the vocabulary, or one of `texts`."""
+
+    def __init__(self, texts: Sequence[str] = (), *, longest: int = 16) -> None:
+        """`longest`: most tokens of a random response, beside `max_new_tokens`."""
+        self._texts = tuple(texts)
+        self._longest = longest
+
+    def __call__(self, prompt: Prompt) -> str | Spoken:
+        """One of the texts, each equally likely, or 1 to `longest` tokens, each equally likely."""
+        if self._texts:
+            return prompt.random.choice(self._texts)
+        known = prompt.tokenizer.ordinary_ids
+        length = prompt.random.randint(1, self._longest)
+        ids = prompt.random.choices(known, k=length)
+        return Spoken(ids, [-math.log(len(known))] * length)
+
+
+class EchoPolicy:
+    """Repeats the last message of its prompt."""
+
+    def __call__(self, prompt: Prompt) -> str:
+        """The last message."""
+        return prompt.text
+
+
+class ScriptedPolicy:
+    """Says what it was given, in the order in which turns are asked for."""
+
+    def __init__(self, replies: Mapping[str, str | Sequence[str]] | str | Sequence[str]) -> None:
+        """`replies`: of each agent by its name, or a list for all of them together. A single text
+        instead of a list is said every time. Raises `WorkflowError` for anything else."""
+        self._replies: dict[str | None, str | tuple[str, ...]] = {}
+        given = replies if isinstance(replies, Mapping) else {None: replies}
+        for agent, texts in given.items():
+            if isinstance(texts, str):
+                self._replies[agent] = texts
+                continue
+            if not isinstance(texts, Sequence) or not all(isinstance(t, str) for t in texts):
+                raise WorkflowError(
+                    f"replies must be a text or a list of texts, not {shown(texts)}",
+                    kind="bad_script",
+                    field="replies" if agent is None else f"replies.{agent}",
+                    value=texts,
+                    remedy="Quote what YAML would read as a number.",
+                )
+            self._replies[agent] = tuple(texts)
+
+    def __call__(self, prompt: Prompt) -> str:
+        """The next text. Raises `TurnError` of kind `script_ended` when there is none."""
+        shared = None in self._replies
+        replies = self._replies.get(None if shared else prompt.agent, ())
+        number = prompt.position if shared else prompt.number
+        if isinstance(replies, str):
+            return replies
+        if number < len(replies):
+            return replies[number]
+        raise TurnError(
+            f"the script has {len(replies)} replies"
+            f"{'' if shared else f' of {prompt.agent}'}, and a further one was asked for",
+            kind="script_ended",
+            field="replies" if shared else f"replies.{prompt.agent}",
+            remedy="Add replies, or give one text instead of a list to repeat it.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A `Generation` that no engine made."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: str
+    versions: Sequence[Span] = field(default=())
+    cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    generate_seconds: float = 0.0
+
+
+class PolicyBackend:
+    """`troupe.workflow.Backend` of one trajectory over policies."""
+
+    def __init__(self, policy: Policy | Mapping[str, Policy]) -> None:
+        """`policy`: that of all agents, or by agent."""
+        self._policy = policy
+        self.agents: Agents | None = None
+        """The trajectory's, to be set before its first turn."""
+
+    async def generate(self, agent: str, prompt_ids: Sequence[int], sampling: Sampling) -> Said:
+        """What the agent's policy says, cut to `max_new_tokens`. Raises `TurnError`."""
+        assert self.agents is not None
+        # Every turn has a `Sampling` of its own.
+        turn = next(turn for turn in reversed(self.agents.begun) if turn.sampling is sampling)
+        role = turn.role
+        answer = self._of(agent)(_prompt(turn))
+        given = await answer if inspect.isawaitable(answer) else answer
+        spoken = Spoken(role.tokenizer.encode(given)) if isinstance(given, str) else given
+        if not isinstance(spoken, Spoken):
+            raise TurnError(
+                f"the policy of '{agent}' returned {shown(given)}",
+                kind="bad_policy",
+                value=given,
+                remedy="Return a str, or `Spoken` token ids.",
+            )
+        ids = list(spoken.ids)
+        logprobs = [0.0] * len(ids) if spoken.logprobs is None else list(spoken.logprobs)
+        stops = role.sampling.stop_token_ids
+        stopped = spoken.stopped and bool(stops) and len(ids) < sampling.max_new_tokens
+        if stopped:
+            ids.append(stops[0])
+            logprobs.append(0.0)
+        room = sampling.max_new_tokens
+        return Said(ids[:room], logprobs[:room], "stop" if stopped else "length")
+
+    def _of(self, agent: str) -> Policy:
+        if not isinstance(self._policy, Mapping):
+            return self._policy
+        try:
+            return self._policy[agent]
+        except KeyError:
+            raise TurnError(
+                f"no policy was given for '{agent}'",
+                kind="no_policy",
+                field="policy",
+                value=agent,
+                remedy="Give one for every agent, or a single one for all.",
+            ) from None
+
+
+def _prompt(turn: Turn) -> Prompt:
+    greedy = turn.sampling.temperature == 0
+    seed = digest_of(turn.prompt_ids) if greedy else turn.sampling.seed
+    return Prompt(
+        turn.role.name,
+        turn.number,
+        turn.position,
+        turn.messages,
+        turn.prompt_ids,
+        turn.sampling,
+        turn.role.tokenizer,
+        random.Random(seed),
+    )
