@@ -6,7 +6,8 @@ async def workflow(query, agents, tools):
     return {"solver": score(query, draft.text), "checker": ...}
 """
 
-from troupe.workflow.agents import Agent, Agents
+from troupe.workflow.agent import Agent
+from troupe.workflow.agents import Agents
 from troupe.workflow.backend import Backend, Endpoint, Generation, Sampling, ToolBackend
 from troupe.workflow.columns import Columns, InvalidColumnError
 from troupe.workflow.conversation import ChatTokenizer

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from troupe.workflow.errors import InvalidMessagesError
 
 if TYPE_CHECKING:
-    from troupe.workflow.agents import Agent
+    from troupe.workflow.agent import Agent
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from troupe.workflow import scoring
-from troupe.workflow.agents import Agent, Agents
+from troupe.workflow.agent import Agent
+from troupe.workflow.agents import Agents
 from troupe.workflow.backend import Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import WorkflowError

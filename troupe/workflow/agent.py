@@ -1,0 +1,235 @@
+"""One agent of one trajectory: what a workflow asks for replies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from operator import index as as_int
+from typing import TYPE_CHECKING, Any, overload
+
+from troupe.workflow import numbering
+from troupe.workflow.backend import Endpoint, EndpointBackend
+from troupe.workflow.conversation import (
+    AnyMessage,
+    ToolSet,
+    parse_messages,
+    parse_tools,
+    plain,
+)
+from troupe.workflow.errors import ChatTemplateError, InvalidMessagesError, WorkflowError
+from troupe.workflow.memory import ConversationMemory, Prompt
+from troupe.workflow.reply import Reply
+from troupe.workflow.stopping import cut_at, with_stop_tokens
+from troupe.workflow.toolcalls import PARSERS, ToolCall, call_ids
+from troupe.workflow.turns import Role, Turn
+
+if TYPE_CHECKING:
+    from troupe.workflow.agents import Agents
+
+Messages = str | Sequence[Mapping[str, Any] | Reply]
+"""What `chat` takes: a string (one user message) or messages; a reply may stand among them."""
+
+
+Offered = Sequence[Mapping[str, Any]] | None
+"""Tools as in OpenAI's requests: `{"type": "function", "function": {"name", "parameters"}}`."""
+
+
+class Agent:
+    """One agent in one trajectory."""
+
+    def __init__(self, role: Role, agents: Agents) -> None:
+        self._role = role
+        self._agents = agents
+        self._memory = ConversationMemory(role.tokenizer)
+
+    @property
+    def name(self) -> str:
+        """The agent's name in the job."""
+        return self._role.name
+
+    @property
+    def role(self) -> Role:
+        """What all trajectories of the job share about it."""
+        return self._role
+
+    @overload
+    def chat(
+        self, messages: Messages, *, n: None = None, tools: Offered = None, **sampling: Any
+    ) -> Coroutine[Any, Any, Reply]: ...
+
+    @overload
+    def chat(
+        self, messages: Messages, *, n: int, tools: Offered = None, **sampling: Any
+    ) -> Coroutine[Any, Any, list[Reply]]: ...
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        n: int | None = None,
+        tools: Offered = None,
+        **sampling: Any,
+    ) -> Coroutine[Any, Any, Reply | list[Reply]]:
+        """The agent's reply to a conversation: a string (one user message) or messages.
+
+        Messages that extend an earlier conversation of this agent reuse its token ids. With `n` it
+        is a list of n independent replies, drawn concurrently, each with a seed of its own. `tools`
+        are offered to the model as OpenAI describes them; a reply's `tool_calls` are for the
+        workflow to make, and to answer with messages of role `tool`.
+        `sampling` overrides fields of `Sampling`. Raises `InvalidMessagesError` and
+        `ChatTemplateError` at the call, `TurnError` when awaited: of n replies all or none come.
+        """
+        parsed = parse_messages(messages, self._role.system_prompt)
+        offered = parse_tools(tools)
+        try:
+            prompt = self._memory.prompt(parsed, offered.text)
+        except ChatTemplateError as error:
+            # The tokenizer does not know whose it is.
+            raise ChatTemplateError(
+                f"agent '{self.name}': {error.message}",
+                field=f"policies.{self._role.policy}.model",
+                value=error.value,
+                remedy=error.remedy,
+            ) from error
+        return self._begin(parsed, offered, prompt, n, sampling)
+
+    @overload
+    def generate(
+        self, token_ids: Sequence[int], *, n: None = None, **sampling: Any
+    ) -> Coroutine[Any, Any, Reply]: ...
+
+    @overload
+    def generate(
+        self, token_ids: Sequence[int], *, n: int, **sampling: Any
+    ) -> Coroutine[Any, Any, list[Reply]]: ...
+
+    def generate(
+        self, token_ids: Sequence[int], *, n: int | None = None, **sampling: Any
+    ) -> Coroutine[Any, Any, Reply | list[Reply]]:
+        """The agent's continuation of `token_ids`, which are passed on as they are.
+
+        `n` and `sampling` are as in `chat`.
+        """
+        try:
+            ids = tuple(as_int(i) for i in token_ids)
+        except TypeError as error:
+            raise InvalidMessagesError(
+                f"token_ids must be integers: {error}",
+                field="token_ids",
+                value=token_ids,
+                remedy="Pass a list of ints; `chat` takes text.",
+            ) from error
+        if not ids:
+            raise InvalidMessagesError(
+                "generate() got no token ids", field="token_ids", remedy="Pass at least one id."
+            )
+        return self._begin((), ToolSet(), Prompt(ids, broken=False), n, sampling)
+
+    def endpoint(self, *, lenient: bool = False) -> Endpoint:
+        """Where a client of OpenAI's API speaks as this agent until the trajectory ends.
+
+        What nothing here can enforce (`tool_choice: required`, a JSON schema) is refused, or with
+        `lenient` left to the model. Raises `WorkflowError` of kind `no_endpoint` where none is
+        served, and `TurnError` when the trajectory has ended.
+        """
+        self._agents.check_open(self.name)
+        backend = self._agents.backend
+        if not isinstance(backend, EndpointBackend):
+            raise WorkflowError(
+                "there is no endpoint here: the workflow runs without a rollout service",
+                kind="no_endpoint",
+                field="agents",
+                value=self.name,
+                remedy="Run it in a job (`troupe train`), where engines answer.",
+            )
+        return backend.endpoint(self, lenient=lenient)
+
+    def _begin(
+        self,
+        messages: tuple[AnyMessage, ...],
+        tools: ToolSet,
+        prompt: Prompt,
+        n: int | None,
+        overrides: dict[str, Any],
+    ) -> Coroutine[Any, Any, Reply | list[Reply]]:
+        role = self._role
+        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
+            raise InvalidMessagesError(
+                "n must be a whole number of replies, at least 1",
+                field="n",
+                value=n,
+                remedy="Leave it out for one reply that is not in a list.",
+            )
+        sampling = role.sampling.override(overrides) if overrides else role.sampling
+        if sampling.stop_strings:
+            stops = with_stop_tokens(sampling, role.tokenizer)
+            sampling = replace(sampling, stop_token_ids=stops)
+        shown = tuple(plain(message) for message in messages)
+        turns = self._agents.begin(role, shown, prompt, sampling, n)
+        finishing = [self._finish(turn, messages, tools) for turn in turns]
+        return finishing[0] if n is None else self._finish_all(finishing)
+
+    async def _finish_all(self, finishing: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+        try:
+            with numbering.outside():
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one) for one in finishing]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _finish(self, turn: Turn, messages: tuple[AnyMessage, ...], tools: ToolSet) -> Reply:
+        role, tokenizer = self._role, self._role.tokenizer
+        with numbering.outside():
+            generation = await self._agents.backend.generate(
+                role.name, turn.prompt_ids, turn.sampling
+            )
+        cut = cut_at(generation, turn.sampling.stop_strings, tokenizer)
+        if cut is not None:
+            generation, text = cut
+        ids = tuple(generation.token_ids)
+        # Whether the last token is a stop token, which is no part of what was said.
+        stopped = cut is None and generation.finish_reason == "stop"
+        if cut is None:
+            text = tokenizer.text(ids, stopped=stopped)
+        content, calls = self._read(text, ids[: len(ids) - stopped], turn, tools)
+        reply = Reply(
+            role.name,
+            turn.number,
+            text,
+            turn.prompt_ids,
+            ids,
+            tuple(generation.logprobs),
+            generation.finish_reason,
+            content,
+            calls,
+        )
+        if messages:
+            self._memory.remember(
+                messages,
+                reply.text,
+                turn.path,
+                turn.prompt_ids,
+                ids,
+                stopped=stopped,
+                tools=tools.text,
+                content=content,
+                calls=calls,
+            )
+        turn.reply, turn.generation = reply, generation
+        return reply
+
+    def _read(
+        self, text: str, ids: tuple[int, ...], turn: Turn, tools: ToolSet
+    ) -> tuple[str, tuple[ToolCall, ...]]:
+        """Content and calls of a response."""
+        if not tools.given:
+            return text, ()
+        parsed = PARSERS[self._role.tool_parser](self._role.tokenizer.transcript(ids), tools.given)
+        if not parsed.calls:
+            return text, ()
+        names = call_ids(len(parsed.calls), (*turn.path, turn.prompt_digest))
+        return parsed.content, tuple(
+            ToolCall(name, *call) for name, call in zip(names, parsed.calls, strict=True)
+        )
