@@ -1,1 +1,80 @@
-"""Games and other environments that agents play through text."""
+"""Games and other environments that agents play through text.
+
+    class MyGame(Environment): ...
+    workflow = GameWorkflow(MyGame)      # in the job: `workflow: my_module:workflow`
+
+`adapters` makes environments of TextArena, PettingZoo, OpenSpiel and Gymnasium; `conformance`
+tests one; `hosted` runs one in a process of its own. See docs/environments.md.
+"""
+
+from troupe.workflow.environments.counters import COUNTERS, Counters
+from troupe.workflow.environments.episode import Episode, Outcome, PlayedTurn, PlayRules
+from troupe.workflow.environments.errors import (
+    EnvironmentContractError,
+    EnvironmentFault,
+    EpisodeOverError,
+    IllegalMoveError,
+    MissingLibraryError,
+    MoveError,
+    ObservationTooLargeError,
+    RewardNotFiniteError,
+    UnknownPlayerError,
+)
+from troupe.workflow.environments.game import Episodes, GameWorkflow, play_game, reward_turns
+from troupe.workflow.environments.host import AsyncEnvironment, FaultLimits, Local
+from troupe.workflow.environments.hosted import Hosted, hosted
+from troupe.workflow.environments.interface import (
+    Action,
+    Environment,
+    EnvironmentFactory,
+    IllegalRule,
+    Observation,
+    Properties,
+    Reset,
+    Step,
+)
+from troupe.workflow.environments.moves import legal_help, read_move
+from troupe.workflow.environments.pool import EnvironmentPool
+from troupe.workflow.environments.prompting import prompt
+from troupe.workflow.environments.seating import Seating, SeatingError
+
+__all__ = [
+    "COUNTERS",
+    "Action",
+    "AsyncEnvironment",
+    "Counters",
+    "Environment",
+    "EnvironmentContractError",
+    "EnvironmentFactory",
+    "EnvironmentFault",
+    "EnvironmentPool",
+    "Episode",
+    "EpisodeOverError",
+    "Episodes",
+    "FaultLimits",
+    "GameWorkflow",
+    "Hosted",
+    "IllegalMoveError",
+    "IllegalRule",
+    "Local",
+    "MissingLibraryError",
+    "MoveError",
+    "Observation",
+    "ObservationTooLargeError",
+    "Outcome",
+    "PlayRules",
+    "PlayedTurn",
+    "Properties",
+    "Reset",
+    "RewardNotFiniteError",
+    "Seating",
+    "SeatingError",
+    "Step",
+    "UnknownPlayerError",
+    "hosted",
+    "legal_help",
+    "play_game",
+    "prompt",
+    "read_move",
+    "reward_turns",
+]

@@ -1,0 +1,216 @@
+"""One episode: seats are asked, in turn or at once, until the environment says that it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from troupe.workflow.agents import Agents
+from troupe.workflow.environments.counters import COUNTERS
+from troupe.workflow.environments.errors import IllegalMoveError
+from troupe.workflow.environments.host import AsyncEnvironment
+from troupe.workflow.environments.interface import Action, IllegalRule, Observation, Step
+from troupe.workflow.environments.moves import ReadMove, read_move
+from troupe.workflow.environments.prompting import History, Prompt, SeatTalk, prompt
+from troupe.workflow.environments.seating import Seating
+from troupe.workflow.reply import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class PlayRules:
+    """How text becomes moves, and what follows when it does not."""
+
+    illegal: IllegalRule | None = None
+    """None: as the environment declares."""
+    resamples: int = 2
+    """`resample`: how often a seat is asked again about one move."""
+    history: History = "all"
+    read: ReadMove = read_move
+    prompt: Prompt = prompt
+
+
+@dataclass(slots=True)
+class PlayedTurn:
+    """One answer of one seat."""
+
+    seat: str
+    reply: Reply
+    step: int
+    """Steps before it."""
+    legal: bool = True
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A finished episode."""
+
+    seating: Seating
+    rewards: dict[str, list[float]]
+    """Per seat: the reward of every step."""
+    illegal_reward: float
+    """Of an answer that was no legal move."""
+    turns: list[PlayedTurn] = field(default_factory=list)
+    steps: int = 0
+    forfeited: tuple[str, ...] = ()
+    """Seats that lost by an illegal move, which ended the episode."""
+
+    def total(self, seat: str, since: int = 0) -> float:
+        """The undiscounted return of a seat from step `since` on."""
+        return sum(self.rewards[seat][since:])
+
+    @property
+    def illegal_turns(self) -> list[PlayedTurn]:
+        """Answers that were no legal moves."""
+        return [turn for turn in self.turns if not turn.legal]
+
+
+class Episode:
+    """Plays one episode of `environment` with the agents of one trajectory."""
+
+    def __init__(
+        self,
+        environment: AsyncEnvironment,
+        agents: Agents,
+        rules: PlayRules,
+        *,
+        seed: int,
+    ) -> None:
+        self._environment = environment
+        self._agents = agents
+        self._rules = rules
+        self._seed = seed
+        self._talks: dict[str, SeatTalk] = {}
+        self._outcome: Outcome
+
+    async def play(self, agents: tuple[str, ...] | Mapping[str, str], permutation: int) -> Outcome:
+        """Reset, seat the agents, play to the end. Raises `WorkflowError`."""
+        reset = await self._environment.reset(self._seed)
+        properties = self._environment.properties
+        seating = Seating.of(reset.agents, agents, permutation=permutation)
+        rewards: dict[str, list[float]] = {seat: [] for seat in reset.agents}
+        self._outcome = Outcome(seating, rewards, properties.illegal_reward)
+        self._talks = {
+            seat: SeatTalk(properties, seat, self._rules.prompt, self._rules.history)
+            for seat in reset.agents
+        }
+        current, obs = reset.current, reset.obs
+        while current:
+            step = await self._move(current, {seat: obs[seat] for seat in current})
+            if step is None:
+                break
+            self._reward(step.rewards)
+            current, obs = step.current, step.obs
+        return self._outcome
+
+    async def _move(self, current: tuple[str, ...], seen: Mapping[str, Observation]) -> Step | None:
+        """What the move of all seats of `current` led to; None when one of them has lost by it.
+
+        They are asked at once. Those whose answers are no moves are asked again, together, so that
+        the order of turns never depends on timing.
+        """
+        for seat in current:
+            self._talks[seat].observe(seen[seat])
+        actions: dict[str, Action] = {}
+        asked_again: Counter[str] = Counter()
+        left = list(current)
+        while left:
+            refused: dict[str, IllegalMoveError] = {}
+            newest = await self._answers(left)
+            for seat in left:
+                try:
+                    actions[seat] = self._rules.read(newest[seat].reply.text, seen[seat], seat)
+                except IllegalMoveError as error:
+                    refused[seat] = error
+            if not refused:
+                try:
+                    return await self._environment.step(actions)
+                except IllegalMoveError as error:  # the game knew better than its list of moves
+                    seat = error.seat if error.seat in current else current[-1]
+                    refused[seat] = error
+            left = []
+            for seat, why in refused.items():
+                self._newest_turn(seat).legal = False
+                COUNTERS.count("illegal_moves", self._environment.properties.name)
+                match self._ruling(seat, seen[seat], asked_again[seat]):
+                    case "again":
+                        asked_again[seat] += 1
+                        self._talks[seat].correct(why, seen[seat])
+                        left.append(seat)
+                    case "lost":
+                        actions.pop(seat, None)
+                    case _Drawn(action):
+                        actions[seat] = action
+            losers = [seat for seat in current if seat not in actions and seat not in left]
+            if losers:
+                self._forfeit(losers)
+                return None
+        return await self._environment.step(actions)
+
+    async def _answers(self, seats: list[str]) -> dict[str, PlayedTurn]:
+        """A new turn of each seat."""
+        turns = {}
+        for seat, reply in zip(seats, await self._replies(seats), strict=True):
+            self._talks[seat].answer(reply)
+            turns[seat] = PlayedTurn(seat, reply, self._outcome.steps)
+        self._outcome.turns += turns.values()
+        return turns
+
+    def _newest_turn(self, seat: str) -> PlayedTurn:
+        return next(turn for turn in reversed(self._outcome.turns) if turn.seat == seat)
+
+    async def _replies(self, seats: list[str]) -> list[Reply]:
+        """One answer of each seat, generated at once; numbered in the order of `seats`."""
+        agent_of = self._outcome.seating.agent_of
+        asked = [
+            asyncio.ensure_future(self._agents[agent_of[seat]].chat(self._talks[seat].lines))
+            for seat in seats
+        ]
+        try:
+            return list(await asyncio.gather(*asked))
+        finally:
+            for task in asked:
+                task.cancel()  # what is still running when another one failed
+
+    def _ruling(
+        self, seat: str, seen: Observation, asked_again: int
+    ) -> Literal["again", "lost"] | _Drawn:
+        """What the rule makes of an illegal move."""
+        rule = self._rules.illegal or self._environment.properties.illegal
+        if rule == "resample" and asked_again < self._rules.resamples:
+            return "again"
+        if rule == "random_legal" and seen.legal:
+            draw = random.Random(f"{self._seed}/{self._outcome.steps}/{seat}")
+            return _Drawn(seen.legal[draw.choice(sorted(seen.legal))])
+        return "lost"
+
+    def _forfeit(self, losers: list[str]) -> None:
+        """End the episode: its losers are punished; in a zero-sum game the others gain as much."""
+        properties = self._environment.properties
+        punishment = properties.illegal_reward
+        winners = [seat for seat in self._outcome.rewards if seat not in losers]
+        rewards = dict.fromkeys(losers, punishment)
+        if properties.cooperative:
+            rewards |= dict.fromkeys(winners, punishment)
+        elif properties.zero_sum:
+            gain = -punishment * len(losers) / len(winners) if winners else 0.0
+            rewards |= dict.fromkeys(winners, gain)
+            if not winners:
+                rewards = dict.fromkeys(losers, 0.0)
+        self._outcome.forfeited = tuple(losers)
+        self._reward(rewards)
+
+    def _reward(self, rewards: Mapping[str, float]) -> None:
+        for seat, collected in self._outcome.rewards.items():
+            collected.append(float(rewards.get(seat, 0.0)))
+        self._outcome.steps += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A legal move that was drawn in place of an illegal one."""
+
+    action: Action

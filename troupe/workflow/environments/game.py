@@ -1,0 +1,200 @@
+"""Workflows that play an environment with the job's agents.
+
+In a module of yours, `workflow = GameWorkflow(MyGame)`; in the job, `workflow: my_module:workflow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import xxhash
+
+from troupe.workflow.agents import Agents
+from troupe.workflow.environments.episode import Episode, Outcome, PlayRules
+from troupe.workflow.environments.host import AsyncEnvironment, FaultLimits, Host, Local
+from troupe.workflow.environments.hosted import Hosted
+from troupe.workflow.environments.interface import EnvironmentFactory
+from troupe.workflow.environments.opening import open_environment
+from troupe.workflow.environments.pool import EnvironmentPool
+from troupe.workflow.errors import EntrypointError
+from troupe.workflow.query import Query
+from troupe.workflow.tools import Tools
+
+Credit = Literal["episode", "to_go"]
+"""Reward of a turn: its seat's return over the `episode`, or from that turn on (`to_go`)."""
+
+
+class Episodes:
+    """Tasks of a job that plays a game: query i is the episode of one seed.
+
+    As `tasks.source`, with `size` and `first_seed` under `tasks.args`. The splits share no seed.
+    """
+
+    def __init__(self, split: str, size: int = 1_000_000, first_seed: int = 0) -> None:
+        # Training seeds are far below: a split of 2**40 queries is not reached.
+        self._first = first_seed + (0 if split == "train" else 2**40)
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"seed": self._first + index}
+
+
+class GameWorkflow:
+    """A workflow: one episode per trajectory, rewards per agent.
+
+    `environment` makes environments, or names what does (`package.module:attribute`, called with
+    `args`); by name it can be `hosted`: played in child processes, at most `processes` of them.
+    `seats` says which agent sits where; by default the job's agents take the seats in order, and
+    one agent alone takes all. With `permute` they change seats from seed to seed.
+
+    The seed of an episode is `query["seed"]` (see `Episodes`), else drawn from the query's split
+    and index: all trajectories of a group play the same episode from the same seats, so that their
+    rewards can be compared.
+    """
+
+    def __init__(
+        self,
+        environment: EnvironmentFactory | str,
+        *,
+        args: Mapping[str, Any] | None = None,
+        hosted: bool = False,
+        processes: int = 16,
+        seats: Mapping[str, str] | None = None,
+        permute: bool = True,
+        credit: Credit = "episode",
+        rules: PlayRules | None = None,
+        limits: FaultLimits | None = None,
+    ) -> None:
+        self._seats = seats
+        self._permute = permute
+        self._credit = credit
+        self._rules = rules or PlayRules()
+        self._limits = limits or FaultLimits()
+        self._environment = environment
+        self._args = dict(args or {})
+        self._pool: EnvironmentPool | None = None
+        if hosted:
+            if not isinstance(environment, str):
+                raise EntrypointError(
+                    "a hosted environment is named, since its process has to import it",
+                    field="environment",
+                    value=environment,
+                    remedy='Pass "package.module:attribute" and `args`.',
+                )
+            self._pool = EnvironmentPool(
+                environment, self._args, processes=processes, limits=self._limits
+            )
+        # Environments in this process that wait for their next episode.
+        self._idle: list[Local] = []
+
+    async def __call__(self, query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
+        """Play one query. Raises `EnvironmentFault` and what agents raise."""
+        environment = self._take()
+        try:
+            outcome = await self._play(environment, query, agents)
+        except BaseException:
+            await environment.close()  # it may be in the middle of anything
+            raise
+        await self._put_back(environment)
+        for name, value in figures(outcome).items():
+            query.log(**{name: value})
+        rewards = reward_turns(outcome, self._credit)
+        if environment.properties.cooperative:
+            seats = outcome.rewards
+            rewards["team"] = sum(outcome.total(seat) for seat in seats) / len(seats)
+        return rewards
+
+    async def close(self) -> None:
+        """End its processes. Repeatable; they also end by themselves when idle."""
+        if self._pool is not None:
+            await self._pool.close()
+        while self._idle:
+            await self._idle.pop().close()
+
+    async def _play(self, environment: AsyncEnvironment, query: Query, agents: Agents) -> Outcome:
+        seed = seed_of(query)
+        episode = Episode(environment, agents, self._rules, seed=seed)
+        return await episode.play(
+            self._seats if self._seats is not None else tuple(agents),
+            seed if self._permute else 0,
+        )
+
+    def _take(self) -> Host:
+        if self._pool is not None:
+            return Hosted(self._pool)
+        if self._idle:
+            return self._idle.pop()
+        named = self._environment
+        if isinstance(named, str):
+            return Local(
+                lambda: open_environment(named, self._args), name=named, limits=self._limits
+            )
+        return Local(named, limits=self._limits)
+
+    async def _put_back(self, environment: Host) -> None:
+        if isinstance(environment, Local):
+            self._idle.append(environment)
+        else:
+            await environment.close()
+
+
+async def play_game(
+    environment: AsyncEnvironment,
+    agents: Agents,
+    *,
+    seed: int,
+    seats: Mapping[str, str] | None = None,
+    permutation: int = 0,
+    rules: PlayRules | None = None,
+) -> Outcome:
+    """One episode inside a workflow of your own; `reward_turns` then gives its rewards.
+
+    `seats` and the default are as in `GameWorkflow`; `permutation` as in `Seating.of`. The
+    environment stays open.
+    """
+    episode = Episode(environment, agents, rules or PlayRules(), seed=seed)
+    return await episode.play(seats if seats is not None else tuple(agents), permutation)
+
+
+def seed_of(query: Query) -> int:
+    """The seed of a query's episode: the same for all trajectories of its group."""
+    if "seed" in query:
+        return int(query["seed"])
+    return xxhash.xxh3_64_intdigest(f"{query.split}/{query.index}".encode()) >> 1
+
+
+def reward_turns(outcome: Outcome, credit: Credit = "episode") -> dict[str, float]:
+    """Rewards per agent as a workflow returns them, turns being rewarded where those do not tell.
+
+    An agent on one seat gets the return of that seat. Of one on several seats every turn gets its
+    own seat's, since the sum says nothing (in a zero-sum game against itself it is 0). An illegal
+    answer gets the game's `illegal_reward`, whatever came of the episode: it did not cause that.
+    """
+    seating = outcome.seating
+    rewards = {}
+    for agent in seating.agents:
+        seats = seating.seats_of(agent)
+        if len(seats) == 1 and credit == "episode":
+            rewards[agent] = outcome.total(seats[0])
+    for turn in outcome.turns:
+        agent = seating.agent_of[turn.seat]
+        if not turn.legal:
+            turn.reply.reward = outcome.illegal_reward
+        elif agent not in rewards:
+            since = turn.step if credit == "to_go" else 0
+            turn.reply.reward = outcome.total(turn.seat, since)
+    return rewards
+
+
+def figures(outcome: Outcome) -> dict[str, float]:
+    """What is logged of an episode: its length, illegal answers, the return of every seat."""
+    return {
+        "game_steps": float(outcome.steps),
+        "illegal_moves": float(len(outcome.illegal_turns)),
+        "forfeits": float(len(outcome.forfeited)),
+        **{f"return_{seat}": outcome.total(seat) for seat in outcome.rewards},
+    }

@@ -1,0 +1,201 @@
+"""Where an environment runs, as a workflow sees it: asynchronous, checked, begun again on faults.
+
+`Local` runs it in this process and `Hosted` (hosted.py) in one of its own; both hold it to its
+`Contract`, begin an episode anew when the beginning fails, and never repeat a step: half an episode
+cannot be told from a whole one, so a fault in a step ends the trajectory, which may be run again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from troupe.workflow.environments.contract import Contract
+from troupe.workflow.environments.counters import COUNTERS
+from troupe.workflow.environments.errors import EnvironmentContractError, EnvironmentFault
+from troupe.workflow.environments.interface import (
+    Action,
+    Environment,
+    EnvironmentFactory,
+    Properties,
+    Reset,
+    Step,
+)
+from troupe.workflow.environments.opening import guarded
+
+
+@dataclass(frozen=True, slots=True)
+class FaultLimits:
+    """How long an environment may take, and how often its beginning is tried again."""
+
+    start_seconds: float = 60.0
+    """Starting a process, importing and constructing the environment."""
+    reset_seconds: float = 60.0
+    """One `reset`."""
+    step_seconds: float = 30.0
+    """One `step`."""
+    wait_seconds: float = 600.0
+    """Waiting for a free process."""
+    retries: int = 3
+    """Further attempts of a reset that failed, each on a fresh environment."""
+    backoff_seconds: float = 0.5
+    """Before the first further attempt; it doubles up to `max_backoff_seconds`."""
+    max_backoff_seconds: float = 10.0
+
+
+class AsyncEnvironment(Protocol):
+    """An environment as a workflow plays it."""
+
+    @property
+    def properties(self) -> Properties:
+        """What it declares; known once it was reset."""
+
+    @property
+    def current(self) -> tuple[str, ...]:
+        """The seats that move now."""
+
+    async def reset(self, seed: int) -> Reset:
+        """Begin an episode. Raises `EnvironmentFault` when all attempts failed."""
+
+    async def step(self, actions: Mapping[str, Action]) -> Step:
+        """Play the moves of all seats of `current`. Raises `MoveError`, `EnvironmentFault`."""
+
+    async def close(self) -> None:
+        """Let go of it. Repeatable."""
+
+
+class Host(ABC):
+    """What both hosts share; see the module."""
+
+    def __init__(self, name: str, limits: FaultLimits) -> None:
+        self._name = name
+        self._limits = limits
+        self._contract: Contract | None = None
+
+    @property
+    def properties(self) -> Properties:
+        """What it declares. Raises `EnvironmentContractError` before the first reset."""
+        return self._known().properties
+
+    @property
+    def current(self) -> tuple[str, ...]:
+        """The seats that move now."""
+        return self._contract.current if self._contract else ()
+
+    async def reset(self, seed: int) -> Reset:
+        """Begin an episode; a failed beginning is tried again on a fresh environment, with
+        back-off. Raises `EnvironmentFault` when no attempt is left."""
+        # It stands on gRPC, which no process of an environment needs to import.
+        from troupe.workflow.environments.retrying import retried
+
+        async def attempt(number: int) -> Reset:
+            if number:
+                COUNTERS.count("retries", self._name)
+            try:
+                properties = await self._open()
+                if self._contract is None or self._contract.properties != properties:
+                    self._contract = Contract(properties)
+                reset = await self._reset(seed)
+            except EnvironmentFault:
+                await self._failed()
+                raise
+            return self._contract.began(reset)
+
+        reset = await retried(attempt, self._limits)
+        COUNTERS.count("resets", self._name)
+        return reset
+
+    async def step(self, actions: Mapping[str, Action]) -> Step:
+        """Play the moves of all seats of `current`.
+
+        Raises `MoveError`, after which the episode goes on as if nothing had been tried, and
+        `EnvironmentFault`, after which only `reset` and `close` are left.
+        """
+        contract = self._known()
+        contract.moves(actions)
+        try:
+            step = await self._step(actions)
+        except EnvironmentFault:
+            contract.over()
+            await self._failed()
+            raise
+        COUNTERS.count("steps", self._name)
+        return contract.went(step)
+
+    async def close(self) -> None:
+        """Let go of the environment. Repeatable."""
+        if self._contract is not None:
+            self._contract.over()
+
+    def _known(self) -> Contract:
+        if self._contract is None:
+            raise EnvironmentContractError(
+                f"{self._name} was not reset yet", field="environment", remedy="Call `reset(seed)`."
+            )
+        return self._contract
+
+    async def _failed(self) -> None:
+        COUNTERS.count("faults", self._name)
+        await self._discard()
+
+    @abstractmethod
+    async def _open(self) -> Properties:
+        """Have an environment, a new one if there is none."""
+
+    @abstractmethod
+    async def _reset(self, seed: int) -> Reset: ...
+
+    @abstractmethod
+    async def _step(self, actions: Mapping[str, Action]) -> Step: ...
+
+    @abstractmethod
+    async def _discard(self) -> None:
+        """Drop the environment: it failed."""
+
+
+class Local(Host):
+    """An environment in this process: for those that answer within a millisecond or so.
+
+    It runs on the event loop; what computes for longer belongs into `hosted`.
+    """
+
+    def __init__(
+        self, make: EnvironmentFactory, *, name: str = "", limits: FaultLimits | None = None
+    ) -> None:
+        super().__init__(name or getattr(make, "__name__", "environment"), limits or FaultLimits())
+        self._make = make
+        self._environment: Environment | None = None
+
+    async def close(self) -> None:
+        """Close the environment. Repeatable."""
+        await super().close()
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            guarded(self._name, environment.close)
+
+    async def _open(self) -> Properties:
+        if self._environment is None:
+            self._environment = guarded(self._name, self._make)
+        return self._environment.properties
+
+    async def _reset(self, seed: int) -> Reset:
+        return guarded(self._name, lambda: self._opened.reset(seed))
+
+    async def _step(self, actions: Mapping[str, Action]) -> Step:
+        return guarded(self._name, lambda: self._opened.step(actions))
+
+    async def _discard(self) -> None:
+        self._environment = None
+
+    @property
+    def _opened(self) -> Environment:
+        if self._environment is None:
+            raise EnvironmentFault(
+                f"{self._name} failed before or was closed",
+                reason="raised",
+                environment=self._name,
+                remedy="Call `reset(seed)`.",
+            )
+        return self._environment

@@ -1,0 +1,187 @@
+"""Environments over a pipe: frames of JSON, no pickle.
+
+A frame is its length in bytes (4, big-endian) and one JSON object. Arrays travel as base64 of their
+bytes with dtype and shape. A request is {"op": open | reset | step, ...}; an answer is {"ok": ...}
+or {"error": {...}}.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+import numpy as np
+
+from troupe.workflow.environments import errors
+from troupe.workflow.environments.interface import Observation, Properties, Reset, Step
+from troupe.workflow.errors import EntrypointError, WorkflowError
+
+HEADER_BYTES: Final = 4
+MAX_FRAME_BYTES: Final = 16 * 2**20
+
+# Errors that keep their class on the way; any other is a fault of the environment.
+_TYPED: Final[dict[str, type[WorkflowError]]] = {
+    cls.__name__: cls
+    for cls in (
+        EntrypointError,
+        errors.EnvironmentContractError,
+        errors.EpisodeOverError,
+        errors.MissingLibraryError,
+        errors.MoveError,
+        errors.ObservationTooLargeError,
+        errors.RewardNotFiniteError,
+        errors.UnknownPlayerError,
+    )
+}
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """A frame. Raises `EnvironmentContractError` when it is too large or not JSON."""
+    try:
+        body = json.dumps(message, separators=(",", ":"), default=_plain).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise errors.EnvironmentContractError(
+            f"what passes between a workflow and a hosted environment must be JSON: {error}",
+            field="environment",
+            value=message,
+            remedy="Use strings, numbers, booleans, None, lists and dicts; arrays in `arrays`.",
+        ) from error
+    if len(body) > MAX_FRAME_BYTES:
+        raise errors.ObservationTooLargeError(
+            f"{len(body):,} bytes in one message of an environment; {MAX_FRAME_BYTES:,} at most",
+            field="environment",
+            remedy="Observe less.",
+        )
+    return len(body).to_bytes(HEADER_BYTES, "big") + body
+
+
+def unpack(body: bytes) -> dict[str, Any]:
+    """The object of a frame's body. Raises ValueError when it is none."""
+    message = json.loads(body)
+    if not isinstance(message, dict):
+        raise ValueError(f"a JSON object is needed, not {type(message).__name__}")
+    return message
+
+
+def from_properties(properties: Properties) -> dict[str, Any]:
+    """As JSON values."""
+    return asdict(properties)
+
+
+def to_properties(given: Mapping[str, Any]) -> Properties:
+    """The inverse of `from_properties`."""
+    return Properties(**{**given, "seats": tuple(given["seats"])})
+
+
+def from_reset(reset: Reset) -> dict[str, Any]:
+    """As JSON values, save for infos that are to become so."""
+    return {
+        "agents": reset.agents,
+        "current": reset.current,
+        "obs": {seat: _from_observation(seen) for seat, seen in reset.obs.items()},
+        "infos": reset.infos,
+    }
+
+
+def to_reset(given: Mapping[str, Any]) -> Reset:
+    """The inverse of `from_reset`; tuples inside actions and infos have become lists."""
+    return Reset(
+        tuple(given["agents"]), tuple(given["current"]), _observations(given), given["infos"]
+    )
+
+
+def from_step(step: Step) -> dict[str, Any]:
+    """As JSON values, save for infos that are to become so."""
+    return {
+        "obs": {seat: _from_observation(seen) for seat, seen in step.obs.items()},
+        "rewards": step.rewards,
+        "terminations": step.terminations,
+        "truncations": step.truncations,
+        "current": step.current,
+        "infos": step.infos,
+    }
+
+
+def to_step(given: Mapping[str, Any]) -> Step:
+    """The inverse of `from_step`."""
+    return Step(
+        _observations(given),
+        given["rewards"],
+        given["terminations"],
+        given["truncations"],
+        tuple(given["current"]),
+        given["infos"],
+    )
+
+
+def from_error(error: WorkflowError) -> dict[str, Any]:
+    """What `to_error` needs."""
+    return {
+        "type": type(error).__name__,
+        "message": error.message,
+        "field": error.field,
+        "value": error.value,
+        "remedy": error.remedy,
+        "seat": getattr(error, "seat", ""),
+        "traceback": getattr(error, "traceback", ""),
+    }
+
+
+def to_error(given: Mapping[str, Any], environment: str) -> WorkflowError:
+    """The error that was raised on the other side."""
+    message, remedy, value = given["message"], given["remedy"], given["value"]
+    if given["type"] == errors.IllegalMoveError.__name__:
+        return errors.IllegalMoveError(message, seat=given["seat"], value=value, remedy=remedy)
+    cls = _TYPED.get(given["type"])
+    if cls is not None:
+        return cls(message, field=given["field"], value=value, remedy=remedy)
+    return errors.EnvironmentFault(
+        message,
+        reason="raised",
+        environment=environment,
+        remedy=remedy,
+        traceback=given["traceback"],
+    )
+
+
+def _from_observation(seen: Observation) -> dict[str, Any]:
+    return {
+        "text": seen.text,
+        "legal": seen.legal,
+        "arrays": {name: _from_array(np.asarray(a)) for name, a in seen.arrays.items()},
+    }
+
+
+def _observations(given: Mapping[str, Any]) -> dict[str, Observation]:
+    return {
+        seat: Observation(
+            seen["text"],
+            seen["legal"],
+            {name: _to_array(array) for name, array in seen["arrays"].items()},
+        )
+        for seat, seen in given["obs"].items()
+    }
+
+
+def _from_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    if array.dtype.hasobject:
+        raise TypeError(f"an array of {array.dtype} has no bytes")
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"dtype": array.dtype.str, "shape": array.shape, "data": data}
+
+
+def _to_array(given: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    data = np.frombuffer(base64.b64decode(given["data"]), np.dtype(given["dtype"]))
+    return data.reshape(given["shape"])
+
+
+def _plain(value: Any) -> Any:
+    """numpy scalars and arrays as the numbers that they are."""
+    for name in ("tolist", "item"):
+        method = getattr(value, name, None)
+        if callable(method):
+            return method()
+    raise TypeError(f"{type(value).__name__} is not JSON")
