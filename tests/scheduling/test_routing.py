@@ -3,73 +3,206 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from troupe.scheduling.routing import (
-    STICKY_SLACK_TOKENS,
-    Candidate,
-    choose_engine,
-    overloaded,
-)
+from troupe.scheduling.routing import STAY_SLACK_TOKENS, Fleet, Policy, Rates, Work, overloaded
 
-fleets = st.lists(
-    st.tuples(st.integers(0, 8), st.integers(0, 20_000), st.integers(0, 8)), max_size=6
-).map(lambda rows: [Candidate(f"e{i}", *row) for i, row in enumerate(rows)])
-anyone = st.none() | st.sampled_from([f"e{i}" for i in range(7)])
+TURN = Work(100, 50)
 
 
-@given(fleets, anyone, st.integers(0, 100))
-def test_a_turn_waits_exactly_when_no_engine_has_room(
-    fleet: list[Candidate], sticky: str | None, rotation: int
-) -> None:
-    chosen = choose_engine(fleet, sticky=sticky, rotation=rotation)
-    room = {c.engine_id for c in fleet if c.in_flight < c.limit}
-    assert (chosen is None) == (not room)
-    assert chosen is None or chosen in room
+def everyone(engine_id: str) -> bool:
+    return True
 
 
-@given(fleets, anyone, st.integers(0, 100))
-def test_it_stays_where_it_was_unless_that_engine_is_full_or_overloaded(
-    fleet: list[Candidate], sticky: str | None, rotation: int
-) -> None:
-    chosen = choose_engine(fleet, sticky=sticky, rotation=rotation)
-    open_ = {c.engine_id: c for c in fleet if c.in_flight < c.limit}
-    if not open_:
-        return
-    least = min(c.outstanding_tokens for c in open_.values())
-    if sticky in open_ and not overloaded(open_[sticky], least):
-        assert chosen == sticky
-    else:
-        assert chosen is not None
-        assert open_[chosen].outstanding_tokens == least
+@dataclass
+class Model:
+    """What the fleet should know, kept the slow way."""
+
+    limit: int
+    rates: Rates | None
+    costs: list[float] = field(default_factory=list)
+    serves: bool = True
 
 
-@given(st.integers(1, 6), st.integers(0, 100))
-def test_equal_engines_take_turns(engines: int, start: int) -> None:
-    fleet = [Candidate(f"e{i}", 0, 0, 4) for i in range(engines)]
-    chosen = Counter(choose_engine(fleet, rotation=start + n) for n in range(3 * engines))
-    assert set(chosen.values()) == {3}
+class FleetMachine(RuleBasedStateMachine):
+    """Engines come, go, fall ill and fill up; every choice is checked against a linear search."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet()
+        self.model: dict[str, Model] = {}
+        self.born = 0
+
+    @rule(
+        limit=st.integers(1, 3),
+        rates=st.none() | st.builds(Rates, st.floats(10, 1e4), st.floats(10, 1e4)),
+        kind=st.sampled_from(["", "compute", "bandwidth"]),
+    )
+    def add(self, limit: int, rates: Rates | None, kind: str) -> None:
+        name = f"{kind}{self.born}"
+        self.born += 1
+        self.fleet.add(name, limit=limit, device_class=kind, rates=rates)
+        self.model[name] = Model(limit, rates)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model)))
+        self.fleet.remove(name)
+        del self.model[name]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), limit=st.integers(1, 4))
+    def resize(self, data: st.DataObject, limit: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.model)))
+        self.fleet.set_limit(name, limit)
+        self.model[name].limit = limit
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def fall_ill_or_recover(self, data: st.DataObject) -> None:
+        engine = self.model[data.draw(st.sampled_from(sorted(self.model)))]
+        engine.serves = not engine.serves
+        if engine.serves:
+            self.fleet.look_again()
+
+    @precondition(lambda self: any(m.costs for m in self.model.values()))
+    @rule(data=st.data())
+    def end_turn(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(n for n, m in self.model.items() if m.costs)))
+        costs = self.model[name].costs
+        self.fleet.take_back(name, costs.pop(data.draw(st.integers(0, len(costs) - 1))))
+
+    @rule(
+        data=st.data(),
+        work=st.builds(Work, st.integers(1, 5000), st.integers(1, 5000)),
+        classes=st.lists(st.sampled_from(["compute", "bandwidth", "missing"]), max_size=2),
+    )
+    def choose(self, data: st.DataObject, work: Work, classes: list[str]) -> None:
+        home = data.draw(st.none() | st.sampled_from([*sorted(self.model), "gone"]))
+        chosen = self.fleet.choose(
+            work, lambda name: self.model[name].serves, home=home, classes=classes
+        )
+        open_ = {n for n, m in self.model.items() if m.serves and len(m.costs) < m.limit}
+        assert (chosen is None) == (not open_)
+        if chosen is None:
+            return
+        assert chosen in open_
+        if all(m.rates is None for m in self.model.values()):
+            load = {name: sum(self.model[name].costs) for name in open_}
+            least = min(load.values())
+            if home in open_ and not overloaded(load[home], least):
+                assert chosen == home
+            elif not classes:
+                assert load[chosen] == pytest.approx(least)
+            else:
+                assert not overloaded(load[chosen], least)
+        self.model[chosen].costs.append(self.fleet.give(chosen, work))
+
+    @invariant()
+    def sums_are_right(self) -> None:
+        for name, engine in self.model.items():
+            assert self.fleet.outstanding(name) == pytest.approx(sum(engine.costs), abs=1e-6)
+            assert self.fleet.has_room(name) == (len(engine.costs) < engine.limit)
+
+
+TestFleet = FleetMachine.TestCase
+TestFleet.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@given(st.integers(1, 6), st.integers(1, 4))
+def test_equal_engines_take_turns(engines: int, rounds: int) -> None:
+    fleet = Fleet()
+    for number in range(engines):
+        fleet.add(f"e{number}", limit=100)
+    chosen: Counter[str] = Counter()
+    for _ in range(rounds * engines):
+        name = fleet.choose(TURN, everyone)
+        assert name is not None
+        chosen[name] += 1
+        fleet.take_back(name, fleet.give(name, TURN))  # all look alike again
+    assert set(chosen.values()) == {rounds}
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 3000)), max_size=120))
 def test_property_of_a_whole_run_no_engine_gets_far_ahead(turns: list[tuple[int, int]]) -> None:
     """Turns arrive and stay: the spread never exceeds what stickiness allows plus one turn."""
-    outstanding = {f"e{i}": 0 for i in range(4)}
+    fleet = Fleet()
+    names = [f"e{i}" for i in range(4)]
+    for name in names:
+        fleet.add(name, limit=1000)
     home: dict[int, str] = {}
-    for rotation, (trajectory, tokens) in enumerate(turns):
-        fleet = [Candidate(e, 0, n, 1) for e, n in outstanding.items()]
-        chosen = choose_engine(fleet, sticky=home.get(trajectory), rotation=rotation)
+    for conversation, tokens in turns:
+        chosen = fleet.choose(Work(tokens, 0), everyone, home=home.get(conversation))
         assert chosen is not None
-        home[trajectory] = chosen
-        outstanding[chosen] += tokens
-        low, high = min(outstanding.values()), max(outstanding.values())
-        assert high <= 1.5 * low + STICKY_SLACK_TOKENS + 3000
+        home[conversation] = chosen
+        fleet.give(chosen, Work(tokens, 0))
+        load = [fleet.outstanding(name) for name in names]
+        assert max(load) <= 1.5 * min(load) + STAY_SLACK_TOKENS + 3000
 
 
-def test_a_conversation_leaves_an_overloaded_engine() -> None:
-    busy = Candidate("busy", 3, 10_000, 8)
-    idle = Candidate("idle", 0, 100, 8)
-    assert choose_engine([busy, idle], sticky="busy") == "idle"
-    assert choose_engine([idle, busy], sticky="idle") == "idle"
+def test_a_faster_engine_gets_more() -> None:
+    fleet = Fleet()
+    fleet.add("slow", limit=1000, rates=Rates(1000, 100))
+    fleet.add("fast", limit=1000, rates=Rates(3000, 300))
+    given_ = Counter[str]()
+    for _ in range(400):
+        name = fleet.choose(TURN, everyone)
+        assert name is not None
+        given_[name] += 1
+        fleet.give(name, TURN)
+    assert given_["fast"] == pytest.approx(300, abs=2)
+
+
+def test_turns_go_to_their_class_until_it_has_far_more_to_do() -> None:
+    fleet = Fleet()
+    fleet.add("c0", limit=1000, device_class="compute", rates=Rates(20_000, 1000))
+    fleet.add("b0", limit=1000, device_class="bandwidth", rates=Rates(5_000, 3000))
+    chosen = []
+    for _ in range(200):
+        name = fleet.choose(Work(2000, 20), everyone, classes=["compute"])
+        assert name is not None
+        chosen.append(name)
+        fleet.give(name, Work(2000, 20))
+    assert set(chosen[:8]) == {"c0"}
+    assert "b0" in chosen  # work is not left lying for the sake of a class
+    assert chosen.count("c0") > 2 * chosen.count("b0")
+    assert fleet.choose(Work(2000, 20), lambda n: n == "b0", classes=["compute"]) == "b0"
+    assert fleet.choose(Work(2000, 20), everyone, classes=["unheard-of"]) is not None
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "random_hash"])
+def test_static_policies_know_no_load(policy: Policy) -> None:
+    fleet = Fleet(policy)
+    for number in range(3):
+        fleet.add(f"e{number}", limit=1)
+    first = {f"t{n}": fleet.choose(TURN, everyone, key=f"t{n}") for n in range(30)}
+    for name in first.values():
+        assert name is not None
+        fleet.give(name, TURN)
+    assert set(first.values()) == {"e0", "e1", "e2"}
+    assert not any(fleet.has_room(f"e{n}") for n in range(3))
+    # Full or not, a conversation goes back to its engine; when that is gone, to another.
+    for key, home in first.items():
+        assert fleet.choose(TURN, everyone, key=key, home=home) == home
+        assert fleet.choose(TURN, lambda n, h=home: n != h, key=key, home=home) != home
+    if policy == "round_robin":
+        assert set(Counter(first.values()).values()) == {10}
+
+
+def test_many_choices_leave_no_rubbish() -> None:
+    fleet = Fleet()
+    for number in range(50):
+        fleet.add(f"e{number}", limit=4)
+    for _ in range(5000):
+        name = fleet.choose(TURN, everyone)
+        assert name is not None
+        fleet.take_back(name, fleet.give(name, TURN))
+    heaps: dict[str, list[Any]] = fleet._heaps
+    assert sum(map(len, heaps.values())) <= 4 * 50 + 64

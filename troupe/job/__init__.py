@@ -1,8 +1,10 @@
 """The job specification: what a user writes in YAML, validated, one docstring per field."""
 
+from troupe.job.affinity import AffinitySpec, PoolSpec
 from troupe.job.balancing import BalancingSpec
 from troupe.job.loading import JobSpecError, load_job, parse_job
 from troupe.job.policy import EngineSpec, ModelSpec, OptimizerSpec, PacedSpec, PolicySpec
+from troupe.job.routing import RoutingSpec
 from troupe.job.sections import (
     AgentSpec,
     AlgorithmSpec,
@@ -18,6 +20,7 @@ from troupe.job.sections import (
 from troupe.job.spec import JobSpec
 
 __all__ = [
+    "AffinitySpec",
     "AgentSpec",
     "AlgorithmSpec",
     "BalancingSpec",
@@ -34,6 +37,8 @@ __all__ = [
     "PacedSpec",
     "PipelineSpec",
     "PolicySpec",
+    "PoolSpec",
+    "RoutingSpec",
     "SamplingSpec",
     "TasksSpec",
     "load_job",

@@ -126,7 +126,9 @@ class BalancingSpec(Section):
 
 def engine_count(policy: PolicySpec) -> int:
     """Engines that a policy begins with on each rollout worker."""
-    return len(policy.engine.urls) or policy.engine.replicas
+    engine = policy.engine
+    pooled = sum(pool.replicas for pool in engine.pools)
+    return len(engine.urls) or pooled or engine.replicas
 
 
 def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from troupe.job.affinity import PoolSpec
 from troupe.job.section import Section, check_json, expand_home
 
 _URL = re.compile(r"^https?://[^/\s]+(/\S*)?$")
@@ -70,6 +71,17 @@ class OptimizerSpec(Section):
     """Fraction of `lr` left at the last step of a falling schedule."""
 
 
+class PacedClassSpec(Section):
+    """How engines of one device class differ from the cost model."""
+
+    prefill_tokens_per_second: float | None = Field(default=None, gt=0)
+    """Prompt tokens that one engine reads per second."""
+    decode_seconds: float | None = Field(default=None, ge=0)
+    """Seconds of one decoding step of an engine."""
+    decode_seconds_per_turn: float | None = Field(default=None, ge=0)
+    """Seconds that every running turn adds to a decoding step."""
+
+
 class PacedSpec(Section):
     """Hardware that is not there: engine and trainer answer after the time that this cost model
     gives, and learn nothing. For measuring pipelines and schedulers (docs/benchmarks.md)."""
@@ -90,6 +102,13 @@ class PacedSpec(Section):
     """Seconds of an optimizer step, saving state included."""
     load_seconds: float = Field(default=0.1, ge=0)
     """Seconds in which an engine loads new weights and serves nothing."""
+    classes: dict[str, PacedClassSpec] = {}
+    """What is different for the engines of a device class (`engine.pools`)."""
+
+    def of_class(self, device_class: str) -> PacedSpec:
+        """The cost model of an engine of this device class."""
+        own = self.classes.get(device_class)
+        return self.model_copy(update=own.model_dump(exclude_none=True)) if own else self
 
 
 class EngineSpec(Section):
@@ -99,6 +118,9 @@ class EngineSpec(Section):
     """`embedded`: transformers inside the rollout process; `sglang`: an SGLang server."""
     replicas: int = Field(default=1, ge=1, le=1024)
     """Engines of this policy per rollout worker."""
+    pools: list[PoolSpec] = []
+    """Instead of `replicas`: engines by device class. Attached servers (`urls`) belong to the pools
+    in their order."""
     max_running: int = Field(default=64, ge=1, le=4096)
     """Turns that one engine generates at once; more wait in the router."""
     max_context: int = Field(default=2048, ge=16)

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from troupe.job.balancing import BalancingSpec
 from troupe.job.policy import PolicySpec
+from troupe.job.routing import RoutingSpec
 from troupe.job.section import NAME, Section, check_entrypoint
 from troupe.job.sections import (
     AgentSpec,
@@ -49,6 +50,8 @@ class JobSpec(Section):
     """How rollout and training take turns."""
     balancing: BalancingSpec = BalancingSpec()
     """How engines move between policies."""
+    routing: RoutingSpec = RoutingSpec()
+    """How turns find engines."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """Held-out evaluation."""
     checkpoint: CheckpointSpec = CheckpointSpec()

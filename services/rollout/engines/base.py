@@ -28,7 +28,8 @@ class SamplingParams:
     `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 keep every token. A `seed` makes the
     response a function of (weights, prompt, seed), whatever else is batched with it: up to
     floating-point noise, or bitwise in an engine of a deterministic job. `stop_token_ids` come on
-    top of the model's end-of-sequence tokens.
+    top of the model's end-of-sequence tokens. `drawn`: how many tokens at the prompt's end are the
+    response's own, drawn by an engine that was lost; the next one is drawn as the one after them.
     """
 
     temperature: float = 1.0
@@ -37,6 +38,7 @@ class SamplingParams:
     max_new_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    drawn: int = 0
 
     @classmethod
     def of(cls, sampling: Sampling) -> SamplingParams:
@@ -86,6 +88,21 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class Device:
+    """What an engine runs on: a class of devices, and tokens per second that it reads, and draws
+    for all its turns together, as measured; 0: unknown."""
+
+    device_class: str = ""
+    prefill_tokens_per_second: float = 0.0
+    decode_tokens_per_second: float = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether both rates are known."""
+        return self.prefill_tokens_per_second > 0 and self.decode_tokens_per_second > 0
+
+
+@dataclass(frozen=True)
 class EngineLoad:
     """What an engine has to do, for balancing.
 
@@ -128,6 +145,9 @@ class Engine(Protocol):
     def restarts(self) -> int:
         """Times that `start` brought the engine back from DEAD."""
         ...
+
+    device: Device
+    """What it runs on; whoever makes the engine says so before it is started."""
 
     @property
     def message(self) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import TYPE_CHECKING, TypeVar
+
 from troupe.rpc.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -10,8 +13,27 @@ from troupe.rpc.errors import (
     Unavailable,
 )
 
+if TYPE_CHECKING:
+    from services.rollout.engines.base import Generation
 
-class EngineDied(Unavailable):
+LostT = TypeVar("LostT", bound="TurnLost")
+
+
+class TurnLost(Unavailable):
+    """The engine cannot end a turn. `drawn`: what it has of it, by verified weights, if anything:
+    whoever asked may go on from there on another engine."""
+
+    drawn: Generation | None = None
+
+
+def lost_turn(error: LostT, drawn: Generation) -> LostT:
+    """The same error for one turn."""
+    own = copy.copy(error)
+    own.drawn = drawn
+    return own
+
+
+class EngineDied(TurnLost):
     """The engine's thread or process is gone, or does not answer; its turns are lost."""
 
     default_kind = "engine_died"
@@ -26,7 +48,7 @@ class EngineDied(Unavailable):
         )
 
 
-class EngineStale(Unavailable):
+class EngineStale(TurnLost):
     """The engine holds no verified weights (or is leaving) and takes no turns."""
 
     default_kind = "engine_stale"

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from services.rollout.engines.base import EngineLoad, Generation, SamplingParams
+from services.rollout.engines.base import Device, EngineLoad, Generation, SamplingParams
 from services.rollout.engines.errors import (
     BadTurn,
     EngineDied,
@@ -19,6 +19,7 @@ from services.rollout.engines.errors import (
     PromptTooLong,
     TurnDeadline,
     WeightsRefused,
+    lost_turn,
 )
 from services.rollout.engines.state import EngineState
 from services.rollout.engines.turns import Turn, TurnTable
@@ -44,6 +45,7 @@ class EngineFront(ABC):
     def __init__(self, engine_id: str, policy: str) -> None:
         self.engine_id = engine_id
         self.policy = policy
+        self.device = Device()
         self.max_context = 0
         self.vocabulary = 0
         self.eos_ids: frozenset[int] = frozenset()
@@ -109,6 +111,9 @@ class EngineFront(ABC):
             raise TurnDeadline(
                 self.engine_id, request_id, deadline_seconds, len(turn.versions)
             ) from error
+        except (EngineDied, EngineStale) as error:
+            # One error ends all turns in hand; each takes along what was drawn of it.
+            raise lost_turn(error, turn.result(aborted=True)) from error
         finally:
             if not turn.closed and self._turns.get(request_id) is turn:
                 self._drop(turn)

@@ -26,6 +26,10 @@ class Response:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def after(self, drawn: int) -> Response:
+        """What is left of it after `drawn` tokens."""
+        return Response(self.token_ids[drawn:], self.logprobs[drawn:]) if drawn else self
+
 
 def draw_response(
     pace: PacedSpec,

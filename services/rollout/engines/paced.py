@@ -62,6 +62,7 @@ class PacedEngine(EngineFront):
                 return
             if self.state == pb.ENGINE_STATE_STOPPED:
                 raise EngineDied(self.engine_id, "it was stopped")
+            self._pace = (self._spec.paced or PacedSpec()).of_class(self.device.device_class)
             model = self._spec.model
             config = await asyncio.to_thread(load_config, model, self.policy)
             self.vocabulary = config.get_text_config().vocab_size
@@ -107,8 +108,8 @@ class PacedEngine(EngineFront):
             seed=turn.seed,
             vocabulary=self.vocabulary,
             stop_ids=turn.stop_ids,
-            max_new_tokens=turn.max_new_tokens,
-        )
+            max_new_tokens=turn.sampling.drawn + turn.max_new_tokens,
+        ).after(turn.sampling.drawn)
         key = turn.request_id
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._tick()

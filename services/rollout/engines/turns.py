@@ -76,7 +76,7 @@ class Turn:
     def next_draw(self) -> Draw:
         """How the next token is drawn."""
         s = self.sampling
-        return Draw(s.temperature, s.top_k, s.top_p, self.seed, len(self.token_ids))
+        return Draw(s.temperature, s.top_k, s.top_p, self.seed, s.drawn + len(self.token_ids))
 
     def append(self, token: int, logprob: float, version: int) -> None:
         """Record one token."""
@@ -104,9 +104,12 @@ class Turn:
         """What was drawn, as the router gets it."""
         n = len(self.versions)
         tokens = self.token_ids[:n]
-        reason: FinishReason = "abort"
-        if not aborted:
-            reason = "stop" if n and tokens[-1] in self.stop_ids else "length"
+        # A turn that had its last token when it was stopped has ended by itself.
+        reason: FinishReason = "length"
+        if n and tokens[-1] in self.stop_ids:
+            reason = "stop"
+        elif aborted and n < self.max_new_tokens:
+            reason = "abort"
         now = time.monotonic()
         started = self.started_at if self.started_at is not None else now
         return Generation(
