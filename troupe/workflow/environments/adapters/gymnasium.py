@@ -1,0 +1,137 @@
+"""Gymnasium environments (Towers et al. 2024) as games of one seat: `gymnasium` on PyPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from troupe.workflow.environments.adapters.spaces import (
+    arrays_of,
+    legal_of,
+    native,
+    split_mask,
+    text_of,
+)
+from troupe.workflow.environments.errors import missing_library
+from troupe.workflow.environments.interface import (
+    Action,
+    Environment,
+    IllegalRule,
+    Observation,
+    Properties,
+    Reset,
+    Step,
+)
+from troupe.workflow.errors import EntrypointError
+
+SEAT: Final = "player"
+_DEFAULT_STEPS: Final = 1000
+
+Describe = Callable[[Any, Any], str]
+"""(environment, observation) -> text."""
+
+
+class Gymnasium(Environment):
+    """One environment of Gymnasium's registry, made with `make_args`; its only seat is `player`.
+
+    The text is `describe`'s, else the environment's own `ansi` rendering if it has one, else the
+    observation's numbers. `moves` names the actions of a discrete space, in order. Actions of
+    other spaces are JSON lists of numbers (`spaces.numbers` reads them from a text).
+    """
+
+    def __init__(
+        self,
+        id: str,
+        *,
+        make_args: Mapping[str, Any] | None = None,
+        moves: Sequence[str] | None = None,
+        describe: Describe | None = None,
+        rules: str = "",
+        max_steps: int | None = None,
+        illegal: IllegalRule = "resample",
+        illegal_reward: float = -1.0,
+    ) -> None:
+        try:
+            import gymnasium
+        except ImportError as error:
+            raise missing_library("Gymnasium", "gymnasium", error) from error
+        args = dict(make_args or {})
+        try:
+            spec = gymnasium.spec(id)
+            if describe is None and "render_mode" not in args and _has_text(gymnasium, id):
+                args["render_mode"] = "ansi"
+            self._env: Any = gymnasium.make(id, **args)
+        except gymnasium.error.Error as error:
+            raise EntrypointError(
+                f"Gymnasium cannot make '{id}': {error}",
+                field="id",
+                value=id,
+                remedy="`gymnasium.pprint_registry()` lists the ids; some need further packages.",
+            ) from error
+        self._describe = describe
+        self._moves = moves
+        self._max_steps = max_steps or spec.max_episode_steps or _DEFAULT_STEPS
+        self._steps = 0
+        self._properties = Properties(
+            name=f"gymnasium/{id}",
+            seats=(SEAT,),
+            rules=rules,
+            illegal=illegal,
+            illegal_reward=illegal_reward,
+            max_steps=self._max_steps,
+        )
+
+    @property
+    def properties(self) -> Properties:
+        """One seat; as many steps as the registry says."""
+        return self._properties
+
+    def reset(self, seed: int) -> Reset:
+        """Begin an episode."""
+        self._steps = 0
+        # Its generators take unsigned numbers of 32 bits at least.
+        seen, info = self._env.reset(seed=seed % 2**31)
+        return Reset((SEAT,), (SEAT,), {SEAT: self._observe(seen, info)}, {SEAT: info})
+
+    def step(self, actions: Mapping[str, Action]) -> Step:
+        """Play one action."""
+        action = native(self._env.action_space, actions[SEAT], SEAT)
+        seen, reward, terminated, truncated, info = self._env.step(action)
+        self._steps += 1
+        truncated = bool(truncated) or (self._steps >= self._max_steps and not terminated)
+        return Step(
+            {SEAT: self._observe(seen, info)},
+            {SEAT: float(reward)},
+            {SEAT: bool(terminated)},
+            {SEAT: truncated},
+            () if terminated or truncated else (SEAT,),
+            {SEAT: info},
+        )
+
+    def close(self) -> None:
+        """Close the environment. Repeatable."""
+        self._env.close()
+
+    def _observe(self, seen: Any, info: Mapping[str, Any]) -> Observation:
+        inner, mask = split_mask(seen)
+        mask = info.get("action_mask", mask)
+        legal = legal_of(self._env.action_space, mask, self._moves)
+        return Observation(self._text(inner), legal, arrays_of(inner))
+
+    def _text(self, seen: Any) -> str:
+        if self._describe is not None:
+            return self._describe(self._env, seen)
+        if self._env.render_mode == "ansi":
+            return str(self._env.render()).strip()
+        return text_of(seen)
+
+
+def _has_text(gymnasium: Any, id: str) -> bool:
+    """Whether the environment renders itself as text."""
+    entrypoint = gymnasium.spec(id).entry_point
+    cls = (
+        gymnasium.envs.registration.load_env_creator(entrypoint)
+        if isinstance(entrypoint, str)
+        else entrypoint
+    )
+    return "ansi" in (getattr(cls, "metadata", None) or {}).get("render_modes", ())

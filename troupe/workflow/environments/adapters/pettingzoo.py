@@ -1,0 +1,166 @@
+"""PettingZoo environments (Terry et al. 2021), AEC and Parallel: `pettingzoo` on PyPI.
+
+Their `agents` are our seats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from troupe.workflow.environments.adapters.spaces import (
+    arrays_of,
+    legal_of,
+    native,
+    split_mask,
+    text_of,
+)
+from troupe.workflow.environments.errors import missing_library
+from troupe.workflow.environments.interface import (
+    Action,
+    Environment,
+    Observation,
+    Properties,
+    Reset,
+    Step,
+)
+from troupe.workflow.loading import load_attribute
+
+Make = str | Callable[..., Any]
+"""What makes the environment: `pettingzoo.classic.rps_v2:parallel_env`, or the function itself."""
+
+Describe = Callable[[Any, str, Any], str]
+"""(environment, seat, observation) -> text."""
+
+
+class _PettingZoo(Environment):
+    """What both kinds share.
+
+    `declared` are fields of `Properties`, which PettingZoo's environments do not know of
+    themselves: `zero_sum`, `max_steps`, `rules`, ... `moves` names discrete actions, in order.
+    The text is `describe`'s, else the `ansi` rendering if it was made with that, else numbers.
+    """
+
+    simultaneous: bool
+
+    def __init__(
+        self,
+        make: Make,
+        *,
+        make_args: Mapping[str, Any] | None = None,
+        moves: Sequence[str] | None = None,
+        describe: Describe | None = None,
+        declared: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            import pettingzoo  # noqa: F401
+        except ImportError as error:
+            raise missing_library("PettingZoo", "pettingzoo", error) from error
+        function = load_attribute(make, "make") if isinstance(make, str) else make
+        self._env: Any = function(**(make_args or {}))
+        self._moves = moves
+        self._describe = describe
+        name = getattr(self._env, "metadata", {}).get("name") or type(self._env).__name__
+        self._properties = Properties(
+            **{
+                "name": f"pettingzoo/{name}",
+                "seats": tuple(self._env.possible_agents),
+                "simultaneous": self.simultaneous,
+                **(declared or {}),
+            }
+        )
+        self._seats: tuple[str, ...] = ()
+
+    @property
+    def properties(self) -> Properties:
+        """As declared."""
+        return self._properties
+
+    def close(self) -> None:
+        """Close the environment. Repeatable."""
+        self._env.close()
+
+    def _observation(self, seat: str, seen: Any, info: Mapping[str, Any]) -> Observation:
+        inner, mask = split_mask(seen)
+        mask = info.get("action_mask", mask)
+        legal = legal_of(self._env.action_space(seat), mask, self._moves)
+        if self._describe is not None:
+            text = self._describe(self._env, seat, inner)
+        elif getattr(self._env, "render_mode", None) == "ansi":
+            text = str(self._env.render()).strip()
+        else:
+            text = text_of(inner)
+        return Observation(text, legal, arrays_of(inner))
+
+
+class Parallel(_PettingZoo):
+    """A `ParallelEnv`: all living seats move at once."""
+
+    simultaneous = True
+
+    def reset(self, seed: int) -> Reset:
+        """Begin an episode."""
+        seen, infos = self._env.reset(seed=seed % 2**31)
+        self._seats = tuple(self._env.agents)
+        return Reset(self._seats, self._seats, self._observe(seen, infos), infos)
+
+    def step(self, actions: Mapping[str, Action]) -> Step:
+        """Play a joint move."""
+        moves = {
+            seat: native(self._env.action_space(seat), actions[seat], seat)
+            for seat in self._env.agents
+        }
+        seen, rewards, terminations, truncations, infos = self._env.step(moves)
+        return Step(
+            self._observe(seen, infos),
+            {seat: float(reward) for seat, reward in rewards.items()},
+            {seat: bool(flag) for seat, flag in terminations.items()},
+            {seat: bool(flag) for seat, flag in truncations.items()},
+            tuple(self._env.agents),
+            infos,
+        )
+
+    def _observe(
+        self, seen: Mapping[str, Any], infos: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Observation]:
+        # Observations of seats that are done have no legal moves to tell, and may have no mask.
+        return {s: self._observation(s, o, infos.get(s, {})) for s, o in seen.items()}
+
+
+class Aec(_PettingZoo):
+    """An `AECEnv`: one seat moves after another."""
+
+    simultaneous = False
+
+    def reset(self, seed: int) -> Reset:
+        """Begin an episode."""
+        self._env.reset(seed=seed % 2**31)
+        self._seats = tuple(self._env.agents)
+        return Reset(self._seats, self._current(), self._observe())
+
+    def step(self, actions: Mapping[str, Action]) -> Step:
+        """Play the move of the seat whose turn it is."""
+        env = self._env
+        (seat,) = actions
+        env.step(native(env.action_space(seat), actions[seat], seat))
+        # `rewards` are those of the last step alone, of every seat.
+        rewards = {s: float(env.rewards.get(s, 0.0)) for s in self._seats}
+        terminations = {s: bool(env.terminations.get(s, True)) for s in self._seats}
+        truncations = {s: bool(env.truncations.get(s, False)) for s in self._seats}
+        # Seats that are done must make the empty move before anybody else may move.
+        while env.agents and self._is_done(env.agent_selection):
+            env.step(None)
+        return Step(self._observe(), rewards, terminations, truncations, self._current())
+
+    def _is_done(self, seat: str) -> bool:
+        return bool(self._env.terminations[seat] or self._env.truncations[seat])
+
+    def _current(self) -> tuple[str, ...]:
+        return (self._env.agent_selection,) if self._env.agents else ()
+
+    def _observe(self) -> dict[str, Observation]:
+        env = self._env
+        return {
+            seat: self._observation(seat, env.observe(seat), env.infos.get(seat, {}))
+            for seat in self._current()
+        }
