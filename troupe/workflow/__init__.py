@@ -27,6 +27,7 @@ from troupe.workflow.query import Query
 from troupe.workflow.reply import Reply
 from troupe.workflow.toolcalls import ToolCall
 from troupe.workflow.tools import Tools
+from troupe.workflow.tree import branch
 from troupe.workflow.trying import (
     EchoPolicy,
     Played,
@@ -75,6 +76,7 @@ __all__ = [
     "UnknownAgentError",
     "Workflow",
     "WorkflowError",
+    "branch",
     "load_attribute",
     "load_tasks",
     "load_workflow",

@@ -145,6 +145,10 @@ class Agent:
             )
         return backend.endpoint(self, lenient=lenient)
 
+    def draw_seed(self, purpose: str, prompt_ids: tuple[int, ...]) -> int:
+        """A seed for a choice of the workflow's own, as repeatable as those of its turns."""
+        return self._agents.draw_seed(f"{self.name}/{purpose}", prompt_ids)
+
     def _begin(
         self,
         messages: tuple[AnyMessage, ...],
@@ -177,7 +181,10 @@ class Agent:
                     tasks = [group.create_task(one) for one in finishing]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+        replies = tuple(task.result() for task in tasks)
+        for reply in replies:
+            reply.siblings = replies
+        return list(replies)
 
     async def _finish(self, turn: Turn, messages: tuple[AnyMessage, ...], tools: ToolSet) -> Reply:
         role, tokenizer = self._role, self._role.tokenizer

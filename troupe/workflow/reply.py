@@ -21,6 +21,7 @@ class Reply:
         "finish_reason",
         "logprobs",
         "prompt_ids",
+        "siblings",
         "text",
         "token_ids",
         "tool_calls",
@@ -54,6 +55,8 @@ class Reply:
         """The text apart from `tool_calls`."""
         self.tool_calls = tool_calls
         """Calls that it makes of the tools that it was offered."""
+        self.siblings: tuple[Reply, ...] = ()
+        """All replies of its `chat(n=...)`, itself among them; none when it was drawn alone."""
         self.columns = Columns(f"{agent}[{turn}]", len(token_ids))
         """Further values that are stored with this turn's sample: `reply.columns[name] = value`."""
         self._reward: float | None = None
