@@ -52,6 +52,17 @@ class RolloutMetrics:
             "Seconds in which engines could not serve because of updates.",
             ["job_id", "policy"],
         )
+        self._lost = telemetry.counter(
+            "troupe_rollout_turns_lost",
+            "Turns that lost their engine, by what became of them.",
+            ["job_id", "policy", "outcome"],
+        )
+        self._resumed = telemetry.counter(
+            "troupe_rollout_resumed_tokens",
+            "Tokens of turns that lost their engine and were kept.",
+            ["job_id", "policy"],
+        )
+        self._jobs = jobs
         self._known: dict[tuple[str, str], _PolicyMeters] = {}
         in_flight = telemetry.gauge("troupe_rollout_in_flight", "Trajectories in flight.")
         in_flight.set_function(lambda: len(runner))
@@ -67,6 +78,7 @@ class RolloutMetrics:
         kind = event.reason.partition(":")[0]
         self._trajectories.labels(job_id, state, kind).inc()
         self._seconds.labels(job_id).observe(event.seconds)
+        self._count_losses(job_id)
         for turn in event.turns:
             meters = self._meters(job_id, turn.policy)
             meters.turns.inc()
@@ -75,6 +87,18 @@ class RolloutMetrics:
             meters.response.inc(turn.response_tokens)
             meters.queued.observe(turn.queue_seconds)
             meters.generated.observe(turn.generate_seconds)
+
+    def _count_losses(self, job_id: str) -> None:
+        for job in self._jobs.all():
+            if job.job_id != job_id:
+                continue
+            for name, policy in job.policies.items():
+                losses = policy.router.take_losses()
+                if losses.resumed_turns:
+                    self._lost.labels(job_id, name, "resumed").inc(losses.resumed_turns)
+                    self._resumed.labels(job_id, name).inc(losses.resumed_tokens)
+                if losses.restarted_turns:
+                    self._lost.labels(job_id, name, "restarted").inc(losses.restarted_turns)
 
     def updated(self, job_id: str, policy: str, exposed_seconds: float) -> None:
         """Count a weight update."""

@@ -12,7 +12,7 @@ from services.rollout.router import PolicyRouter
 from services.rollout.supervision import EngineKeeper, Target
 from services.rollout.tokenizers import Language
 from services.rollout.weights import check_successor, roll_out
-from troupe.job import EngineSpec
+from troupe.job import EngineSpec, RoutingSpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -31,7 +31,11 @@ class ServedPolicy:
         transfer: Transfer,
         spec: EngineSpec,
         ref: pb.WeightsRef,
+        *,
+        routing: RoutingSpec | None = None,
+        resume: bool = True,
     ) -> None:
+        """`resume`: turns that lose their engine go on from their tokens."""
         self.name = name
         self.language = language
         self._target = Target(ref)
@@ -51,6 +55,8 @@ class ServedPolicy:
             engines,
             limit=spec.max_running,
             may_serve=lambda engine: self._keepers[engine.engine_id].may_serve,
+            spec=routing,
+            resume=resume,
         )
         self.router.on_lost = lambda engine_id: self._keepers[engine_id].nudge()
         self._updating = asyncio.Lock()

@@ -87,7 +87,14 @@ class Preparation:
             # In a thread: it imports an engine's libraries, which takes seconds.
             engines = await asyncio.to_thread(self._engines, job_id, name, spec)
             policies[name] = ServedPolicy(
-                name, languages[name], engines, self._transfer, policy.engine, refs[name]
+                name,
+                languages[name],
+                engines,
+                self._transfer,
+                policy.engine,
+                refs[name],
+                routing=spec.routing,
+                resume=_resumes(spec, policy),
             )
         try:
             outcomes = await asyncio.gather(
@@ -130,6 +137,13 @@ class Preparation:
             )
             for number in range(count)
         ]
+
+
+def _resumes(spec: JobSpec, policy: PolicySpec) -> bool:
+    """Whether turns may consist of what several engines drew. Not where the same bits are promised;
+    nor where all of a turn must be of one version, which the next engine may not have."""
+    keeps = getattr(policy.engine, "in_flight", "keep") == "keep"
+    return keeps and not spec.pipeline.deterministic
 
 
 def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:

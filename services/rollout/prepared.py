@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from services.rollout.gate import Gate
+from services.rollout.groups import Groups
 from services.rollout.policy import ServedPolicy
 from services.rollout.queries import QuerySource
 from services.rollout.rewards import JobFunctions
@@ -34,12 +35,15 @@ class PreparedJob:
     evaluation_roles: Mapping[str, Role] = field(init=False)
     trained: frozenset[str] = field(init=False)
     """Names of the policies that are trained."""
+    groups: Groups = field(init=False)
+    """How far the queries are."""
 
     def __post_init__(self) -> None:
         temperature = self.spec.evaluation.temperature
         derived = {
             "policy_of": {n: self.policies[a.policy] for n, a in self.spec.agents.items()},
             "trained": frozenset(self.spec.trained_policies),
+            "groups": Groups(policy.router for policy in self.policies.values()),
             "evaluation_roles": self.roles
             if temperature is None
             else {

@@ -153,6 +153,8 @@ class Runner:
             self._live(key, running, trajectory), name=f"trajectory-{ticket.trajectory_id}"
         )
         self._running[key] = running
+        job.groups.begin(ticket.query_id)
+        running.task.add_done_callback(lambda _: job.groups.end(ticket.query_id))
         return running
 
     async def _live(self, key: tuple[str, str], running: _Running, trajectory: Trajectory) -> None:

@@ -164,6 +164,9 @@ class EngineKeeper:
             worker_id=worker_id,
             message=engine.message,
             restarts=engine.restarts,
+            device_class=engine.device.device_class,
+            prefill_tokens_per_second=engine.device.prefill_tokens_per_second,
+            decode_tokens_per_second=engine.device.decode_tokens_per_second,
         )
 
     async def _look_after(self) -> None:

@@ -123,6 +123,8 @@ class Trajectory:
             clock=clock,
             began=self._turn_began,
             endpoints=self._endpoints,
+            query_id=ticket.query_id,
+            left=job.groups.left,
         )
         roles = job.evaluation_roles if evaluating else job.roles
         agents = Agents(roles, backend, seed=ticket.seed)
@@ -133,6 +135,7 @@ class Trajectory:
             nonlocal waits_for
             data = await job.queries.get(ticket.split, ticket.index)
             query = Query(ticket.query_id, ticket.split, ticket.index, data)
+            backend.domain = str(data.get("domain", ""))
             waits_for = "the workflow"
             toolbox = Tools(job.spec.tools, tools)
             given = await call_workflow(job.workflow, ticket.trajectory_id, query, agents, toolbox)

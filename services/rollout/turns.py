@@ -23,14 +23,20 @@ class TurnBackend:
         turn_seconds: float,
         clock: TrajectoryClock,
         began: Callable[[str, int], None],
+        query_id: str = "",
+        left: Callable[[str], int] = lambda query_id: 0,
     ) -> None:
         """`policies`: by agent. `began(policy, version)` is told of each version that a policy
-        began a turn with."""
+        began a turn with. `left(query_id)`: trajectories of the query that have not ended."""
         self._trajectory_id = trajectory_id
         self._policies = policies
         self._turn_seconds = turn_seconds
         self._clock = clock
         self._began = began
+        self._query_id = query_id
+        self._left = left
+        self.domain = ""
+        """Task domain of the query, once that is known."""
         self._homes: dict[str, Home] = {}
         self._asked = 0
         self._pending: dict[asyncio.Task[object], str] = {}
@@ -66,6 +72,10 @@ class TurnBackend:
                     SamplingParams.of(sampling),
                     home=home,
                     deadline_seconds=seconds,
+                    domain=self.domain,
+                    agent=agent,
+                    group=self._query_id,
+                    left=self._left(self._query_id),
                 )
         finally:
             self._pending.pop(task, None)

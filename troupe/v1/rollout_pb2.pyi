@@ -577,6 +577,9 @@ class EngineStatus(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
+    DEVICE_CLASS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
@@ -591,6 +594,12 @@ class EngineStatus(_message.Message):
     worker_id: _builtins.str
     message: _builtins.str
     restarts: _builtins.int
+    device_class: _builtins.str
+    """What it runs on, and tokens per second that it reads, and draws for all its turns together, as
+    declared; empty and 0: unknown.
+    """
+    prefill_tokens_per_second: _builtins.float
+    decode_tokens_per_second: _builtins.float
     def __init__(
         self,
         *,
@@ -608,10 +617,13 @@ class EngineStatus(_message.Message):
         worker_id: _builtins.str = ...,
         message: _builtins.str = ...,
         restarts: _builtins.int = ...,
+        device_class: _builtins.str = ...,
+        prefill_tokens_per_second: _builtins.float = ...,
+        decode_tokens_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "checksum", b"checksum", "engine_id", b"engine_id", "generated_tokens", b"generated_tokens", "job_id", b"job_id", "kind", b"kind", "message", b"message", "policy", b"policy", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_per_second", b"tokens_per_second", "version", b"version", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "checksum", b"checksum", "decode_tokens_per_second", b"decode_tokens_per_second", "device_class", b"device_class", "engine_id", b"engine_id", "generated_tokens", b"generated_tokens", "job_id", b"job_id", "kind", b"kind", "message", b"message", "policy", b"policy", "prefill_tokens_per_second", b"prefill_tokens_per_second", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_per_second", b"tokens_per_second", "version", b"version", "waiting", b"waiting", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
     _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
