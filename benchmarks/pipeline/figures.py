@@ -15,7 +15,7 @@ _WORK = ("generate", "train", "step")
 
 @dataclass(frozen=True)
 class Figures:
-    """Means per step of the steady state: from the end of the first step to the end of the last.
+    """Means per step over `window`.
 
     The four shares are seconds per step in which engines alone, trainers alone, both or neither
     had work; they add up to `seconds`. Utilizations are busy time over total time.
@@ -35,16 +35,18 @@ class Figures:
 
 
 def window(run: Run) -> tuple[float, float]:
-    """The steady state of a row, in seconds of the wall clock."""
-    return run.steps[0].at, run.steps[-1].at
+    """What is measured of a row, in seconds of the wall clock: all but its first step, or its one
+    step."""
+    first, last = run.steps[0], run.steps[-1]
+    return first.at - (first.values["step/seconds"] if first is last else 0), last.at
 
 
 def figures(run: Run) -> Figures:
-    """The figures of a row that has at least two steps."""
+    """The figures of a row that has at least one step."""
     start, end = window(run)
-    count = len(run.steps) - 1
+    count = max(1, len(run.steps) - 1)
     total = end - start
-    ends = [step.at for step in run.steps]
+    ends = [start, *(step.at for step in run.steps if step.at > start)]
     each = [later - earlier for earlier, later in itertools.pairwise(ends)]
     engines = [_work(spans) for spans in run.engines.values()]
     trainers = [_work(spans) for spans in run.trainers.values()]
@@ -54,7 +56,7 @@ def figures(run: Run) -> Figures:
     in_training = busy_within(training, start, end)
     either = busy_within([*rollout, *training], start, end)
     used = [busy_within(spans, start, end) / total for spans in trainers]
-    stale = [step.values.get("staleness/mean", 0.0) for step in run.steps[1:]]
+    stale = [step.values.get("staleness/mean", 0.0) for step in run.steps[-count:]]
     return Figures(
         seconds=total / count,
         spread=statistics.pstdev(each),

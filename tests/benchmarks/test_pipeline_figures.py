@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,7 +16,7 @@ from benchmarks.pipeline.equality import Lesson
 from benchmarks.pipeline.figures import blocks, figures, levels
 from benchmarks.pipeline.measure import Run, StepEnd
 from benchmarks.pipeline.svg import Panel, draw
-from benchmarks.pipeline.workload import FULL, QUICK, job, modes
+from benchmarks.pipeline.workload import CA, MA, SETUPS, job, modes, quick
 from benchmarks.workloads.research_team import AGENTS, PLANNER, Queries, lognormal, play
 from troupe.timeline import Span, Timeline, busy_within, read_spans
 
@@ -33,7 +34,7 @@ def hand_made() -> Run:
         trainers.append(span("t", "train", "planner", begin + 4, begin + 8))
         trainers.append(span("t", "step", "planner", begin + 8, begin + 9))
     steps = [StepEnd(at, {"step/seconds": 10.0}) for at in (100.0, 110.0, 120.0)]
-    mode = modes(quick=True)[0]
+    mode = modes()[0]
     return Run(mode, steps, {"planner": engines}, {"trainer 0": trainers, "trainer 1": []}, 12.5)
 
 
@@ -48,26 +49,63 @@ def test_figures_add_up() -> None:
     assert found.busiest_trainer == pytest.approx(0.5)
 
 
+def test_a_row_of_one_step_is_measured_whole() -> None:
+    run = hand_made()
+    found = figures(replace(run, steps=run.steps[1:2]))
+    assert found.seconds == 10
+    assert found.rollout_alone == pytest.approx(4)
+
+
+def test_ratios_stand_beside_what_was_published_and_what_is_aimed_at() -> None:
+    serial, sync, micro_batch, late = modes()
+    found = figures(hand_made())
+    rows: list[report.Row] = [
+        (replace(hand_made(), mode=mode), replace(found, seconds=seconds))
+        for mode, seconds in ((serial, 100.0), (sync, 18.0), (micro_batch, 10.0), (late, 8.0))
+    ]
+    assert report.speedups(rows) == {
+        "micro_batch_over_serial": 10.0,
+        "micro_batch_over_sync": 1.8,
+        "async_over_micro_batch": 1.25,
+        "async_over_sync": 2.25,
+    }
+    told = report.as_json([(MA, rows), (CA, rows)], [])
+    assert told["targets"]["micro_batch_over_sync"] == {
+        "setup": "ma",
+        "target": 1.8,
+        "measured": 1.8,
+    }
+    assert told["targets"]["async_over_micro_batch"]["setup"] == "ca"
+    assert report.ratio_table(MA, rows).row_count == 4
+    # Without the set-up that a target is judged on, nothing is said about it.
+    assert set(report.as_json([(CA, rows)], [])["targets"]) == {"async_over_micro_batch"}
+
+
 def test_the_report_names_what_failed_and_what_differs() -> None:
-    done, broken = hand_made(), Run(modes(quick=True)[3], [], {}, {}, failure="no such mode")
+    done, broken = hand_made(), Run(modes()[3], [], {}, {}, failure="no such mode")
     lessons = [
         Lesson("sync", [0.1, 0.2], {"solver": "a" * 32, "checker": "b" * 32}),
         Lesson("micro_batch", [0.1, 0.2], {"solver": "a" * 32, "checker": "c" * 32}),
         Lesson("async", [], {}, "out of order"),
     ]
     rows: list[report.Row] = [(done, figures(done)), (broken, None)]
-    found = json.loads(json.dumps(report.as_json(rows, lessons)))
-    assert found["serial_s"] == 10
+    found = json.loads(json.dumps(report.as_json([(MA, rows), (CA, rows)], lessons)))
+    assert found["setup"] == "ma"
+    assert found["serial_s"] == found["setups"]["ca"]["serial_s"] == 10
     assert found["async_s"] is None
     assert found["util"]["serial"]["engines"] == 0.6
-    assert found["failures"] == {"async": "no such mode", "learned/async": "out of order"}
+    assert found["failures"] == {
+        "ma/async": "no such mode",
+        "ca/async": "no such mode",
+        "learned/async": "out of order",
+    }
     assert found["learned"]["micro_batch"]["bitwise_as_sync"] is False
     assert report.agrees(lessons[0], lessons) is None
     same = Lesson("micro_batch", [0.1, 0.2 + 1e-16], lessons[0].checksums)
     assert report.agrees(same, lessons) is True
     off = Lesson("micro_batch", [0.1, 0.2001], lessons[0].checksums)
     assert report.agrees(off, lessons) is False
-    assert report.speed_table(rows).row_count == 2
+    assert report.speed_table(MA, rows).row_count == 2
     assert report.lesson_table(lessons).row_count == 3
 
 
@@ -108,8 +146,8 @@ def test_spans_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_every_row_is_the_same_job_in_another_mode(tmp_path: Path) -> None:
-    for quick, size in ((True, QUICK), (False, FULL)):
-        made = [job(mode, size, tmp_path).model_dump() for mode in modes(quick)]
+    for setup in (*SETUPS.values(), quick(MA)):
+        made = [job(mode, setup, tmp_path).model_dump() for mode in modes()]
         for one in made:
             del one["name"], one["pipeline"]["mode"], one["pipeline"]["steps"]
             assert all(policy["paced"] for policy in one["policies"].values())

@@ -26,8 +26,9 @@ def test_a_quick_run_measures_every_mode(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert "failures" not in found
     # A step of this size says little about speed; that it overlaps at all, it does.
-    assert found["micro_batch_s"] < found["sync_s"] < found["serial_s"]
-    assert found["share_s"]["sync"]["both"] < 0.2 < found["share_s"]["micro_batch"]["both"]
+    for setup in found["setups"].values():
+        assert setup["micro_batch_s"] < setup["sync_s"] < setup["serial_s"]
+        assert setup["shares"]["sync"]["both"] < 0.2 < setup["shares"]["micro_batch"]["both"]
     assert found["learned"]["micro_batch"]["bitwise_as_sync"] is True
-    for name in ("serial", "sync", "micro_batch", "async"):
-        assert (tmp_path / f"pipeline-{name}.svg").read_text().startswith("<svg")
+    for name in ("ma", "ca", "ma-serial", "ma-sync", "ca-micro_batch", "ca-async"):
+        assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
