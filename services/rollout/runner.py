@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from services.rollout.endpoint.server import EndpointServer
 from services.rollout.prepared import PreparedJob
 from services.rollout.store import TrajectoryLog
 from services.rollout.trajectory import Trajectory
@@ -77,8 +78,9 @@ class _Running:
 class Runner:
     """All trajectories of this worker, by job and id."""
 
-    def __init__(self, store: TrajectoryLog) -> None:
+    def __init__(self, store: TrajectoryLog, endpoints: EndpointServer) -> None:
         self._store = store
+        self._endpoints = endpoints
         self._running: dict[tuple[str, str], _Running] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -148,7 +150,7 @@ class Runner:
         self, key: tuple[str, str], job: PreparedJob, step: int, ticket: rollout.Ticket
     ) -> _Running:
         running = _Running()
-        trajectory = Trajectory(job, ticket, step, self._store, running.publish)
+        trajectory = Trajectory(job, ticket, step, self._store, running.publish, self._endpoints)
         running.task = asyncio.create_task(
             self._live(key, running, trajectory), name=f"trajectory-{ticket.trajectory_id}"
         )

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from services.rollout.clock import TrajectoryClock
+from services.rollout.endpoint.server import EndpointServer
 from services.rollout.engines.base import Generation, SamplingParams
 from services.rollout.policy import ServedPolicy
 from services.rollout.router import Home
-from troupe.workflow import Sampling, TurnError
+from troupe.workflow import Agent, Endpoint, Sampling, TurnError
 
 
 class TurnBackend:
@@ -23,6 +24,7 @@ class TurnBackend:
         turn_seconds: float,
         clock: TrajectoryClock,
         began: Callable[[str, int], None],
+        endpoints: EndpointServer,
         query_id: str = "",
         left: Callable[[str], int] = lambda query_id: 0,
     ) -> None:
@@ -37,6 +39,8 @@ class TurnBackend:
         self._left = left
         self.domain = ""
         """Task domain of the query, once that is known."""
+        self._endpoints = endpoints
+        self._doors: dict[tuple[str, bool], tuple[str, Endpoint]] = {}
         self._homes: dict[str, Home] = {}
         self._asked = 0
         self._pending: dict[asyncio.Task[object], str] = {}
@@ -83,7 +87,17 @@ class TurnBackend:
             self._began(policy.name, generation.versions[0].version)
         return generation
 
+    def endpoint(self, agent: Agent, *, lenient: bool) -> Endpoint:
+        """Where OpenAI's clients speak as `agent` until `close`. Raises `TroupeError`."""
+        key = agent.name, lenient
+        if key not in self._doors:
+            self._doors[key] = self._endpoints.open(agent, lenient=lenient)
+        return self._doors[key][1]
+
     def close(self) -> None:
-        """Cancel branches that still wait for a turn: nobody will read it."""
+        """Cancel branches that still wait for a turn: nobody will read it. End the endpoints."""
+        while self._doors:
+            _, (token, _) = self._doors.popitem()
+            self._endpoints.close(token)
         for task in list(self._pending):
             task.cancel()

@@ -30,6 +30,10 @@ class ModelSpec(Section):
     """Hub revision (branch, tag or commit) of `path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Floating-point type of the weights in trainer and engines."""
+    tool_parser: Literal["hermes", "qwen_coder", "llama", "mistral"] = "hermes"
+    """How the model writes calls of tools. `hermes`: JSON between `<tool_call>` tags (Hermes,
+    Qwen2.5, Qwen3); `qwen_coder`: `<function=...>` between them; `llama`: JSON alone (Llama 3.1 on);
+    `mistral`: a list behind `[TOOL_CALLS]`."""
 
     _json = field_validator("config")(check_json)
     _home = field_validator("path", "tokenizer")(expand_home)

@@ -1,0 +1,1 @@
+"""OpenAI's API for the agents of running trajectories: an existing framework trains unchanged."""

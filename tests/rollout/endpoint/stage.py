@@ -1,0 +1,148 @@
+"""A rollout service whose engines follow a script, and a tokenizer whose template knows tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.rollout.endpoint import plays
+from tests.rollout.house import House, evaluation, make_spec, open_house, training
+from tests.support.scripted_engine import Script
+from tests.workflow.stage import make_tokenizer
+from troupe import tensors
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import rollout_pb2 as pb
+
+# As Qwen2.5's, in short.
+TOOLED = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    '{% for c in m.tool_calls or [] %}\n<tool_call>\n{"name": "{{ c.function.name }}", '
+    '"arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n'
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Where a tokenizer of many merges differs from one of characters: "ad" is one token.
+MERGES = (("a", "d"),)
+END = 2
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two integers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+TOKENIZER = make_tokenizer(TOOLED, MERGES)
+
+
+@cache
+def tokenizer_path() -> str:
+    """A directory with the tokenizer, made once."""
+    import tempfile
+
+    path = tempfile.mkdtemp(prefix="troupe-test-tooled-")
+    TOKENIZER.save_pretrained(path)
+    return path
+
+
+def spell(text: str) -> list[int]:
+    """Ids of `text`, one per character: not what the tokenizer itself would give for "ad"."""
+    vocabulary = TOKENIZER.get_vocab()
+    return [vocabulary[character] for character in text]
+
+
+def says(text: str) -> list[int]:
+    """A response that ends by itself."""
+    return [*spell(text), END]
+
+
+def calls(name: str = "add", **arguments: Any) -> str:
+    """A call as Hermes and Qwen write it."""
+    body = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def in_turn(*replies: list[int]) -> Callable[[list[int]], list[int]]:
+    """Speaks one after another; then the last one for ever."""
+    left = list(replies)
+    return lambda prompt: left.pop(0) if len(left) > 1 else left[0]
+
+
+def text_of(ids: list[int]) -> str:
+    """With special tokens shown."""
+    return str(TOKENIZER.decode(ids, clean_up_tokenization_spaces=False))
+
+
+async def until(happened: Callable[[], object]) -> None:
+    """Wait for it, for half a minute at most."""
+    async with asyncio.timeout(30):
+        while not happened():
+            await asyncio.sleep(0.01)  # noqa: ASYNC110 - what is waited for has no event
+
+
+class Stage:
+    """A house with a scripted engine, in which a test's own function is the workflow."""
+
+    def __init__(self, house: House, script: Script) -> None:
+        self.house = house
+        self.script = script
+
+    async def play(
+        self, act: Callable[[Any, Any], Awaitable[dict[str, float]]], *, train: bool = False
+    ) -> pb.TrajectoryEvent:
+        """One trajectory."""
+        plays.ACT = act
+        tickets = training(1, 1) if train else evaluation(1)
+        [event] = (await self.house.run(tickets)).values()
+        return event
+
+    async def rows(self) -> list[tuple[list[int], list[int], list[float], float]]:
+        """Prompt, response, log-probs and reward of all samples, by turn."""
+        samples = sorted(await self.house.samples("big"), key=lambda sample: sample.turn)
+        return [
+            (_ids(s.prompt_ids), _ids(s.response_ids), _floats(s.logprobs), s.reward)
+            for s in samples
+        ]
+
+
+@asynccontextmanager
+async def open_stage(
+    directory: Path,
+    speak: Callable[[list[int]], list[int]] = lambda prompt: says("ok"),
+    **options: Any,
+) -> AsyncIterator[Stage]:
+    """A prepared job on a house of its own; `options` are for `open_house`."""
+    script = Script(speak)
+    changes = {
+        "agents": {name: {"sampling": {"max_new_tokens": 200}} for name in ("solver", "checker")},
+        "policies": {
+            "big": {"model": {"tokenizer": tokenizer_path()}, "engine": {"max_context": 2048}}
+        },
+        "limits": options.pop("limits", {}),
+    }
+    async with open_house(directory, make=script.make, **options) as house:
+        spec = {**make_spec("one_turn", **changes), "workflow": f"{plays.__name__}:acts"}
+        await house.prepare_raw(spec)
+        yield Stage(house, script)
+
+
+def _ids(tensor: common.Tensor) -> list[int]:
+    return [int(i) for i in tensors.from_proto(tensor)]
+
+
+def _floats(tensor: common.Tensor) -> list[float]:
+    return [round(float(x), 4) for x in tensors.from_proto(tensor)]

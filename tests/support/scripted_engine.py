@@ -1,0 +1,84 @@
+"""An engine that says what a test tells it to say, with log-probs and versions like a real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from services.rollout.engines.base import Generation
+from services.rollout.engines.front import EngineFront, Tensors
+from services.rollout.engines.turns import Turn
+from troupe.job import PolicySpec
+from troupe.v1 import common_pb2 as pb
+
+VOCABULARY = 128
+
+
+@dataclass
+class Script:
+    """What engines say: `speak(prompt ids)` gives a response; `hold` keeps turns back."""
+
+    speak: Callable[[list[int]], list[int]]
+    hold: asyncio.Event | None = None
+    asked: list[list[int]] = field(default_factory=list)
+    aborted: int = 0
+
+    def make(
+        self, engine_id: str, policy_name: str, policy_spec: PolicySpec, **options: Any
+    ) -> ScriptedEngine:
+        """An `EngineFactory`."""
+        return ScriptedEngine(self, engine_id, policy_name, policy_spec)
+
+
+class ScriptedEngine(EngineFront):
+    """Answers from a `Script`; the n-th token of a response has the log-prob -n / 10."""
+
+    kind: ClassVar[str] = "embedded"
+
+    def __init__(self, script: Script, engine_id: str, policy: str, spec: PolicySpec) -> None:
+        super().__init__(engine_id, policy)
+        self._script = script
+        self._context = spec.engine.max_context
+
+    async def start(self) -> None:
+        self.vocabulary, self.max_context = VOCABULARY, self._context
+        self.eos_ids = frozenset({2})
+        self._life.started()
+
+    async def check(self) -> pb.EngineState.ValueType:
+        return self.state
+
+    async def abort(self, request_id: str) -> None:
+        raise NotImplementedError("nothing here aborts by id")
+
+    async def stop(self) -> None:
+        self._life.stopped()
+
+    async def _serve(self, turn: Turn) -> Generation:
+        self._script.asked.append(turn.prompt_ids)
+        if self._script.hold is not None:
+            await self._script.hold.wait()
+        else:
+            await asyncio.sleep(0)
+        for number, token in enumerate(self._script.speak(turn.prompt_ids), 1):
+            if turn.remaining:
+                turn.append(token, -number / 10, self.version or 0)
+                if token in turn.stop_ids:
+                    break
+        return turn.result()
+
+    def _drop(self, turn: Turn) -> None:
+        self._script.aborted += 1
+
+    def _fail_turns(self, error: Exception) -> None: ...
+
+    async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None: ...
+
+    async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
+        return 0.0
+
+    async def _release(self, tags: Any) -> None: ...
+
+    async def _resume(self, tags: Any) -> None: ...
