@@ -82,6 +82,7 @@ class JobTable:
             return False
         if self.before_release is not None:
             await self.before_release(job_id)
+        await job.moves.close()
         await asyncio.gather(*(policy.release(reason) for policy in job.policies.values()))
         return True
 

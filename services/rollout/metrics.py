@@ -63,13 +63,10 @@ class RolloutMetrics:
             ["job_id", "policy"],
         )
         self._jobs = jobs
-        self._breaks = telemetry.counter(
-            "troupe_rollout_prefix_breaks",
-            "Turns whose history was not what their agent had said, and was tokenised anew.",
-            ["job_id"],
-        )
-        self._endpoint = telemetry.counter(
-            "troupe_rollout_endpoint_requests", "Answers of the endpoint.", ["call", "status"]
+        self._moves = telemetry.histogram(
+            "troupe_rollout_engine_move_seconds",
+            "Time in which an engine served nobody while it changed its policy.",
+            ["job_id", "source", "target"],
         )
         self._known: dict[tuple[str, str], _PolicyMeters] = {}
         in_flight = telemetry.gauge("troupe_rollout_in_flight", "Trajectories in flight.")
@@ -86,7 +83,6 @@ class RolloutMetrics:
         kind = event.reason.partition(":")[0]
         self._trajectories.labels(job_id, state, kind).inc()
         self._seconds.labels(job_id).observe(event.seconds)
-        self._breaks.labels(job_id).inc(event.metrics.get("prefix_breaks", 0.0))
         self._count_losses(job_id)
         for turn in event.turns:
             meters = self._meters(job_id, turn.policy)
@@ -109,13 +105,14 @@ class RolloutMetrics:
                 if losses.restarted_turns:
                     self._lost.labels(job_id, name, "restarted").inc(losses.restarted_turns)
 
-    def asked(self, call: str, status: int) -> None:
-        """Count an answer of the endpoint."""
-        self._endpoint.labels(call, str(status)).inc()
-
     def updated(self, job_id: str, policy: str, exposed_seconds: float) -> None:
         """Count a weight update."""
         self._exposed.labels(job_id, policy).inc(exposed_seconds)
+
+    def moved(self, job_id: str, source: str, target: str, seconds: float) -> None:
+        """Count an engine that changed its policy."""
+        if source != target:
+            self._moves.labels(job_id, source, target).observe(seconds)
 
     def _meters(self, job_id: str, policy: str) -> _PolicyMeters:
         # Looking up a labelled child costs more than counting on it.

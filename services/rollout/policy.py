@@ -19,6 +19,9 @@ from troupe.v1 import rollout_pb2 as rollout
 
 log = structlog.get_logger(__name__)
 
+# Trajectories have been ended before: what is still in flight are people's own generations.
+_RELEASE_SECONDS = 2.0
+
 
 class ServedPolicy:
     """Owns the engines of a policy from their start to their stop."""
@@ -39,17 +42,13 @@ class ServedPolicy:
         self.name = name
         self.language = language
         self._target = Target(ref)
-        keepers = [
-            EngineKeeper(
-                engine,
-                self._target,
-                transfer,
-                start_timeout=spec.start_timeout_seconds,
-                on_change=self._engine_changed,
-            )
-            for engine in engines
-        ]
-        self._keepers = {keeper.engine.engine_id: keeper for keeper in keepers}
+        self._transfer = transfer
+        self._start_timeout = spec.start_timeout_seconds
+        self._keepers: dict[str, EngineKeeper] = {}
+        # Engines that are being taken away, with their keepers, until they are somebody else's.
+        self._leaving: dict[str, EngineKeeper] = {}
+        for engine in engines:
+            self.adopt(engine)
         self.router = PolicyRouter(
             name,
             engines,
@@ -58,7 +57,7 @@ class ServedPolicy:
             spec=routing,
             resume=resume,
         )
-        self.router.on_lost = lambda engine_id: self._keepers[engine_id].nudge()
+        self.router.on_lost = self._lost_turn
         self._updating = asyncio.Lock()
 
     @property
@@ -104,16 +103,80 @@ class ServedPolicy:
         """Accept `ref` as the truth, whatever was served before (the job is prepared anew)."""
         self._target.ref = ref
 
+    @property
+    def serving(self) -> int:
+        """Engines to which turns may go now."""
+        return sum(keeper.may_serve for keeper in self._keepers.values())
+
+    def keeper(self, engine_id: str) -> EngineKeeper | None:
+        """Who looks after an engine of this policy; None for one that leaves, or is none of its."""
+        return self._keepers.get(engine_id)
+
+    def part_with(self, engine_id: str) -> Engine:
+        """An engine is taken away: no new turns go there, nobody updates or restarts it.
+
+        It stays among the policy's engines until `forget`.
+        """
+        self.router.remove(engine_id)
+        keeper = self._leaving[engine_id] = self._keepers.pop(engine_id)
+        keeper.retire()
+        return keeper.engine
+
+    def forget(self, engine_id: str) -> None:
+        """An engine is none of this policy's any more. Repeatable."""
+        for keepers in (self._keepers, self._leaving):
+            if (keeper := keepers.pop(engine_id, None)) is not None:
+                keeper.retire()
+
+    def adopt(self, engine: Engine) -> EngineKeeper:
+        """An engine becomes one of this policy's; it gets no turns before `open_to_turns`."""
+        keeper = EngineKeeper(
+            engine,
+            self._target,
+            self._transfer,
+            start_timeout=self._start_timeout,
+            on_change=self._engine_changed,
+        )
+        self._keepers[engine.engine_id] = keeper
+        return keeper
+
+    def open_to_turns(self, engine_id: str) -> None:
+        """From now on turns may go to an adopted engine, whenever it serves; it is looked after."""
+        keeper = self._keepers[engine_id]
+        self.router.add(keeper.engine)
+        keeper.watch()
+        keeper.nudge()
+
     def statuses(self, job_id: str, worker_id: str) -> list[rollout.EngineStatus]:
-        """One per engine, in order of their ids."""
-        return [keeper.status(job_id, worker_id) for keeper in self._keepers.values()]
+        """One per engine, those that leave included, in order of their ids."""
+        keepers = {**self._keepers, **self._leaving}
+        return [keepers[engine_id].status(job_id, worker_id) for engine_id in sorted(keepers)]
+
+    def load(self, job_id: str, worker_id: str) -> rollout.PolicyLoad:
+        """What there is to do."""
+        backlog = self.router.backlog
+        return rollout.PolicyLoad(
+            job_id=job_id,
+            policy=self.name,
+            worker_id=worker_id,
+            waiting=backlog.waiting,
+            in_flight=backlog.in_flight,
+            outstanding_tokens=backlog.outstanding_tokens,
+            engines=self.serving,
+        )
 
     async def release(self, reason: str) -> None:
-        """Refuse turns and stop the engines. Repeatable."""
+        """Refuse turns, let those in flight end for a moment, stop the engines. Repeatable."""
         self.router.close(reason)
+        keepers = (*self._keepers.values(), *self._leaving.values())
         await asyncio.gather(
-            *(keeper.stop() for keeper in self._keepers.values()), return_exceptions=True
+            *(keeper.stop(reason, _RELEASE_SECONDS) for keeper in keepers), return_exceptions=True
         )
+
+    def _lost_turn(self, engine_id: str) -> None:
+        # One that leaves may still fail turns; nobody brings it back here.
+        if (keeper := self._keepers.get(engine_id)) is not None:
+            keeper.nudge()
 
     def _engine_changed(self) -> None:
         self.router.wake()

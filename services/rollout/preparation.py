@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -11,12 +12,14 @@ import structlog
 from services.rollout.engines.base import Engine
 from services.rollout.gate import Gate
 from services.rollout.memory import settle
+from services.rollout.moves import EngineMoves
 from services.rollout.policy import ServedPolicy
 from services.rollout.prepared import PreparedJob
 from services.rollout.queries import QuerySource
 from services.rollout.rewards import JobFunctions
 from services.rollout.tokenizers import Language, load_language, stop_ids
 from troupe.job import JobSpec, JobSpecError, PolicySpec, parse_job
+from troupe.job.balancing import engine_count
 from troupe.rpc.errors import InvalidArgument
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
@@ -120,23 +123,27 @@ class Preparation:
                 spec.limits.max_concurrent_trajectories,
                 one_query=spec.pipeline.mode == "serial",
             ),
+            moves=EngineMoves(spec, policies, partial(self._engine, spec)),
             transfer=self._transfer,
         )
 
     def _engines(self, job_id: str, name: str, spec: JobSpec) -> list[Engine]:
-        policy = spec.policies[name]
-        urls = policy.engine.urls
-        count = len(urls) if urls else policy.engine.replicas
         return [
-            self._make_engine(
-                f"{job_id}.{name}.{number}@{self._worker_id}",
-                name,
-                policy,
-                replica=number,
-                deterministic=spec.pipeline.deterministic,
-            )
-            for number in range(count)
+            self._engine(spec, f"{job_id}.{name}.{number}@{self._worker_id}", name)
+            for number in range(engine_count(spec.policies[name]))
         ]
+
+    def _engine(self, spec: JobSpec, engine_id: str, name: str) -> Engine:
+        """One engine for a policy. It keeps its id and its number when it is made anew for another
+        policy."""
+        number = engine_id.removesuffix(f"@{self._worker_id}").rpartition(".")[2]
+        return self._make_engine(
+            engine_id,
+            name,
+            spec.policies[name],
+            replica=int(number),
+            deterministic=spec.pipeline.deterministic,
+        )
 
 
 def _resumes(spec: JobSpec, policy: PolicySpec) -> bool:
@@ -162,7 +169,6 @@ def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
             stop_token_ids=stop_ids(sampling.stop, language, f"agents.{name}.sampling.stop"),
         ),
         system_prompt=agent.system_prompt,
-        tool_parser=spec.policies[agent.policy].model.tool_parser,
     )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from services.rollout.gate import Gate
 from services.rollout.groups import Groups
+from services.rollout.lockstep import Lockstep
+from services.rollout.moves import EngineMoves
 from services.rollout.policy import ServedPolicy
 from services.rollout.queries import QuerySource
 from services.rollout.rewards import JobFunctions
@@ -29,10 +31,13 @@ class PreparedJob:
     policies: Mapping[str, ServedPolicy]
     roles: Mapping[str, Role]
     gate: Gate
+    moves: EngineMoves
     transfer: Transfer
     policy_of: Mapping[str, ServedPolicy] = field(init=False)
     """The served policy of each agent."""
     evaluation_roles: Mapping[str, Role] = field(init=False)
+    lockstep: Lockstep | None = field(init=False)
+    """Where trajectories wait for each other, in a job that says so."""
     trained: frozenset[str] = field(init=False)
     """Names of the policies that are trained."""
     groups: Groups = field(init=False)
@@ -44,6 +49,7 @@ class PreparedJob:
             "policy_of": {n: self.policies[a.policy] for n, a in self.spec.agents.items()},
             "trained": frozenset(self.spec.trained_policies),
             "groups": Groups(policy.router for policy in self.policies.values()),
+            "lockstep": Lockstep() if self.spec.pipeline.rollout == "batch" else None,
             "evaluation_roles": self.roles
             if temperature is None
             else {
@@ -73,3 +79,7 @@ class PreparedJob:
             for policy in self.policies.values()
             for status in policy.statuses(self.job_id, worker_id)
         ]
+
+    def loads(self, worker_id: str) -> list[rollout.PolicyLoad]:
+        """One per policy."""
+        return [policy.load(self.job_id, worker_id) for policy in self.policies.values()]

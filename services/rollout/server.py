@@ -11,7 +11,6 @@ import grpc
 
 from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
-from services.rollout.endpoint.server import EndpointServer
 from services.rollout.engines.factory import make_engine
 from services.rollout.generation import generate
 from services.rollout.jobs import JobTable
@@ -58,17 +57,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             or partial(make_engine, threads=settings.threads, trace_dir=settings.paced_trace_dir),
         )
         self._jobs = JobTable(preparation, settings.worker_id)
-        self._fixed_port = settings.endpoint_port
-        self._endpoints = EndpointServer(
-            settings.endpoint_host,
-            settings.endpoint_port,
-            url=settings.endpoint_url,
-            max_body=settings.endpoint_body_mib << 20,
-            count=lambda call, status: self._metrics.asked(call, status),
-        )
         self._runner = Runner(
-            TrajectoryLog(experience_store_pb2_grpc.ExperienceStoreStub(self._store)),
-            self._endpoints,
+            TrajectoryLog(experience_store_pb2_grpc.ExperienceStoreStub(self._store))
         )
         self._jobs.before_release = self._runner.cancel
         self._metrics = RolloutMetrics(telemetry, self._jobs, self._runner)
@@ -85,8 +75,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         asyncio.get_running_loop().set_default_executor(DaemonThreads())
         self._watchdog.start()
         warm_up()
-        if self._fixed_port:  # one that is taken must be known now, not by the first trajectory
-            self._endpoints.listen()
         await self._heartbeat.start()
 
     async def stop(self, grace: float) -> None:
@@ -94,7 +82,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self._watchdog.stop()
         await self._heartbeat.stop()
         await self._runner.stop()
-        await self._endpoints.stop()
         await self._jobs.close()
         await self._store.close(None)
         await self._reward.close(None)
@@ -156,7 +143,34 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         """Engines of one job, or of all."""
         jobs = [self._jobs.get(request.job_id)] if request.job_id else self._jobs.all()
         return pb.ListEnginesResponse(
-            engines=[status for job in jobs for status in job.statuses(self._worker_id)]
+            engines=[status for job in jobs for status in job.statuses(self._worker_id)],
+            loads=[load for job in jobs for load in job.loads(self._worker_id)],
+        )
+
+    async def MoveEngine(
+        self, request: pb.MoveEngineRequest, context: Any
+    ) -> pb.MoveEngineResponse:
+        """Take an engine from its policy to another."""
+        _require("engine_id", request.engine_id)
+        job = self._jobs.get(request.job_id)
+        target = job.policy(request.policy)
+        if (seconds := request.drain_seconds) < 0:
+            raise InvalidArgument("must not be negative", field="drain_seconds", value=seconds)
+        moved = await job.moves.move(
+            request.engine_id,
+            target,
+            drain_seconds=seconds if request.HasField("drain_seconds") else None,
+        )
+        self._metrics.moved(job.job_id, moved.source, target.name, moved.seconds)
+        keeper = target.keeper(request.engine_id)
+        return pb.MoveEngineResponse(
+            # Gone on already, at the word of somebody else.
+            engine=None if keeper is None else keeper.status(job.job_id, self._worker_id),
+            source=moved.source,
+            seconds=moved.seconds,
+            drain_seconds=moved.drain_seconds,
+            handed_back=moved.handed_back,
+            rebuilt=moved.rebuilt,
         )
 
     async def ReleaseJob(
@@ -172,6 +186,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         return orchestrator_pb2.HeartbeatRequest(
             kind=orchestrator_pb2.WORKER_KIND_ROLLOUT,
             engines=[status for job in jobs for status in job.statuses(self._worker_id)],
+            loads=[load for job in jobs for load in job.loads(self._worker_id)],
             doing=f"{len(self._runner)} trajectories in flight" if len(self._runner) else "idle",
         )
 

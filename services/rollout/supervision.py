@@ -66,6 +66,12 @@ class EngineKeeper:
         self._lock = asyncio.Lock()
         self._nudge = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self._retired = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine is being started or updated."""
+        return self._lock.locked()
 
     @property
     def serves_target(self) -> bool:
@@ -92,10 +98,13 @@ class EngineKeeper:
         """Start the engine if it is down, update it if it is not at the target.
 
         Returns the seconds in which it could not serve because of the update. Repeating is
-        harmless. Raises what the engine raises, or `Unavailable` when it did not start in time.
+        harmless; a retired keeper does nothing. Raises what the engine raises, or `Unavailable`
+        when it did not start in time.
         """
         async with self._lock:
             engine = self.engine
+            if self._retired:
+                return 0.0
             if self.is_down:
                 try:
                     async with asyncio.timeout(self._start_timeout):
@@ -130,7 +139,7 @@ class EngineKeeper:
 
     def watch(self) -> None:
         """Begin to look after the engine."""
-        if self._watch is None:
+        if self._watch is None and not self._retired:
             self._watch = asyncio.create_task(
                 self._look_after(), name=f"watch-{self.engine.engine_id}"
             )
@@ -139,11 +148,19 @@ class EngineKeeper:
         """Look at the engine now: it failed a turn."""
         self._nudge.set()
 
-    async def stop(self) -> None:
-        """Stop watching and stop the engine."""
+    def retire(self) -> None:
+        """Touch the engine no more: it leaves the policy. Repeatable."""
+        self._retired = True
         if self._watch is not None:
             self._watch.cancel()
+
+    async def stop(self, reason: str, drain_seconds: float) -> None:
+        """Stop watching; let the engine end its turns, within `drain_seconds`, and stop it."""
+        self.retire()
+        if self._watch is not None:
             await asyncio.gather(self._watch, return_exceptions=True)
+        if self.engine.state == pb.ENGINE_STATE_HEALTHY:
+            await self.engine.drain(reason, deadline_seconds=drain_seconds)
         await self.engine.stop()
 
     def status(self, job_id: str, worker_id: str) -> rollout.EngineStatus:
