@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import structlog
 
-from services.rollout.engines.base import Engine
+from services.rollout.devices import devices_of
+from services.rollout.engines.base import Device, Engine
 from services.rollout.gate import Gate
 from services.rollout.memory import settle
 from services.rollout.moves import EngineMoves
@@ -54,11 +55,14 @@ class Preparation:
         rewards: RewardAsyncStub,
         worker_id: str,
         make_engine: EngineFactory,
+        device: Device | None = None,
     ) -> None:
+        """`device`: what engines of this worker run on, where the job does not say so."""
         self._transfer = transfer
         self._rewards = rewards
         self._worker_id = worker_id
         self._make_engine = make_engine
+        self._device = device or Device()
 
     async def make(
         self, job_id: str, spec: JobSpec, refs: Mapping[str, pb.WeightsRef]
@@ -136,14 +140,17 @@ class Preparation:
     def _engine(self, spec: JobSpec, engine_id: str, name: str) -> Engine:
         """One engine for a policy. It keeps its id and its number when it is made anew for another
         policy."""
-        number = engine_id.removesuffix(f"@{self._worker_id}").rpartition(".")[2]
-        return self._make_engine(
+        *_, first, number = engine_id.removesuffix(f"@{self._worker_id}").split(".")
+        engine = self._make_engine(
             engine_id,
             name,
             spec.policies[name],
             replica=int(number),
             deterministic=spec.pipeline.deterministic,
         )
+        # It stays on its hardware, which the policy that it began with names.
+        engine.device = devices_of(spec.policies[first], self._device)[int(number)]
+        return engine
 
 
 def _resumes(spec: JobSpec, policy: PolicySpec) -> bool:

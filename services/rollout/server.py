@@ -11,6 +11,7 @@ import grpc
 
 from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
+from services.rollout.engines.base import Device
 from services.rollout.engines.factory import make_engine
 from services.rollout.generation import generate
 from services.rollout.jobs import JobTable
@@ -55,6 +56,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             settings.worker_id,
             make
             or partial(make_engine, threads=settings.threads, trace_dir=settings.paced_trace_dir),
+            Device(
+                settings.device_class,
+                settings.device_prefill_tokens_per_second,
+                settings.device_decode_tokens_per_second,
+            ),
         )
         self._jobs = JobTable(preparation, settings.worker_id)
         self._runner = Runner(

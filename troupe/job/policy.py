@@ -146,6 +146,20 @@ class EngineSpec(Section):
                 raise ValueError(f"'{url}' is not of the form http://HOST:PORT")
         return urls
 
+    @model_validator(mode="after")
+    def _pools_match(self) -> Self:
+        pooled = sum(pool.replicas for pool in self.pools)
+        if self.pools and self.urls and pooled != len(self.urls):
+            raise ValueError(
+                f"pools: they have {pooled} replicas, but `urls` names {len(self.urls)} servers"
+            )
+        for pool in self.pools:
+            if bool(pool.prefill_tokens_per_second) != bool(pool.decode_tokens_per_second):
+                raise ValueError(
+                    f"pools: '{pool.device_class}' has one rate; give both rates or none"
+                )
+        return self
+
 
 class PolicySpec(Section):
     """Trainable weights with a version."""

@@ -125,6 +125,16 @@ class JobSpec(Section):
             return self.balancing.inter
         return self.balancing.possible(self.policies)
 
+    @model_validator(mode="after")
+    def _affinity(self) -> Self:
+        for agent in self.routing.affinity.agents:
+            if agent not in self.agents:
+                known = ", ".join(sorted(self.agents))
+                raise ValueError(
+                    f"routing.affinity.agents: '{agent}' is not an agent; known: {known}"
+                )
+        return self
+
     def alpha_of(self, policy: str) -> int:
         """Staleness bound of a policy: 0 in the on-policy modes."""
         if self.pipeline.mode != "async":
