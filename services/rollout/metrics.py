@@ -63,6 +63,14 @@ class RolloutMetrics:
             ["job_id", "policy"],
         )
         self._jobs = jobs
+        self._breaks = telemetry.counter(
+            "troupe_rollout_prefix_breaks",
+            "Turns whose history was not what their agent had said, and was tokenised anew.",
+            ["job_id"],
+        )
+        self._endpoint = telemetry.counter(
+            "troupe_rollout_endpoint_requests", "Answers of the endpoint.", ["call", "status"]
+        )
         self._moves = telemetry.histogram(
             "troupe_rollout_engine_move_seconds",
             "Time in which an engine served nobody while it changed its policy.",
@@ -83,6 +91,7 @@ class RolloutMetrics:
         kind = event.reason.partition(":")[0]
         self._trajectories.labels(job_id, state, kind).inc()
         self._seconds.labels(job_id).observe(event.seconds)
+        self._breaks.labels(job_id).inc(event.metrics.get("prefix_breaks", 0.0))
         self._count_losses(job_id)
         for turn in event.turns:
             meters = self._meters(job_id, turn.policy)
@@ -104,6 +113,10 @@ class RolloutMetrics:
                     self._resumed.labels(job_id, name).inc(losses.resumed_tokens)
                 if losses.restarted_turns:
                     self._lost.labels(job_id, name, "restarted").inc(losses.restarted_turns)
+
+    def asked(self, call: str, status: int) -> None:
+        """Count an answer of the endpoint."""
+        self._endpoint.labels(call, str(status)).inc()
 
     def updated(self, job_id: str, policy: str, exposed_seconds: float) -> None:
         """Count a weight update."""

@@ -11,6 +11,7 @@ import grpc
 
 from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
+from services.rollout.endpoint.server import EndpointServer
 from services.rollout.engines.base import Device
 from services.rollout.engines.factory import make_engine
 from services.rollout.generation import generate
@@ -63,8 +64,17 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             ),
         )
         self._jobs = JobTable(preparation, settings.worker_id)
+        self._fixed_port = settings.endpoint_port
+        self._endpoints = EndpointServer(
+            settings.endpoint_host,
+            settings.endpoint_port,
+            url=settings.endpoint_url,
+            max_body=settings.endpoint_body_mib << 20,
+            count=lambda call, status: self._metrics.asked(call, status),
+        )
         self._runner = Runner(
-            TrajectoryLog(experience_store_pb2_grpc.ExperienceStoreStub(self._store))
+            TrajectoryLog(experience_store_pb2_grpc.ExperienceStoreStub(self._store)),
+            self._endpoints,
         )
         self._jobs.before_release = self._runner.cancel
         self._metrics = RolloutMetrics(telemetry, self._jobs, self._runner)
@@ -81,6 +91,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         asyncio.get_running_loop().set_default_executor(DaemonThreads())
         self._watchdog.start()
         warm_up()
+        if self._fixed_port:  # one that is taken must be known now, not by the first trajectory
+            self._endpoints.listen()
         await self._heartbeat.start()
 
     async def stop(self, grace: float) -> None:
@@ -88,6 +100,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self._watchdog.stop()
         await self._heartbeat.stop()
         await self._runner.stop()
+        await self._endpoints.stop()
         await self._jobs.close()
         await self._store.close(None)
         await self._reward.close(None)
