@@ -9,6 +9,7 @@ from troupe.workflow.environments.adapters.spaces import (
     arrays_of,
     legal_of,
     native,
+    rendered,
     split_mask,
     text_of,
 )
@@ -122,7 +123,7 @@ class Gymnasium(Environment):
         if self._describe is not None:
             return self._describe(self._env, seen)
         if self._env.render_mode == "ansi":
-            return str(self._env.render()).strip()
+            return rendered(str(self._env.render()))
         return text_of(seen)
 
 

@@ -12,6 +12,7 @@ from troupe.workflow.environments.adapters.spaces import (
     arrays_of,
     legal_of,
     native,
+    rendered,
     split_mask,
     text_of,
 )
@@ -87,7 +88,7 @@ class _PettingZoo(Environment):
         if self._describe is not None:
             text = self._describe(self._env, seat, inner)
         elif getattr(self._env, "render_mode", None) == "ansi":
-            text = str(self._env.render()).strip()
+            text = rendered(str(self._env.render()))
         else:
             text = text_of(inner)
         return Observation(text, legal, arrays_of(inner))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from troupe.workflow.environments.errors import IllegalMoveError
 from troupe.workflow.environments.interface import Action
+
+_MARKED: Final = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0?m", re.DOTALL)
 
 
 def legal_of(
@@ -81,6 +84,11 @@ def arrays_of(observation: Any) -> dict[str, Any]:
         return arrays_of({str(i): part for i, part in enumerate(observation)})
     array = np.asarray(observation)
     return {} if array.dtype.kind in "OUS" else {"observation": array}
+
+
+def rendered(text: str) -> str:
+    """An `ansi` rendering without its colours: what they mark stands in [brackets]."""
+    return _MARKED.sub(r"[\1]", text).strip()
 
 
 def text_of(observation: Any) -> str:

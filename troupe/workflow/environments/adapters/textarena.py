@@ -80,7 +80,7 @@ class TextArena(Environment):
         with self._randomness(seed):
             # Its wrappers keep what players saw in former games: begin with new ones.
             env = self._make()
-            self._env = env if isinstance(env, self._wrap) else self._wrap(env)
+            self._env = env if _speaks(env) else self._wrap(env)
             self._env.reset(num_players=self._players, seed=seed % 2**31)
             return Reset(self._seats, *self._turn())
 
@@ -125,3 +125,14 @@ class TextArena(Environment):
             self._states = random.getstate(), np.random.get_state()
             random.setstate(others[0])
             np.random.set_state(others[1])
+
+
+def _speaks(env: Any) -> bool:
+    """Whether a wrapper of the game's own already turns its messages into one text."""
+    from textarena.core import ObservationWrapper, Wrapper
+
+    while isinstance(env, Wrapper):
+        if isinstance(env, ObservationWrapper):
+            return True
+        env = env.env
+    return False
