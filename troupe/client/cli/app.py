@@ -10,12 +10,14 @@ import typer
 from troupe import __version__
 from troupe.client.cli.chaos import chaos
 from troupe.client.cli.cluster import down, status, up
+from troupe.client.cli.environment import app as environment
 from troupe.client.cli.failures import explain
 from troupe.client.cli.jobs import app as jobs
 from troupe.client.cli.policies import export, generate
 from troupe.client.cli.samples import app as samples
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
+from troupe.client.cli.workflow import app as workflow
 
 app = typer.Typer(
     name="troupe",
@@ -32,6 +34,8 @@ app.add_typer(samples, name="samples")
 app.command("generate")(generate)
 app.command("export")(export)
 app.add_typer(specification, name="job")
+app.add_typer(environment, name="environment")
+app.add_typer(workflow, name="workflow")
 app.command("chaos")(chaos)
 
 
