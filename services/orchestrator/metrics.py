@@ -13,6 +13,10 @@ from troupe.v1 import rollout_pb2 as ro
 
 # A reward of this name belongs to no agent: it says how the team did.
 TEAM: Final = "team"
+# A trajectory's metric: how often it was begun anew since its environment or a tool failed; and how
+# reasons begin that name these.
+RETRIES: Final = "environment_retries"
+_FAULTS: Final = ("environment_", "tool_")
 
 
 class Tally:
@@ -29,6 +33,10 @@ class Tally:
         # Ended because nobody needs them any more.
         self.aborted = 0
         self._reasons: Counter[str] = Counter()
+        # Attempts that were made again, and trajectories that failed for good, because of their
+        # environment or a tool.
+        self._retries = 0.0
+        self._faults = 0
         self._rewards: defaultdict[str, _Mean] = defaultdict(_Mean)
         self._team_metrics: defaultdict[str, _Mean] = defaultdict(_Mean)
         self._lengths: defaultdict[str, _Mean] = defaultdict(_Mean)
@@ -59,12 +67,14 @@ class Tally:
             if turn.versions and turn.policy in self._versions:
                 oldest = min(span.version for span in turn.versions)
                 self._staleness.add(self._versions[turn.policy] - oldest)
+        self._retries += event.metrics.get(RETRIES, 0.0)
         if event.state == pb.TRAJECTORY_STATE_ABORTED:
             self.aborted += 1
             return
         if event.state != pb.TRAJECTORY_STATE_COMPLETED:
             self.failed += 1
             self._reasons[event.reason or "no reason given"] += 1
+            self._faults += event.reason.startswith(_FAULTS)
             return
         self.completed += 1
         rewards = dict(event.rewards)
@@ -94,6 +104,9 @@ class Tally:
         }
         if self.aborted:
             found["trajectories/aborted"] = float(self.aborted)
+        if self._retries or self._faults:
+            found["environment/retries"] = self._retries
+            found["environment/failed"] = float(self._faults)
         found |= {f"reward/{agent}/mean": mean.value for agent, mean in self._rewards.items()}
         found |= {f"response_length/{name}": mean.value for name, mean in self._lengths.items()}
         found |= {f"trajectory/{name}": mean.value for name, mean in self._team_metrics.items()}

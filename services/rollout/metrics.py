@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from prometheus_client import Counter, Histogram
 
 from services.chassis.telemetry import Telemetry
+from services.rollout.attempts import RETRIES
 from services.rollout.jobs import JobTable
 from services.rollout.runner import Runner
 from troupe.v1 import common_pb2 as common
@@ -77,6 +78,11 @@ class RolloutMetrics:
             ["job_id", "source", "target"],
         )
         self._known: dict[tuple[str, str], _PolicyMeters] = {}
+        self._retries = telemetry.counter(
+            "troupe_rollout_trajectory_retries",
+            "Attempts at trajectories that their environment failed and that were made again.",
+            ["job_id"],
+        )
         in_flight = telemetry.gauge("troupe_rollout_in_flight", "Trajectories in flight.")
         in_flight.set_function(lambda: len(runner))
         waiting = telemetry.gauge("troupe_rollout_turns_waiting", "Turns that no engine has yet.")
@@ -91,6 +97,7 @@ class RolloutMetrics:
         kind = event.reason.partition(":")[0]
         self._trajectories.labels(job_id, state, kind).inc()
         self._seconds.labels(job_id).observe(event.seconds)
+        self._retries.labels(job_id).inc(event.metrics.get(RETRIES, 0.0))
         self._breaks.labels(job_id).inc(event.metrics.get("prefix_breaks", 0.0))
         self._count_losses(job_id)
         for turn in event.turns:

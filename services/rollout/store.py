@@ -35,6 +35,16 @@ class Place:
     seconds: float
 
 
+@dataclass(frozen=True)
+class End:
+    """How a trajectory ended, and why. `group_complete`: its group has all its members, and the
+    redundant trajectories of its query were ended."""
+
+    state: State
+    reason: str = ""
+    group_complete: bool = False
+
+
 class TrajectoryLog:
     """Writes endings. The store keeps the first one of a trajectory.
 
@@ -45,11 +55,12 @@ class TrajectoryLog:
     def __init__(self, stub: ExperienceStoreAsyncStub) -> None:
         self._stub = stub
 
-    async def complete(self, at: Place, samples: Sequence[pb.Sample]) -> tuple[State, str]:
-        """Store the rows of a completed trajectory, all or none; how it ended, and why.
+    async def complete(self, at: Place, samples: Sequence[pb.Sample]) -> End:
+        """Store the rows of a completed trajectory, all or none.
 
         Rows that the store can never take (larger than a message or a row may be) end it as
-        FAILED. One whose query has left its step ends as ABORTED.
+        FAILED. One whose query has left its step, or has a complete group without it, ends as
+        ABORTED.
         """
         try:
             return await self._end(at, common.TRAJECTORY_STATE_COMPLETED, "", samples)
@@ -58,8 +69,8 @@ class TrajectoryLog:
                 raise
             return await self.fail(at, f"rows_too_large: {error.message}")
 
-    async def fail(self, at: Place, reason: str) -> tuple[State, str]:
-        """Store that the trajectory has no rows, and why; how it ended, and why."""
+    async def fail(self, at: Place, reason: str) -> End:
+        """Store that the trajectory has no rows, and why."""
         return await self._end(at, _FAILED, reason)
 
     async def abort(self, at: Place, reason: str) -> None:
@@ -72,7 +83,7 @@ class TrajectoryLog:
 
     async def _end(
         self, at: Place, state: State, reason: str, samples: Sequence[pb.Sample] = ()
-    ) -> tuple[State, str]:
+    ) -> End:
         response = await self._stub.AppendTrajectory(
             pb.AppendTrajectoryRequest(
                 request_id=new_id("append"),
@@ -88,15 +99,9 @@ class TrajectoryLog:
         )
         if response.step != at.step:
             log.info("its query was carried over", asked=at.step, step=response.step)
-        if response.accepted or state == _ABORTED:
-            return state, reason
-        if await self._has_left(at, response.step):
-            return _ABORTED, "dropped: its query has left the step"
-        log.info("the trajectory had ended before")
-        return state, reason
-
-    async def _has_left(self, at: Place, step: int) -> bool:
-        """Whether the trajectory's query is no longer one of the step's."""
-        request = pb.GetStepRequest(job_id=at.job_id, step=step, counts_only=True)
-        known = await self._stub.GetStep(request, timeout=at.seconds)
-        return known.open and at.query_id not in known.query_ids
+        if response.drop_reason and state != _ABORTED:
+            # Its query has left the step, or its group was complete without it.
+            return End(_ABORTED, response.drop_reason, response.group_complete)
+        if not response.accepted:
+            log.info("the trajectory had ended before")
+        return End(state, reason, response.group_complete)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import structlog
 
 from services.rollout import records
+from services.rollout.attempts import RETRIES, Attempts
 from services.rollout.clock import TrajectoryClock
 from services.rollout.columns import Shelf
 from services.rollout.endpoint.server import EndpointServer
 from services.rollout.prepared import PreparedJob
 from services.rollout.rewards import TrajectoryTools
-from services.rollout.store import Place, TrajectoryLog
+from services.rollout.store import End, Place, TrajectoryLog
 from services.rollout.turns import TurnBackend
 from services.rollout.watchdog import blocked_since
 from services.rollout.workflow_call import FATAL, bounded, call_workflow
@@ -64,6 +66,7 @@ class Trajectory:
         self._shelf = Shelf(job.transfer, job.job_id)
         self._began: float | None = None
         self._start_versions: dict[str, int] = {}
+        self._group_complete = False
 
     async def run(self) -> None:
         """Play, score, store, report. Raises `TroupeError` when the store cannot be reached."""
@@ -84,12 +87,12 @@ class Trajectory:
                 problem = _problem(error) if error.kind in FATAL else None
                 log.info("a trajectory failed", reason=reason)
                 if self._stored:
-                    state, reason = await self._store.fail(self._place, reason)
+                    state, reason = self._ended(await self._store.fail(self._place, reason))
             else:
                 state, reason = pb.TRAJECTORY_STATE_COMPLETED, ""
                 if self._stored:
                     await self._shelf.put()
-                    state, reason = await self._store.complete(self._place, samples)
+                    state, reason = self._ended(await self._store.complete(self._place, samples))
                     if state == pb.TRAJECTORY_STATE_ABORTED:
                         await self._shelf.discard()
             self._move(state)
@@ -103,21 +106,40 @@ class Trajectory:
         self._move(pb.TRAJECTORY_STATE_ABORTED)
         self._emit(self._event(reason=reason))
 
+    def _ended(self, end: End) -> tuple[pb.TrajectoryState.ValueType, str]:
+        self._group_complete = end.group_complete
+        return end.state, end.reason
+
     @property
     def _stored(self) -> bool:
         return self._ticket.purpose == rollout.Ticket.PURPOSE_TRAIN
 
     async def _play(self) -> list[Any]:
         """Rows of the trajectory. Raises `WorkflowError`: it failed, `kind` and message say why."""
+        limits = self._job.spec.limits
+        clock = TrajectoryClock(
+            limits.trajectory_seconds,
+            longest=limits.step_seconds,
+            patient=self._job.spec.pipeline.deterministic,
+        )
+        attempts = Attempts(limits.trajectory_retries, clock, self._ticket.seed)
+        while True:
+            try:
+                return await self._attempt(clock, attempts.made)
+            except WorkflowError as error:
+                await attempts.again(error)
+            finally:
+                if limits.trajectory_retries:
+                    self._metrics = self._metrics | {RETRIES: float(attempts.made)}
+
+    async def _attempt(self, clock: TrajectoryClock, number: int) -> list[Any]:
+        """Rows of one attempt, of which the first has `number` 0."""
         job, ticket = self._job, self._ticket
         limits = job.spec.limits
-        deterministic = job.spec.pipeline.deterministic
-        clock = TrajectoryClock(
-            limits.trajectory_seconds, longest=limits.step_seconds, patient=deterministic
-        )
         evaluating = ticket.purpose == rollout.Ticket.PURPOSE_EVALUATE
         backend = TurnBackend(
-            ticket.trajectory_id,
+            # Engines may still be ending the turns of the attempt before.
+            f"{ticket.trajectory_id}~{number}" if number else ticket.trajectory_id,
             job.policy_of,
             turn_seconds=limits.turn_seconds,
             clock=clock,
@@ -127,8 +149,9 @@ class Trajectory:
             left=job.groups.left,
         )
         roles = job.evaluation_roles if evaluating else job.roles
-        agents = Agents(roles, backend, seed=ticket.seed)
         tools = TrajectoryTools(job.functions, ticket.trajectory_id, clock)
+        seat = None if job.lockstep is None or evaluating else job.lockstep.seat(clock)
+        agents = Agents(roles, seat.backend(backend) if seat else backend, seed=ticket.seed)
         waits_for = "its query"
 
         async def play() -> Any:
@@ -137,7 +160,7 @@ class Trajectory:
             query = Query(ticket.query_id, ticket.split, ticket.index, data)
             backend.domain = str(data.get("domain", ""))
             waits_for = "the workflow"
-            toolbox = Tools(job.spec.tools, tools)
+            toolbox = Tools(job.spec.tools, seat.tools(tools) if seat else tools)
             given = await call_workflow(job.workflow, ticket.trajectory_id, query, agents, toolbox)
             return query, given
 
@@ -148,6 +171,8 @@ class Trajectory:
             )
             if pending := backend.pending:
                 message += f", which was waiting for {', '.join(pending)}"
+            elif seat and seat.waiting:
+                message += ", which was waiting for other trajectories (pipeline.rollout: batch)"
             seconds, culprit = blocked_since(clock.began)
             if seconds:
                 message += (
@@ -156,7 +181,8 @@ class Trajectory:
             return WorkflowError(message, kind="deadline")
 
         try:
-            query, given = await bounded(play(), clock, late)
+            with seat or nullcontext():
+                query, given = await bounded(play(), clock, late)
             self._turns = agents.close()
             self._metrics = query.metrics
             self._move(pb.TRAJECTORY_STATE_SCORING)
@@ -211,6 +237,7 @@ class Trajectory:
             reason=reason,
             problem=problem,
             start_versions=self._start_versions,
+            group_complete=self._group_complete,
         )
         if is_terminal(TRAJECTORY, self.state):
             event.seconds = 0.0 if self._began is None else time.monotonic() - self._began

@@ -13,6 +13,7 @@ import structlog
 from services.rollout.clock import TrajectoryClock
 from services.rollout.watchdog import IN_WORKFLOW, WorkflowBlockedError
 from troupe.workflow import Agents, Query, ToolError, Tools, TurnError, Workflow, WorkflowError
+from troupe.workflow.environments.errors import EnvironmentFault
 
 log = structlog.get_logger(__name__)
 
@@ -51,10 +52,12 @@ async def call_workflow(
             field="workflow",
             remedy="Await instead of blocking; put heavy work into a tool or asyncio.to_thread.",
         ) from error
-    except (TurnError, ToolError) as error:
+    except (TurnError, ToolError, EnvironmentFault) as error:
         # Not a fault of the workflow: it did not catch what the world did to it.
         if isinstance(error, ToolError):
             error.kind = f"tool_{error.kind}"
+        elif isinstance(error, EnvironmentFault):
+            error.kind = f"environment_{error.reason}"
         raise
     except WorkflowError as error:
         if error.kind in FATAL:

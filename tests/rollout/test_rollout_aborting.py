@@ -184,7 +184,7 @@ async def test_what_the_store_has_dropped_ends_as_aborted(house: House) -> None:
     ended = await running
     assert {ended[f"q0-s0-t{n}"].state for n in (0, 1)} == {COMPLETED}
     assert {ended[f"q1-s0-t{n}"].state for n in (0, 1)} == {ABORTED}
-    assert ended["q1-s0-t0"].reason.startswith("dropped: ")
+    assert ended["q1-s0-t0"].reason == "surplus"
     assert (await house.step()).sealed
     assert {s.query_id for s in await house.samples("big")} == {"q0"}
 

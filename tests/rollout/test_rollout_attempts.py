@@ -1,0 +1,123 @@
+"""Environments that fail, hang and die: a trajectory is tried again, and nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.rollout.attempts import Attempts, is_environments
+from services.rollout.clock import TrajectoryClock
+from tests.rollout import worlds
+from tests.rollout.house import House, make_spec, open_house, training
+from tests.rollout.processes import ServiceProcess
+from troupe.v1 import common_pb2 as common
+from troupe.workflow import ToolError, TurnError, WorkflowError
+from troupe.workflow.environments.errors import EnvironmentContractError, EnvironmentFault
+
+COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+FAILED = common.TRAJECTORY_STATE_FAILED
+WORLDS = "tests.rollout.worlds"
+
+
+@pytest.fixture
+async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
+    worlds.reset()
+    async with open_house(tmp_path, store=store_process.address) as house:
+        yield house
+
+
+async def prepare(house: House, workflow: str, **limits: float) -> None:
+    """A job of `worlds`, and its first step: two queries of two trajectories."""
+    await house.prepare_raw(
+        make_spec("one_turn", limits=limits) | {"workflow": f"{WORLDS}:{workflow}"}
+    )
+    await house.open_step()
+
+
+async def test_a_trajectory_whose_environment_fails_is_begun_anew(house: House) -> None:
+    await prepare(house, "fails_twice", trajectory_retries=2)
+    ended = await house.run(training())
+    assert {event.state for event in ended.values()} == {COMPLETED}
+    for name, event in ended.items():
+        assert event.metrics["environment_retries"] == 2
+        assert len(event.turns) == 1, "nothing of the failed attempts"
+        # With the trajectory's seed each time: the same words.
+        assert len(worlds.SAID[name]) == 3
+        assert len(set(worlds.SAID[name])) == 1
+    rows = await house.samples("big")
+    assert sorted(row.trajectory_id for row in rows) == sorted(ended)
+    assert (await house.step()).sealed
+
+
+async def test_it_fails_with_the_reason_when_attempts_are_spent(house: House) -> None:
+    await prepare(house, "fails_twice", trajectory_retries=1)
+    ended = await house.run(training())
+    for event in ended.values():
+        assert event.state == FAILED
+        assert event.reason == "environment_died: its process is gone (tried 2 times)"
+        assert event.metrics["environment_retries"] == 1
+    assert await house.samples("big") == []
+    counts = (await house.step()).counts[0]
+    assert dict(counts.drop_reasons) == {"environment_died": 4}
+
+
+async def test_without_the_setting_the_first_fault_is_the_end(house: House) -> None:
+    await prepare(house, "fails_twice")
+    [event] = (await house.run(training(1, 1))).values()
+    assert (event.state, event.reason) == (FAILED, "environment_died: its process is gone")
+    assert "environment_retries" not in event.metrics
+
+
+async def test_stuck_environments_are_given_up_and_nobody_waits(house: House) -> None:
+    """q0 blocks in a thread, q1 in a child process that ignores SIGTERM; q2 is as ever, and runs
+    again and again meanwhile."""
+    await prepare(house, "some_get_stuck", trajectory_seconds=1.5, trajectory_retries=3)
+    stuck = asyncio.create_task(house.run(training()))
+    async with asyncio.timeout(20):
+        while len(worlds.STUCK) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    # While they are stuck others go on, one after the other.
+    for _ in range(3):
+        event = await house.run_one(index=2)
+        assert event.state == COMPLETED
+    assert not stuck.done()
+    ended = await stuck
+    assert {event.state for event in ended.values()} == {FAILED}
+    assert all(event.reason.startswith("deadline: ") for event in ended.values())
+    assert all(event.metrics["environment_retries"] == 0 for event in ended.values())
+    assert worlds.CHILDREN
+    async with asyncio.timeout(10):
+        while any(map(alive, worlds.CHILDREN)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_what_is_no_fault_of_the_environment_is_not_repeated() -> None:
+    clock = TrajectoryClock(10, longest=10, patient=False)
+    attempts = Attempts(5, clock, seed=0)
+    fault = EnvironmentFault("gone", reason="died")
+    assert is_environments(fault)
+    assert is_environments(ToolError("no", kind="tool_timeout"))
+    for error in (
+        ToolError("no such tool", kind="tool_unknown_tool"),
+        TurnError("engines were lost"),
+        WorkflowError("ValueError", kind="workflow_raised"),
+        EnvironmentContractError("a reward is missing"),
+    ):
+        with pytest.raises(WorkflowError) as raised:
+            await attempts.again(error)
+        assert raised.value is error
+    assert attempts.made == 0
+    # No time for another attempt.
+    with pytest.raises(EnvironmentFault):
+        await Attempts(5, TrajectoryClock(0.0, longest=0.0, patient=False), 0).again(fault)
