@@ -90,8 +90,8 @@ def text_of(ids: list[int]) -> str:
 async def until(happened: Callable[[], object]) -> None:
     """Wait for it, for half a minute at most."""
     async with asyncio.timeout(30):
-        while not happened():
-            await asyncio.sleep(0.01)  # noqa: ASYNC110 - what is waited for has no event
+        while not happened():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
 
 
 class Stage:
