@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from services.rollout.gate import Gate
-from services.rollout.lockstep import Lockstep
 from services.rollout.groups import Groups
 from services.rollout.lockstep import Lockstep
 from services.rollout.moves import EngineMoves
@@ -39,8 +38,6 @@ class PreparedJob:
     evaluation_roles: Mapping[str, Role] = field(init=False)
     lockstep: Lockstep | None = field(init=False)
     """Where trajectories wait for each other, in a job that says so."""
-    lockstep: Lockstep | None = field(init=False)
-    """Where trajectories wait for each other, in a job that says so."""
     trained: frozenset[str] = field(init=False)
     """Names of the policies that are trained."""
     groups: Groups = field(init=False)
@@ -51,7 +48,6 @@ class PreparedJob:
         derived = {
             "policy_of": {n: self.policies[a.policy] for n, a in self.spec.agents.items()},
             "trained": frozenset(self.spec.trained_policies),
-            "lockstep": Lockstep() if self.spec.pipeline.rollout == "batch" else None,
             "groups": Groups(policy.router for policy in self.policies.values()),
             "lockstep": Lockstep() if self.spec.pipeline.rollout == "batch" else None,
             "evaluation_roles": self.roles
