@@ -50,6 +50,7 @@ class Cluster:
             )
             if worker.alive:
                 response.engines.extend(beat.engines)
+                response.loads.extend(beat.loads)
                 response.bindings.extend(beat.bindings)
         return response
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
+from services.orchestrator.balancer import WEIGHTS_GONE, Balancer
 from services.orchestrator.context import JobContext
 from services.orchestrator.faults import Attempts, Patience, is_transient, together
 from services.orchestrator.victims import Victims
@@ -19,8 +20,6 @@ from troupe.v1 import rollout_pb2 as ro
 
 # Loading weights and the like, beyond the start of the engines themselves.
 _MARGIN_SECONDS: Final = 60.0
-# Weights that a worker cannot find must be published again before it is asked again.
-WEIGHTS_GONE: Final = frozenset({"weights_not_found", "weights_missing"})
 
 
 class Engines:
@@ -55,6 +54,9 @@ class Engines:
         limits = [policy.engine.start_timeout_seconds for policy in job.spec.policies.values()]
         # What a worker may take to have all engines up.
         self.prepare_seconds = max(limits) + _MARGIN_SECONDS
+        self._balancer = Balancer(
+            job, lambda: self._served, republish, start_seconds=self.prepare_seconds
+        )
 
     def ready(self, floors: Mapping[str, int] | None = None) -> list[Worker]:
         """The workers to which queries may go now: those that serve the newest versions, or any
@@ -91,7 +93,15 @@ class Engines:
             await patience.wait(self.change())
 
     async def run(self) -> None:
-        """Keep one task per rollout worker that prepares it, until cancelled."""
+        """Keep every rollout worker prepared and its engines balanced, until cancelled."""
+        await together(self._keep_all(), self._balancer.run())
+
+    def values(self) -> dict[str, float]:
+        """Metrics since they were asked for last."""
+        return self._balancer.values()
+
+    async def _keep_all(self) -> None:
+        """One task per rollout worker that prepares it."""
         keepers: dict[Worker, asyncio.Task[None]] = {}
         workers = self._job.shared.workers
         try:

@@ -136,6 +136,7 @@ class StepRunner:
             values["trajectories/unseen"] = float(unseen)
         values |= self._rollout.values()
         values |= self._redundancy.values()
+        values |= self._crew.engines.values()
         values |= commit_metrics(self._commits.values())
         values |= staleness(self._commits.values())
         self._ended = time.monotonic()

@@ -63,11 +63,6 @@ def test_engines_move_by_default_where_they_can() -> None:
         ({"paced": {}}, {"paced": {"load_seconds": 3}}, "rebuild"),
         (
             {"engine": {"kind": "sglang", "urls": ["http://a:1"]}},
-            {"engine": {"kind": "sglang"}},
-            "in_place",
-        ),
-        (
-            {"engine": {"kind": "sglang", "urls": ["http://a:1"]}},
             {"engine": {"kind": "sglang"}, "model": {"path": "/models/llama"}},
             "never",
         ),
@@ -78,6 +73,16 @@ def test_how_an_engine_comes_to_serve_another_policy(
 ) -> None:
     a, b = (PolicySpec.model_validate({"model": MODEL, **one}) for one in (source, target))
     assert exchange(a, b) == exchange(b, a) == way
+
+
+def test_a_launched_engine_may_join_attached_ones_but_none_of_these_leaves() -> None:
+    sglang = {"model": MODEL, "engine": {"kind": "sglang"}}
+    launched = PolicySpec.model_validate(sglang)
+    attached = PolicySpec.model_validate(
+        sglang | {"engine": {"kind": "sglang", "urls": ["http://a:1"]}}
+    )
+    assert exchange(launched, attached) == "in_place"
+    assert exchange(attached, launched) == exchange(attached, attached) == "never"
 
 
 def test_the_threshold_is_in_the_unit_of_the_measure() -> None:

@@ -37,6 +37,10 @@ class RolloutScript:
     problem: pb.Problem | None = None
     prepare_error: TroupeError | None = None
     update_errors: list[TroupeError] = field(default_factory=list)
+    # Turns waiting, by policy.
+    waiting: dict[str, int] = field(default_factory=dict)
+    move_seconds: float = 0.0
+    move_errors: list[TroupeError] = field(default_factory=list)
     # Break the stream, once, after so many endings; with `die` the worker goes down with it.
     break_after: int | None = None
     die: bool = False
@@ -57,6 +61,10 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self.script = script or RolloutScript()
         self.specs: dict[str, JobSpec] = {}
         self.versions: dict[str, dict[str, int]] = {}
+        # By job and engine: the policy served.
+        self.places: dict[str, dict[str, str]] = {}
+        self.leaving: set[str] = set()
+        self.moves: list[tuple[str, str]] = []
         self.calls: Counter[str] = Counter()
         self.ran: list[str] = []
         # Trajectories whose streams were cancelled, and those that somebody asked to abort.
@@ -73,16 +81,23 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
     def message(self) -> orch.HeartbeatRequest:
         engines = [
             ro.EngineStatus(
-                engine_id=f"{self.worker_id}-{job}-{policy}",
+                engine_id=engine_id,
                 job_id=job,
                 policy=policy,
-                state=pb.ENGINE_STATE_HEALTHY,
-                version=version,
+                state=pb.ENGINE_STATE_DRAINING
+                if engine_id in self.leaving
+                else pb.ENGINE_STATE_HEALTHY,
+                version=versions[policy],
             )
             for job, versions in self.versions.items()
-            for policy, version in versions.items()
+            for engine_id, policy in self.places[job].items()
         ]
-        return orch.HeartbeatRequest(kind=self.kind, engines=engines)
+        loads = [
+            ro.PolicyLoad(job_id=job, policy=policy, waiting=self.script.waiting.get(policy, 0))
+            for job, versions in self.versions.items()
+            for policy in versions
+        ]
+        return orch.HeartbeatRequest(kind=self.kind, engines=engines, loads=loads)
 
     async def PrepareJob(
         self, request: ro.PrepareJobRequest, context: Any
@@ -92,7 +107,15 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             raise self.die()
         if self.script.prepare_error is not None:
             raise self.script.prepare_error
-        self.specs[request.job_id] = JobSpec.model_validate_json(request.spec_json)
+        spec = JobSpec.model_validate_json(request.spec_json)
+        known = self.specs.get(request.job_id)
+        self.specs[request.job_id] = spec
+        if known != spec or request.job_id not in self.versions:
+            self.places[request.job_id] = {
+                f"{self.worker_id}-{request.job_id}-{policy}{number or ''}": policy
+                for policy, one in spec.policies.items()
+                for number in range(one.engine.replicas)
+            }
         self.versions[request.job_id] = {one.policy: one.version for one in request.weights}
         return ro.PrepareJobResponse()
 
@@ -105,6 +128,20 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         weights = request.weights
         self._job(weights.job_id)[weights.policy] = weights.version
         return ro.UpdateWeightsResponse()
+
+    async def MoveEngine(
+        self, request: ro.MoveEngineRequest, context: Any
+    ) -> ro.MoveEngineResponse:
+        self.calls["MoveEngine"] += 1
+        self.leaving.add(request.engine_id)
+        await asyncio.sleep(self.script.move_seconds)
+        self.leaving.discard(request.engine_id)
+        if self.script.move_errors:
+            raise self.script.move_errors.pop()
+        places = self.places[request.job_id]
+        source, places[request.engine_id] = places[request.engine_id], request.policy
+        self.moves.append((source, request.policy))
+        return ro.MoveEngineResponse(source=source, seconds=self.script.move_seconds)
 
     async def ReleaseJob(
         self, request: ro.ReleaseJobRequest, context: Any

@@ -133,7 +133,9 @@ def engine_count(policy: PolicySpec) -> int:
 
 def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:
     """How an engine of one policy comes to serve the other: with new weights, made anew, or not at
-    all (a server that is attached holds its model for good)."""
+    all. A server that is attached stays: other rollout workers may be attached to it, too."""
+    if source.engine.urls and source.paced is None:
+        return "never"
     alike = (
         source.model == target.model
         and source.paced == target.paced
@@ -141,5 +143,4 @@ def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:
     )
     if alike:
         return "in_place"
-    attached = any(one.engine.urls and one.paced is None for one in (source, target))
-    return "never" if attached else "rebuild"
+    return "never" if target.engine.urls and target.paced is None else "rebuild"

@@ -1,0 +1,146 @@
+"""The orchestrator moves engines where the heartbeats say that they are needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from tests.support.cluster import Cluster, job_yaml
+from tests.support.fake_rollout import FakeRollout
+from troupe.rpc import Internal, NotFound
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+
+EAGER = {"threshold": 2, "sustain_seconds": 0, "cooldown_seconds": 0.2}
+
+
+def job(**over: Any) -> str:
+    """A job whose solver has three engines, its checker one."""
+    return job_yaml(
+        **{
+            "policies.solver.engine": {"replicas": 3},
+            "balancing": EAGER,
+            "pipeline.steps": 1,
+            **over,
+        }
+    )
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - another service's heartbeat
+            await asyncio.sleep(0.01)
+
+
+async def running(cluster: Cluster, text: str) -> tuple[str, FakeRollout]:
+    """A job that runs until the test says otherwise: its trajectories take ten seconds."""
+    [worker] = cluster.rollouts
+    worker.script.seconds = 10
+    job_id = await cluster.submit(text)
+    await cluster.wait(job_id, [pb.JOB_STATE_RUNNING])
+    return job_id, worker
+
+
+def engines_of(worker: FakeRollout, job_id: str) -> Counter[str]:
+    return Counter(worker.places[job_id].values())
+
+
+async def test_engines_go_where_turns_wait_and_come_back(cluster: Cluster) -> None:
+    job_id, worker = await running(cluster, job())
+    await asyncio.sleep(0.5)
+    assert worker.moves == []
+    worker.script.waiting = {"checker": 30}
+    await until(lambda: engines_of(worker, job_id) == {"checker": 3, "solver": 1})
+    worker.script.waiting = {"checker": 2, "solver": 40}
+    await until(lambda: engines_of(worker, job_id) == {"checker": 1, "solver": 3})
+    # Now it is as good as it gets.
+    moves = len(worker.moves)
+    assert moves == 4
+    await asyncio.sleep(0.5)
+    assert len(worker.moves) == moves
+    picture = await cluster.api.GetCluster(orch.GetClusterRequest())
+    assert {load.policy: load.waiting for load in picture.loads} == {"checker": 2, "solver": 40}
+    await cluster.cancel(job_id)
+    await cluster.wait(job_id)
+    texts = [text for text in await cluster.notices(job_id) if "moved from" in text]
+    assert len(texts) == 4
+    assert "moved from solver to checker in 0.0 s" in texts[0]
+
+
+async def test_nothing_moves_where_it_is_turned_off_or_nobody_has_one_to_spare(
+    cluster: Cluster,
+) -> None:
+    for text in (
+        job(balancing={**EAGER, "inter": False}),
+        job(balancing={**EAGER, "minimum": {"solver": 3}}),
+    ):
+        [worker] = cluster.rollouts
+        worker.script.waiting = {"checker": 100}
+        job_id, worker = await running(cluster, text)
+        await asyncio.sleep(0.5)
+        assert worker.calls["MoveEngine"] == 0
+        await cluster.cancel(job_id)
+        await cluster.wait(job_id)
+
+
+async def test_a_move_that_fails_is_told_and_not_repeated_at_once(cluster: Cluster) -> None:
+    [worker] = cluster.rollouts
+    worker.script.move_errors = [Internal("the link broke"), Internal("the link broke")]
+    worker.script.waiting = {"checker": 6}
+    job_id, worker = await running(
+        cluster, job(balancing={**EAGER, "cooldown_seconds": 1.0, "minimum": {"solver": 2}})
+    )
+    await until(lambda: worker.calls["MoveEngine"] == 1)
+    await asyncio.sleep(0.6)
+    assert worker.calls["MoveEngine"] == 1
+    await until(lambda: worker.moves == [("solver", "checker")])
+    assert worker.calls["MoveEngine"] == 3
+    await cluster.cancel(job_id)
+    await cluster.wait(job_id)
+    texts = [text for text in await cluster.notices(job_id) if "did not move" in text]
+    assert "did not move from solver to checker: the link broke" in texts[0]
+
+
+async def test_weights_that_are_gone_are_published_again_for_the_move(cluster: Cluster) -> None:
+    [worker] = cluster.rollouts
+    worker.script.move_errors = [NotFound("gone", kind="weights_not_found", field="checker")]
+    worker.script.waiting = {"checker": 6}
+    job_id, worker = await running(cluster, job(balancing={**EAGER, "minimum": {"solver": 2}}))
+    [trainer] = cluster.trainers
+    await until(lambda: worker.moves == [("solver", "checker")])
+    # Each policy once, and the checker once more.
+    assert trainer.calls["Bind"] == 3
+    await cluster.cancel(job_id)
+    await cluster.wait(job_id)
+
+
+async def test_an_orchestrator_that_comes_back_goes_on_from_what_it_finds(
+    cluster: Cluster,
+) -> None:
+    job_id, worker = await running(cluster, job(balancing={**EAGER, "minimum": {"solver": 2}}))
+    worker.script.move_seconds = 0.5
+    worker.script.waiting = {"checker": 20}
+    await until(lambda: worker.calls["MoveEngine"] == 1)
+    await cluster.stop_orchestrator()
+    await cluster.start_orchestrator()
+    # The worker has carried the move out; it is at its minimum.
+    await until(lambda: worker.moves == [("solver", "checker")])
+    await cluster.wait(job_id, [pb.JOB_STATE_RUNNING])
+    await asyncio.sleep(1.0)
+    assert worker.calls["MoveEngine"] == 1
+    assert engines_of(worker, job_id) == {"checker": 2, "solver": 2}
+    await cluster.cancel(job_id)
+    await cluster.wait(job_id)
+
+
+async def test_the_metrics_of_a_step_say_what_moved(cluster: Cluster) -> None:
+    [worker] = cluster.rollouts
+    worker.script.waiting = {"checker": 6}
+    worker.script.seconds = 1.5
+    job_id = await cluster.submit(job(balancing={**EAGER, "minimum": {"solver": 2}}))
+    done = await cluster.wait(job_id)
+    assert done.state == pb.JOB_STATE_SUCCEEDED
+    assert done.metrics["balancing/moves"] == 1
+    assert done.metrics["balancing/disparity"] > 0
