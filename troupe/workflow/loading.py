@@ -25,30 +25,36 @@ class Tasks(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
-def load_attribute(entrypoint: str, field: str) -> Any:
-    """Import `package.module:attribute`, anew if its files were edited since they were imported.
+def load_module(name: str, field: str, value: str) -> Any:
+    """Import a module, anew if its files were edited since they were imported.
 
-    Raises `EntrypointError` that names `field`.
+    Raises `EntrypointError` that names `field` and the `value` that it has.
     """
-    module_name, _, attribute = entrypoint.partition(":")
     forget_edited()
     try:
-        module = importlib.import_module(module_name)
+        module = importlib.import_module(name)
         remember_files()
-    except Exception as error:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         missing = isinstance(error, ModuleNotFoundError) and (
-            module_name == error.name or module_name.startswith(f"{error.name}.")
+            name == error.name or name.startswith(f"{error.name}.")
         )
         raise EntrypointError(
-            f"module '{module_name}' does not exist here"
+            f"module '{name}' does not exist here"
             if missing
-            else f"importing '{module_name}' failed: {type(error).__name__}: {error}",
+            else f"importing '{name}' failed: {type(error).__name__}: {error}",
             field=field,
-            value=entrypoint,
+            value=value,
             remedy="Put the directory that holds it on PYTHONPATH of the services."
             if missing
-            else f"Make `python -c 'import {module_name}'` work where the services run.",
+            else f"Make `python -c 'import {name}'` work where the services run.",
         ) from error
+    return module
+
+
+def load_attribute(entrypoint: str, field: str) -> Any:
+    """What `package.module:attribute` names. Raises `EntrypointError` that names `field`."""
+    module_name, _, attribute = entrypoint.partition(":")
+    module = load_module(module_name, field, entrypoint)
     try:
         return getattr(module, attribute)
     except AttributeError:

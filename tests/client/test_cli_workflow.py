@@ -1,0 +1,190 @@
+"""`troupe workflow try`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.client.conftest import Run
+
+PLAYS = "tests/workflow/plays.py"
+ONE = ("--query", '{"question": "3+4", "answer": "7"}', "--group-size", "1")
+JOB = """
+name: trial
+workflow: "tests.workflow.plays:solve"
+tasks: {source: "tests.workflow.plays:Sums"}
+agents:
+  solver: {policy: solver, sampling: {max_new_tokens: 8, stop: ["END"]}}
+  checker: {policy: checker, sampling: {max_new_tokens: 8}}
+policies:
+  solver: {model: {path: /nowhere/solver}}
+  checker: {model: {path: /nowhere/checker}}
+tools: {score: {entrypoint: "tests.workflow.plays:score"}}
+rewards: {brevity: {entrypoint: "tests.workflow.plays:brevity"}}
+algorithm: {group_by: branch}
+pipeline: {steps: 3, queries_per_step: 4}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return str(path)
+
+
+def test_a_job_is_played_as_it_would_be_stored(run: Run, job: str, tmp_path: Path) -> None:
+    script = tmp_path / "replies.yaml"
+    script.write_text('solver: ["4"]\nchecker: ["yes", "no!!"]\n')
+    arguments = ("workflow", "try", job, "--script", str(script), "--queries", "1")
+    status, out, err = run(*arguments, "--group-size", "2")
+    assert (status, err) == (0, "")
+    assert "note: policies.solver.model: there is no directory /nowhere/solver" in out
+    assert "user: 0+4" in out
+    assert "checker[1] (2 of 2)" in out
+    assert "rewards: solver 0.500  team 1.000  checker 3.500" in out
+    assert "2 trajectories, 0 failed; turns: checker 4, solver 2" in out
+    # The draft's prompt and the verdicts' are the same in both, since the draft is.
+    assert "6 samples in 2 groups: 1 of 2, 1 of 4" in out
+
+    record = json.loads(run(*arguments, "--json")[1])
+    turn = record["trajectories"][0]["turns"][1]
+    assert (turn["agent"], turn["response"], turn["reward"]) == ("checker", "yes", 3.0)
+    assert turn["sample"]["group_id"].startswith("q0/checker/0/")
+    assert record["trajectories"][0]["rewards"] == {"solver": 0.5, "checker": 3.5, "team": 1.0}
+    assert sorted(record["groups"].values()) == [2, 4]
+    assert record["failed"] == 0
+
+
+def test_a_tokenizer_that_is_there_is_used(run: Run, tmp_path: Path) -> None:
+    from tests.support.tiny_team import job as tiny_job
+    from tests.support.tiny_team import make_model
+
+    for name in ("solver", "checker"):
+        make_model(tmp_path / name)
+    (tmp_path / "job.yaml").write_text(tiny_job(tmp_path))
+    status, out, _ = run("workflow", "try", str(tmp_path / "job.yaml"), "--json")
+    assert status == 0
+    record = json.loads(out)
+    assert record["notes"] == []
+    responses = [t["response"] for one in record["trajectories"] for t in one["turns"]]
+    assert set("".join(responses)) <= set("abcdefgh ?")
+
+
+def test_random_echo_and_seeds(run: Run) -> None:
+    def said(*options: str) -> list[str]:
+        status, out, _ = run("workflow", "try", f"{PLAYS}:fails", *ONE, "--json", *options)
+        assert status == 1
+        return [turn["response"] for turn in json.loads(out)["trajectories"][0]["turns"]]
+
+    assert said("--policy", "echo") == ["begin"]
+    assert said("--seed", "1") == said("--seed", "1") != said("--seed", "2")
+
+
+def test_what_the_workflow_raises_is_shown_with_its_own_frames(run: Run) -> None:
+    status, out, err = run("workflow", "try", f"{PLAYS}:fails", *ONE)
+    assert (status, err) == (1, "")
+    assert "FAILED after 1 turns: workflow_raised" in out
+    assert "ZeroDivisionError: division by zero" in out
+    assert "in _deeper" in out
+    assert "in fails" in out
+    assert "troupe/workflow" not in out
+    assert "asyncio" not in out
+
+
+@pytest.mark.parametrize(
+    ("workflow", "query", "expected"),
+    [
+        ("solve", {}, "has no 'question'; it has: "),
+        ("solve", {"question": "1", "answer": "1"}, "the job has no tool 'score'"),
+        ("sleeps", {}, "not done within 0.5 s, after 1 turns"),
+        ("blocks", {}, "it held the event loop, or refused to end, after 2.5 s"),
+    ],
+)
+def test_workflows_that_fail(run: Run, workflow: str, query: object, expected: str) -> None:
+    given = ("--query", json.dumps(query), "--group-size", "1", "--timeout", "0.5")
+    status, out, _ = run("workflow", "try", f"{PLAYS}:{workflow}", *given)
+    assert status == 1
+    assert expected in out
+
+
+def test_a_file_is_found_wherever_it_lies(run: Run, tmp_path: Path) -> None:
+    package = tmp_path / "my_pack"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "words.py").write_text("HELLO = 'hello'\n")
+    (package / "play.py").write_text(
+        "from .words import HELLO\n"
+        "async def only(query, agents, tools):\n"
+        "    await agents['a'].chat(HELLO)\n"
+        "    return {'a': 1.0}\n"
+    )
+    try:
+        status, out, err = run("workflow", "try", str(package / "play.py"), *ONE)
+        assert (status, err) == (0, "")
+        assert "user: hello" in out
+        assert "1 groups have one sample" in out
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+BROKEN = {
+    "raises.py": "def f():\n    return 1 / 0\nf()\n",
+    "exits.py": "raise SystemExit(3)\n",
+    "several.py": "async def a(q, w, e): ...\nasync def b(q, w, e): ...\n",
+    "nothing.py": "x = 1\n",
+    "plain.py": "def workflow(q, w, e): ...\n",
+    "json.py": "async def a(q, w, e): ...\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere.py",), "FILE = nowhere.py: there is no such file"),
+        (("nowhere.yaml",), "nowhere.yaml: cannot be read"),
+        (("nonsense",), "FILE = nonsense: this names no workflow"),
+        (("no.such.module:x",), "module 'no.such.module' does not exist here"),
+        (("{}/raises.py",), "importing 'raises' failed: ZeroDivisionError"),
+        (("{}/exits.py",), "importing 'exits' failed: SystemExit"),
+        (("{}/several.py",), "several workflows: a, b"),
+        (("{}/nothing.py",), "the file has no workflow"),
+        (("{}/plain.py:workflow",), "a workflow must be an async function"),
+        (("{}/json.py",), "`import json` finds"),
+        ((f"{PLAYS}:solve",), "there is no query to play"),
+        ((f"{PLAYS}:solve", "--query", "{"), "--query = {: is not JSON"),
+        ((f"{PLAYS}:solve", "--query", "[1]"), "is a list, not an object"),
+        ((f"{PLAYS}:solve", *ONE, "--script", "{}/none.yaml"), "cannot be read: No such file"),
+        ((f"{PLAYS}:solve", *ONE, "--script", "{}/bad.yaml"), "replies.solver"),
+        ((f"{PLAYS}:solve", *ONE, "--policy", "script"), "a script goes with"),
+        ((f"{PLAYS}:solve", *ONE, "--policy", "echo", "--script", "x"), "a script goes with"),
+        ((f"{PLAYS}:solve", *ONE, "--split", "dev"), "there is no such split"),
+        ((f"{PLAYS}:solve", *ONE, "--group-size", "0"), "--group-size"),
+    ],
+)
+def test_bad_input_is_one_line(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    for name, text in BROKEN.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bad.yaml").write_text("solver: 4\n")
+    path = list(sys.path)
+    try:
+        status, out, err = run(
+            "workflow", "try", *(argument.replace("{}", str(tmp_path)) for argument in arguments)
+        )
+    finally:
+        sys.path[:] = path
+        for name in BROKEN:
+            if name != "json.py":
+                sys.modules.pop(name.removesuffix(".py"), None)
+    assert (status, out) == (2, "")
+    *own, last = err.splitlines()
+    assert last.startswith("error: ")
+    assert message in last
+    # Only the user's module may add its own frames.
+    assert bool(own) == any(name in arguments[0] for name in ("raises.py", "exits.py"))
+    assert "troupe/workflow" not in err

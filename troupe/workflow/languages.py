@@ -1,0 +1,193 @@
+"""Tokenizers and stop tokens of a job's policies, and the roles that its agents play with them.
+
+Not part of `troupe.workflow` as users import it: it needs the job specification and transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from troupe.job import JobSpec, ModelSpec
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument
+from troupe.workflow.backend import Sampling
+from troupe.workflow.conversation import ChatTokenizer
+from troupe.workflow.turns import Role
+
+# transformers replaces its own module while it is imported: who imports it from another thread at
+# that time gets the one without names. Two jobs may be prepared at once.
+IMPORTING = threading.Lock()
+_HUB_REMEDY = "Check the path; a hub id must be downloaded already or the hub reachable."
+
+
+@dataclass(frozen=True)
+class Language:
+    """The tokenizer of a policy and the ids that end its sequences."""
+
+    chat: ChatTokenizer
+    eos_ids: tuple[int, ...]
+
+
+def load_language(model: ModelSpec, field: str) -> Language:
+    """Tokenizer and end-of-sequence ids of `model`, checked against its configuration. Blocking.
+
+    Raises `FailedPrecondition` for a tokenizer or model that cannot be loaded, and
+    `InvalidArgument` for one that does not fit the other; `field` names the model in the job.
+    """
+    with IMPORTING:
+        importlib.import_module("transformers")
+    tokenizer = _load_tokenizer(model, field)
+    config = _load_config(model, field)
+    _check_vocabulary(tokenizer, config, model, field)
+    return Language(ChatTokenizer(tokenizer), tuple(sorted(_eos_ids(tokenizer, model, config))))
+
+
+def stop_ids(stops: Sequence[str], language: Language, field: str) -> tuple[int, ...]:
+    """Ids that end a response: end-of-sequence and the strings `stops`, each one token.
+
+    Raises `InvalidArgument` for a string that is not one token.
+    """
+    found = list(language.eos_ids)
+    for stop in stops:
+        ids = language.chat.encode(stop)
+        known = language.chat.transcript(ids) == stop
+        if len(ids) != 1 or not known:
+            raise InvalidArgument(
+                f"this is {len(ids)} tokens of the vocabulary, and must be one"
+                if known
+                else "the vocabulary cannot spell this",
+                field=field,
+                value=stop,
+                remedy="Stop at a single token, or cut the text in the workflow.",
+            )
+        found.append(ids[0])
+    return tuple(dict.fromkeys(found))
+
+
+def role_of(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
+    """The agent `name` of a job; `languages` by policy. Raises `InvalidArgument` as `stop_ids`."""
+    agent = spec.agents[name]
+    language = languages[agent.policy]
+    sampling = agent.sampling
+    return Role(
+        name=name,
+        policy=agent.policy,
+        tokenizer=language.chat,
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_new_tokens=sampling.max_new_tokens,
+            stop_token_ids=stop_ids(sampling.stop, language, f"agents.{name}.sampling.stop"),
+        ),
+        system_prompt=agent.system_prompt,
+        tool_parser=spec.policies[agent.policy].model.tool_parser,
+    )
+
+
+def _load_tokenizer(model: ModelSpec, field: str) -> Any:
+    from transformers import AutoTokenizer
+
+    own = model.tokenizer is not None
+    source = _local(model.tokenizer_source, f"{field}.{'tokenizer' if own else 'path'}")
+
+    def missing(message: str) -> FailedPrecondition:
+        return FailedPrecondition(
+            message,
+            kind="tokenizer_missing",
+            field=f"{field}.{'tokenizer' if own else 'path'}",
+            value=source,
+            remedy=_HUB_REMEDY,
+        )
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=None if own else model.revision)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ...
+        raise missing(f"no tokenizer can be loaded: {_first_line(error)}") from error
+    # Without any file transformers makes a tokenizer that knows its special tokens only.
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise missing("there is no tokenizer")
+    return tokenizer
+
+
+def _load_config(model: ModelSpec, field: str) -> Any:
+    from transformers import AutoConfig
+
+    if model.config is not None:
+        try:
+            return AutoConfig.for_model(**model.config)
+        except Exception as error:
+            raise InvalidArgument(
+                f"transformers refuses it: {_first_line(error)}",
+                kind="model_config",
+                field=f"{field}.config",
+                remedy="Give `model_type` and the fields of its transformers configuration.",
+            ) from error
+    assert model.path is not None  # ModelSpec
+    source = _local(model.path, f"{field}.path")
+    try:
+        return AutoConfig.from_pretrained(source, revision=model.revision)
+    except Exception as error:
+        raise FailedPrecondition(
+            f"no model can be loaded: {_first_line(error)}",
+            kind="model_missing",
+            field=f"{field}.path",
+            value=source,
+            remedy=_HUB_REMEDY,
+        ) from error
+
+
+def _local(source: str, field: str) -> str:
+    """`source`, unless it can only be meant as a directory and is none."""
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+    path = Path(source).expanduser()
+    if looks_local and not path.is_dir():
+        raise FailedPrecondition(
+            "there is no such directory on the rollout worker",
+            kind="model_missing",
+            field=field,
+            value=source,
+            remedy="Check the path; relative ones start where the services run.",
+        )
+    return str(path) if path.is_dir() else source
+
+
+def _check_vocabulary(tokenizer: Any, config: Any, model: ModelSpec, field: str) -> None:
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is not None and highest >= size:
+        raise InvalidArgument(
+            f"the tokenizer has ids up to {highest}, the model's vocabulary holds {size}",
+            kind="tokenizer_mismatch",
+            field=f"{field}.tokenizer" if model.tokenizer else f"{field}.path",
+            value=model.tokenizer_source,
+            remedy="Use the tokenizer that the model was made for.",
+        )
+
+
+def _eos_ids(tokenizer: Any, model: ModelSpec, config: Any) -> set[int]:
+    """End-of-sequence ids of tokenizer, configuration and generation configuration."""
+    from transformers import GenerationConfig
+
+    found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
+    if model.path is not None:
+        try:
+            generation = GenerationConfig.from_pretrained(
+                _local(model.path, ""), revision=model.revision
+            )
+        except OSError:
+            pass  # many models have none
+        else:
+            found.append(generation.eos_token_id)
+    ids: set[int] = set()
+    for value in found:
+        ids.update(value if isinstance(value, list | tuple) else () if value is None else (value,))
+    return ids
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

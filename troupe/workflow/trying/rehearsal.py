@@ -1,0 +1,157 @@
+"""Plays queries of a `Setting` one after another, and notes how each ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sysconfig
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from troupe.scheduling.admission import seed_of
+from troupe.workflow.errors import ToolError, WorkflowError
+from troupe.workflow.query import Query
+from troupe.workflow.trying.functions import LocalFunctions
+from troupe.workflow.trying.play import Played, Trial
+from troupe.workflow.trying.policies import Policy
+from troupe.workflow.trying.setting import Setting
+from troupe.workflow.turns import Turn
+
+# A workflow that blocks the event loop is interrupted this long after its time, then every second.
+_GRACE_SECONDS: Final = 2.0
+_OURS: Final = str(Path(__file__).resolve().parents[1])
+_STDLIB: Final = sysconfig.get_paths()["stdlib"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a trajectory failed, for the workflow's author."""
+
+    kind: str
+    message: str
+    remedy: str = ""
+    traceback: str = ""
+    """Of the user's own frames; empty where they have no part in it."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """One trajectory: `played`, or else the `failure` that ended it after `turns`."""
+
+    query: Query
+    trajectory_id: str
+    turns: Sequence[Turn]
+    played: Played | None
+    failure: Failure | None
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What to play: `group_size` trajectories of every query."""
+
+    setting: Setting
+    queries: Sequence[Query]
+    policy: Policy | Mapping[str, Policy]
+    group_size: int = 1
+    seed: int = 0
+    seconds: float = 60.0
+    """The longest that one trajectory may take."""
+
+    def run(self) -> Iterator[Rehearsed]:
+        """The trajectories as they end. Blocking; interrupts one that blocks, if that runs in the
+        main thread."""
+        for query in self.queries:
+            for number in range(self.group_size):
+                yield self._one(Query(query.id, query.split, query.index, query.data), number)
+
+    def _one(self, query: Query, number: int) -> Rehearsed:
+        setting = self.setting
+        trial = Trial(
+            setting.workflow,
+            query,
+            policy=self.policy,
+            agents=setting.roles,
+            tools=setting.tools,
+            rewards=setting.rewards,
+            functions=LocalFunctions(
+                setting.tools, setting.rewards, seconds=setting.function_seconds
+            ),
+            trained=setting.trained,
+            group_by=setting.group_by,
+            # As the job would seed it.
+            seed=seed_of(self.seed, query.split, query.index, number),
+            seconds=self.seconds,
+            trajectory_id=f"{query.id}-t{number}",
+        )
+        played, failure = None, None
+        try:
+            with _interrupting(self.seconds + _GRACE_SECONDS):
+                played = asyncio.run(trial.run())
+        except KeyboardInterrupt:
+            raise
+        except (Exception, SystemExit, GeneratorExit, asyncio.CancelledError, _Blocked) as error:
+            failure = explain(error)
+        return Rehearsed(query, trial.trajectory_id, trial.agents.close(), played, failure)
+
+
+def groups_of(rehearsed: Sequence[Rehearsed]) -> Counter[str]:
+    """Samples per group over all trajectories that ended well."""
+    return Counter(
+        row.group_id for one in rehearsed if one.played is not None for row in one.played.samples
+    )
+
+
+def explain(error: BaseException) -> Failure:
+    """What an exception says to the author of the workflow."""
+    if isinstance(error, _Blocked):
+        return Failure(
+            "workflow_blocked",
+            str(error),
+            "Await instead of blocking; put heavy work into a tool or asyncio.to_thread.",
+            _own_traceback(error),
+        )
+    if isinstance(error, ToolError):
+        kind, own = error.kind, error.traceback or _own_traceback(error)
+        return Failure(kind, error.message, error.remedy or "", own)
+    if isinstance(error, WorkflowError):
+        return Failure(error.kind, error.message, error.remedy or "", _own_traceback(error))
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return Failure("workflow_raised", text, "", _own_traceback(error))
+
+
+def _own_traceback(error: BaseException) -> str:
+    """Frames of neither Troupe's workflow library nor the standard library."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_OURS, _STDLIB, "<frozen"))
+    ]
+    return "".join(traceback.format_list(frames)).rstrip()
+
+
+class _Blocked(BaseException):
+    """Raised inside a workflow that does not let the event loop run."""
+
+
+@contextlib.contextmanager
+def _interrupting(seconds: float) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise _Blocked(f"it held the event loop, or refused to end, after {seconds:g} s")
+
+    former = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former)

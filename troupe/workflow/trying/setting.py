@@ -1,0 +1,228 @@
+"""What there is to try: the workflow of a job, of a file, or of a module."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from troupe.job import FunctionSpec, JobSpec, load_job
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument
+from troupe.workflow.backend import Sampling
+from troupe.workflow.conversation import ChatTokenizer
+from troupe.workflow.errors import EntrypointError
+from troupe.workflow.languages import Language, load_language, role_of
+from troupe.workflow.loading import (
+    Tasks,
+    Workflow,
+    load_attribute,
+    load_module,
+    load_tasks,
+    load_workflow,
+)
+from troupe.workflow.samples import GroupBy
+from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
+from troupe.workflow.turns import Role
+
+JOB_SUFFIXES = (".yaml", ".yml", ".json")
+_REMEDY = "Give a job file, `FILE.py`, `FILE.py:attribute` or `package.module:attribute`."
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A workflow and what its job, if there is one, says about it."""
+
+    source: str
+    """The workflow as `module:attribute`."""
+    workflow: Workflow
+    spec: JobSpec | None = None
+    roles: Mapping[str, Role] | None = None
+    """None: whoever the workflow asks for."""
+    tasks: Tasks | None = None
+    tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What a job would do otherwise."""
+
+    @property
+    def group_by(self) -> GroupBy:
+        """Which samples share a baseline."""
+        return self.spec.algorithm.group_by if self.spec else "agent"
+
+    @property
+    def trained(self) -> list[str] | None:
+        """Policies that are trained; None: all."""
+        return self.spec.trained_policies if self.spec else None
+
+    @property
+    def function_seconds(self) -> Mapping[str, float] | float:
+        """How long a tool or reward function may take."""
+        if self.spec is None:
+            return 60.0
+        sections = {"tools": self.spec.tools, "rewards": self.spec.rewards}
+        return {
+            f"{section}/{name}": function.timeout_seconds
+            for section, functions in sections.items()
+            for name, function in functions.items()
+        }
+
+
+def open_setting(source: str, job: Path | None = None, *, split: str = "train") -> Setting:
+    """Load what `source` names: a job file, `FILE.py[:attribute]` or `package.module:attribute`.
+
+    With `job` the agents, tasks and functions are those of that job, whatever workflow it names.
+    Modules are looked for where the command runs, too. Raises `JobSpecError`, `InvalidArgument`
+    and `EntrypointError`.
+    """
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    if Path(source).suffix in JOB_SUFFIXES:
+        if job is not None:
+            raise InvalidArgument(
+                "a job file was given twice", field="--job", value=str(job), remedy=_REMEDY
+            )
+        spec = load_job(source)
+        return _of_job(spec, spec.workflow, load_workflow(spec.workflow), split)
+    entrypoint = _entrypoint(source)
+    workflow = load_workflow(entrypoint)
+    if job is None:
+        return Setting(entrypoint, workflow)
+    return _of_job(load_job(job), entrypoint, workflow, split)
+
+
+def _of_job(spec: JobSpec, entrypoint: str, workflow: Workflow, split: str) -> Setting:
+    notes: list[str] = []
+    languages = {
+        name: _language(name, spec, notes)
+        for name in dict.fromkeys(agent.policy for agent in spec.agents.values())
+    }
+    bytes_only = all(isinstance(language, _Bytes) for language in languages.values())
+    return Setting(
+        source=entrypoint,
+        workflow=workflow,
+        spec=spec,
+        roles={name: _role(spec, name, languages) for name in spec.agents},
+        tasks=load_tasks(spec.tasks.source, split, spec.tasks.args),
+        tools=_functions(spec.tools, "tools"),
+        rewards=_functions(spec.rewards, "rewards"),
+        notes=tuple(notes[:1] if bytes_only and len(notes) > 1 else notes),
+    )
+
+
+class _Bytes(Language):
+    """The language of a policy whose tokenizer is not here."""
+
+
+def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
+    agent = spec.agents[name]
+    language = languages[agent.policy]
+    if not isinstance(language, _Bytes):
+        return role_of(spec, name, languages)
+    given = agent.sampling
+    sampling = Sampling(
+        temperature=given.temperature,
+        max_new_tokens=given.max_new_tokens,
+        stop_token_ids=language.eos_ids,
+        # What is one token of the real vocabulary is several of these.
+        stop_strings=tuple(given.stop),
+    )
+    return Role(name, agent.policy, language.chat, sampling, agent.system_prompt)
+
+
+def _language(policy: str, spec: JobSpec, notes: list[str]) -> Language:
+    model = spec.policies[policy].model
+    here = Path(model.tokenizer_source).expanduser().is_dir()
+    try:
+        if here:
+            return load_language(model, f"policies.{policy}.model")
+        why = f"there is no directory {model.tokenizer_source}"
+    except FailedPrecondition as error:
+        why = error.message
+    notes.append(f"policies.{policy}.model: {why}; playing with bytes as tokens")
+    return _Bytes(ChatTokenizer(ByteTokenizer()), (END_ID,))
+
+
+def _functions(specs: Mapping[str, FunctionSpec], section: str) -> dict[str, Callable[..., Any]]:
+    functions = {}
+    for name, spec in specs.items():
+        where = f"{section}.{name}.entrypoint"
+        function = load_attribute(spec.entrypoint, where)
+        if not callable(function):
+            raise EntrypointError(
+                f"is a {type(function).__name__}, not a function",
+                field=where,
+                value=spec.entrypoint,
+                remedy="Name a function.",
+            )
+        functions[name] = function
+    return functions
+
+
+def _entrypoint(source: str) -> str:
+    """`module:attribute` of what the user named; the module of a file can be imported then."""
+    file, colon, attribute = source.rpartition(":") if ":" in source else (source, "", "")
+    if not file.endswith(".py"):
+        if not colon or not attribute or not file:
+            raise InvalidArgument(
+                "this names no workflow", field="FILE", value=source, remedy=_REMEDY
+            )
+        return source
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise InvalidArgument(
+            "there is no such file", field="FILE", value=file, remedy="Check the path."
+        )
+    module = _importable(path.resolve())
+    return f"{module}:{attribute or _only_workflow(module, file)}"
+
+
+def _importable(path: Path) -> str:
+    """Name of the module of a file; the directory above its package is put on the path."""
+    names = [path.stem]
+    above = path.parent
+    while (above / "__init__.py").is_file():
+        names.insert(0, above.name)
+        above = above.parent
+    name = ".".join(names)
+    if str(above) not in sys.path:
+        sys.path.insert(0, str(above))
+    try:
+        found = importlib.util.find_spec(name)
+    except Exception:  # it imports the packages above, which may raise anything
+        found = None
+    origin = found.origin if found is not None else None
+    if origin is None or Path(origin).resolve() != path:
+        raise InvalidArgument(
+            f"`import {name}` finds {origin or 'nothing'} instead",
+            field="FILE",
+            value=str(path),
+            remedy="Give the file another name, or name it as `package.module:attribute`.",
+        )
+    return name
+
+
+def _only_workflow(module: str, file: str) -> str:
+    """The one function of the file that can be a workflow."""
+    names = [
+        name
+        for name, value in vars(load_module(module, "FILE", file)).items()
+        if inspect.iscoroutinefunction(value)
+        and value.__module__ == module
+        and not name.startswith("_")
+        and len(inspect.signature(value).parameters) == 3
+    ]
+    if len(names) != 1:
+        found = f"several workflows: {', '.join(names)}" if names else "no workflow"
+        raise InvalidArgument(
+            f"the file has {found}",
+            field="FILE",
+            value=file,
+            remedy=f"Name one: `{file}:{names[0]}`."
+            if names
+            else "Write `async def workflow(query, agents, tools): ...`.",
+        )
+    return names[0]
