@@ -1,0 +1,1 @@
+"""What runner, router and gRPC cost beside the engine: `python -m benchmarks.rollout`."""

@@ -1,0 +1,175 @@
+"""What runner, router and gRPC cost beside the engine.
+
+    python -m benchmarks.rollout [--quick] [--json]
+
+One rollout service as users run it, called over gRPC; the trajectories are evaluations, so that no
+store is in the way. The last line is one JSON object:
+
+- `ratio_vs_engine`: tokens/s of the **real embedded engine** through the service over those of the
+  same engine driven directly, in a process of its own, at the number of turns that suits it best;
+  in alternation, medians.
+- `turn_p50_ms`, `turn_p99_ms`: what a workflow waits for a turn beyond its model time, with 256
+  concurrent trajectories on **paced** engines, whose model time is known exactly.
+- `rss_mib_2000`: resident memory of the service with 2,000 concurrent trajectories, each one
+  conversation of several turns, on paced engines: what the process needs beside its engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.rollout import served
+from benchmarks.rollout.workload import STEP_SECONDS, embedded, paced
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    concurrency: tuple[int, ...]
+    in_flight: int
+    """Trajectories at once through the service: more than the engine runs, as in a job."""
+    trajectories: int
+    repeats: int
+    latency_trajectories: int
+    latency_in_flight: int
+    crowd: int
+
+
+FULL = Plan((16, 32, 64, 96), 96, 192, 3, 1024, 256, 2000)
+QUICK = Plan((16,), 16, 16, 1, 64, 32, 100)
+
+
+def directly(directory: Path, concurrency: Sequence[int], trajectories: int) -> dict[int, float]:
+    """Tokens per second of the engine alone."""
+    command = [sys.executable, "-m", "benchmarks.rollout.direct", str(directory)]
+    arguments = [str(trajectories), *map(str, concurrency)]
+    done = subprocess.run(
+        [*command, *arguments], check=True, stdout=subprocess.PIPE, text=True, timeout=900
+    )
+    return {int(c): rate for c, rate in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+async def throughput(directory: Path, plan: Plan, console: Console) -> tuple[float, float, int]:
+    """Median tokens/s through the service and directly, and the best number of turns at once."""
+    rates = await asyncio.to_thread(directly, directory, plan.concurrency, plan.trajectories)
+    best = max(rates, key=lambda c: rates[c])
+    console.print(
+        "engine alone: " + ", ".join(f"{r:,.0f} tokens/s at {c}" for c, r in rates.items())
+    )
+    alone, through = [rates[best]], []
+    for number in range(plan.repeats):
+        with served.service(directory) as (address, process):
+            job = embedded(directory, plan.in_flight)
+            async with served.prepared(address, directory, job) as stub:
+                await served.run(stub, process, 900_000, plan.in_flight)  # warm
+                run = await served.run(stub, process, 1000 * number, plan.trajectories)
+                through.append(run.tokens / run.seconds)
+        if number + 1 < plan.repeats:
+            again = await asyncio.to_thread(directly, directory, [best], plan.trajectories)
+            alone.append(again[best])
+    console.print(
+        f"through the service: {', '.join(f'{r:,.0f}' for r in through)} tokens/s; "
+        f"alone: {', '.join(f'{r:,.0f}' for r in alone)}"
+    )
+    return statistics.median(through), statistics.median(alone), best
+
+
+async def latency(directory: Path, plan: Plan) -> served.Run:
+    """Turns of a full house on paced engines."""
+    with served.service(directory) as (address, process):
+        job = paced(directory, "ask", plan.latency_in_flight, turns=4)
+        async with served.prepared(address, directory, job) as stub:
+            await served.run(stub, process, 900_000, plan.latency_in_flight // 4)  # warm
+            return await served.run(stub, process, 0, plan.latency_trajectories)
+
+
+async def crowd(directory: Path, plan: Plan) -> tuple[served.Run, int]:
+    """Many conversations at once; also what the process needs before any."""
+    with served.service(directory) as (address, process):
+        job = paced(directory, "talk", plan.crowd, turns=6)
+        async with served.prepared(address, directory, job) as stub:
+            empty = process.memory_info().rss
+            return await served.run(stub, process, 0, plan.crowd), empty
+
+
+async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, float]:
+    """All of it; prints as it goes."""
+    through, alone, best = await throughput(directory, plan, console)
+    turns = await latency(directory, plan)
+    many, empty = await crowd(directory, plan)
+    p50, p99 = (_quantile(turns.added, q) * 1e3 for q in (0.5, 0.99))
+    table = Table(title="rollout: what lies between a workflow and its engine")
+    for heading in ("measured", "engine", "value"):
+        table.add_column(heading)
+    rss, rate = many.most_rss / 2**20, turns.turns / turns.seconds
+    rows = [
+        ("tokens/s, engine alone at its best", f"embedded, {best} turns at once", f"{alone:,.0f}"),
+        (
+            "tokens/s through runner, router, gRPC",
+            f"embedded, {plan.in_flight} trajectories",
+            f"{through:,.0f} ({through / alone:.2f} x)",
+        ),
+        (
+            f"added latency per turn, {turns.most_in_flight} trajectories",
+            f"paced, {STEP_SECONDS * 1e3:.0f} ms a token; {rate:.0f} turns/s",
+            f"p50 {p50:.2f} ms, p99 {p99:.2f} ms",
+        ),
+        (
+            "CPU of the service per turn",
+            "paced",
+            f"{turns.cpu_seconds / turns.turns * 1e3:.2f} ms",
+        ),
+        (
+            f"memory with {many.most_in_flight} conversations",
+            "paced",
+            f"{rss:.0f} MiB ({empty / 2**20:.0f} before)",
+        ),
+    ]
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    load = os.getloadavg()[0]
+    console.print(f"{os.cpu_count()} cores, load {load:.1f} at the end")
+    return {
+        "ratio_vs_engine": round(through / alone, 3),
+        "turn_p50_ms": round(p50, 2),
+        "turn_p99_ms": round(p99, 2),
+        "rss_mib_2000": round(rss, 1),
+        "in_flight": many.most_in_flight,
+        "load": round(load, 1),
+    }
+
+
+def _quantile(values: Sequence[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
+    parser.add_argument("--json", action="store_true", help="print the JSON object only")
+    options = parser.parse_args(arguments)
+    console = Console(quiet=options.json, width=130)
+    with tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory:
+        results = asyncio.run(measure(Path(directory), QUICK if options.quick else FULL, console))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The embedded engine and nothing else, in a process of its own: tokens per second."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.rollout.workload import POLICY, TURNS, WORDS, embedded, publish
+from benchmarks.workloads.plain_turns import question
+from services.rollout.engines.base import SamplingParams
+from services.rollout.engines.factory import make_engine
+from services.rollout.memory import settle
+from services.rollout.tokenizers import load_language
+from troupe.transfer import Transfer
+from troupe.workflow.conversation import parse_messages
+
+
+async def drive(directory: Path, concurrency: list[int], trajectories: int) -> dict[int, float]:
+    """Tokens per second with each number of turns at once."""
+    job = embedded(directory, 1)
+    ref = publish(directory, job)
+    policy = job.policies[POLICY]
+    chat = load_language(policy.model, "model").chat
+    engine = make_engine("direct", POLICY, policy)
+    await engine.start()
+    await engine.update_weights(ref, Transfer(directory / "transfer"))
+    settle()
+    sampling = SamplingParams(max_new_tokens=job.agents[POLICY].sampling.max_new_tokens, seed=1)
+
+    async def trajectory(run: str, index: int) -> int:
+        tokens = 0
+        for turn in range(TURNS):
+            message = {"role": "user", "content": question(index, turn, WORDS)}
+            prompt = chat.first_ids(parse_messages([message], None))
+            generation = await engine.generate(
+                f"{run}/{index}/{turn}", list(prompt), sampling, deadline_seconds=600
+            )
+            tokens += len(generation.token_ids)
+        return tokens
+
+    async def through(run: str, at_once: int, first: int, count: int) -> float:
+        gate = asyncio.Semaphore(at_once)
+
+        async def one(index: int) -> int:
+            async with gate:
+                return await trajectory(run, index)
+
+        began = time.perf_counter()
+        tokens = await asyncio.gather(*(one(first + n) for n in range(count)))
+        return sum(tokens) / (time.perf_counter() - began)
+
+    await through("warm", concurrency[0], 900_000, concurrency[0])
+    found = {}
+    for at_once in concurrency:
+        found[at_once] = await through(f"c{at_once}", at_once, at_once * 1000, trajectories)
+    await engine.stop()
+    return found
+
+
+def main() -> None:
+    """`direct.py DIRECTORY TRAJECTORIES CONCURRENCY...`; prints one JSON object."""
+    import uvloop
+
+    directory, trajectories, *concurrency = sys.argv[1:]
+    rates = uvloop.run(drive(Path(directory), list(map(int, concurrency)), int(trajectories)))
+    print(json.dumps(rates))
+
+
+if __name__ == "__main__":
+    main()
