@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -42,6 +41,8 @@ class EnvironmentPool:
         self._slots = asyncio.Semaphore(self._processes)
         self._idle: list[_Idle] = []
         self._lent: set[EnvironmentProcess] = set()
+        # Killed, and perhaps not gone yet.
+        self._ending: list[EnvironmentProcess] = []
 
     @property
     def idle(self) -> int:
@@ -90,26 +91,25 @@ class EnvironmentPool:
             timer = asyncio.get_running_loop().call_later(self._idle_seconds, self._retire, process)
             self._idle.append(_Idle(process, properties, timer))
         else:
-            process.kill()
+            self._end(process)
 
     def drop(self, process: EnvironmentProcess) -> None:
         """The borrower's process failed."""
-        process.kill()
+        self._end(process)
         if process in self._lent:
             self._lent.discard(process)
             self._slots.release()
 
     async def close(self) -> None:
         """Kill all processes, lent ones included. Repeatable."""
-        ending = [idle.process for idle in self._idle] + list(self._lent)
         for idle in self._idle:
             idle.timer.cancel()
+            self._end(idle.process)
         self._idle.clear()
         for process in list(self._lent):
             self.drop(process)
-        for process in ending:
-            process.kill()
-            await process.ended()
+        while self._ending:
+            await self._ending.pop().ended()
 
     async def _start(self) -> tuple[EnvironmentProcess, Properties]:
         process = EnvironmentProcess(self.entrypoint)
@@ -119,14 +119,18 @@ class EnvironmentPool:
             request = {"op": "open", "entrypoint": self.entrypoint, "args": self._args}
             opened = await process.ask(request, self.limits.start_seconds)
         except BaseException:
-            process.kill()
+            self._end(process)
             self._lent.discard(process)
             raise
         return process, wire.to_properties(opened)
 
     def _retire(self, process: EnvironmentProcess) -> None:
         self._idle = [idle for idle in self._idle if idle.process is not process]
+        self._end(process)
+
+    def _end(self, process: EnvironmentProcess) -> None:
         process.kill()
+        self._ending = [other for other in self._ending if not other.gone] + [process]
 
     def _bind(self) -> None:
         loop = asyncio.get_running_loop()
@@ -134,11 +138,10 @@ class EnvironmentPool:
             return
         # The former loop's processes cannot be asked from here; they are no longer ours to use.
         for process in [*(idle.process for idle in self._idle), *self._lent]:
-            with contextlib.suppress(RuntimeError):
-                process.kill()
+            process.abandon()
         self._loop = loop
         self._slots = asyncio.Semaphore(self._processes)
-        self._idle, self._lent = [], set()
+        self._idle, self._lent, self._ending = [], set(), []
 
 
 class _Idle:

@@ -77,6 +77,11 @@ class EnvironmentProcess:
         process = self._process
         return process is not None and process.returncode is None and self._reaping is None
 
+    @property
+    def gone(self) -> bool:
+        """Whether a killed process has been reaped."""
+        return self._reaping is not None and self._reaping.done()
+
     async def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to a request, within `seconds`; then the process is killed.
 
@@ -124,9 +129,17 @@ class EnvironmentProcess:
         process = self._process
         if process is None or self._reaping is not None:
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process.pid)
         self._reaping = asyncio.create_task(self._reap(process))
+
+    def abandon(self) -> None:
+        """End the process from outside of the event loop that it was started in, and which is
+        over: nobody else would take note of its end."""
+        process, self._process = self._process, None
+        if process is not None:
+            _kill_group(process.pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, 0)
 
     async def ended(self) -> None:
         """Wait until a killed process is gone."""
@@ -174,6 +187,11 @@ class EnvironmentProcess:
 
 
 _LIMITS: Final = {"open": "start_seconds", "reset": "reset_seconds", "step": "step_seconds"}
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _how_it_died(status: int | None) -> str:
