@@ -61,6 +61,10 @@ def test_home_is_that_of_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"policies__solver__optimizer__lr": float("inf")}, "optimizer.lr = inf: .*finite"),
         ({"limits__turn_seconds": float("nan")}, "limits.turn_seconds = nan"),
         ({"policies__solver__engine": {"max_running": 10**7}}, "max_running = 10000000: .*less"),
+        (
+            {"policies__solver__engine": {"urls": ["http://gpu-1:1", "http://GPU-1:1/"]}},
+            "given twice; a server is one engine",
+        ),
         ({"policies__solver__engine": {"urls": ["gpu-1"]}}, "engine.urls: 'gpu-1' is not of the"),
         ({"agents__solver__policy": "solvr"}, "agents.solver.policy: 'solvr' is not a policy"),
         ({"policies__solver__trainable": False}, "policies: none is trainable"),
@@ -115,3 +119,14 @@ def test_a_file_is_named_when_it_cannot_be_read(tmp_path: Path) -> None:
         assert message in str(caught.value)
     with pytest.raises(JobSpecError, match="cannot be read"):
         load_job("a\0b")
+
+
+def test_two_policies_cannot_share_a_server() -> None:
+    spec = yaml.safe_load(written())
+    spec["policies"]["other"] = yaml.safe_load(yaml.safe_dump(spec["policies"]["solver"]))
+    spec["agents"]["second"] = {"policy": "other"}
+    for name, url in (("solver", "http://gpu-1:3000"), ("other", "http://gpu-1:3000/")):
+        spec["policies"][name]["engine"] = {"kind": "sglang", "urls": [url]}
+    assert "already; a server holds one policy's weights" in fault(yaml.safe_dump(spec))
+    spec["policies"]["other"]["engine"]["urls"] = ["http://gpu-1:3001"]
+    assert parse_job(yaml.safe_dump(spec)).policies["other"].engine.update == "auto"

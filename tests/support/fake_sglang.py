@@ -2,18 +2,21 @@
 
 Held to the real server by tests/rollout/engines/test_sglang_contract.py, which runs the same
 checks against both. What was recorded from 0.5.21 on a CPU and is imitated here: log-probs under
-softmax(logits / temperature); a pause answers at once, new requests wait; a paused server fails
-its health probe and ignores aborts of requests that it has not taken yet; an abort hands over the
-tokens so far; a second request with a live id is refused; tensor updates are refused outside a
-session; the weights checker needs CUDA; an id outside the vocabulary or a tensor of a wrong shape
-kills the server (here: the connection).
+softmax(logits / temperature); a bias of an unknown token is refused with the range of the known
+ones; a pause answers at once, new requests wait; a paused server fails its health probe and ignores
+aborts of requests that it has not taken yet; an abort hands over the tokens so far; a second
+request with a live id is refused; tensor updates are refused outside a session; the weights checker
+needs CUDA; an id outside the vocabulary or a tensor of a wrong shape kills the server (here: the
+connection).
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,10 +45,14 @@ class Faults:
 
     never_answer: bool = False
     cut_reply: bool = False
+    cut_connection: bool = False
+    """Sends half of an answer and hangs up."""
     unhealthy: bool = False
     ignore_weights: bool = False
     """Accepts an update and keeps the old weights: every rival's worst bug."""
     refuse_update: bool = False
+    blind: bool = False
+    """Sees none of our files, as from within a container."""
     abort_everything: bool = False
 
 
@@ -71,8 +78,27 @@ class FakeSglang:
         self.paused = False
         self.session = False
         self.calls: dict[str, Call] = {}
-        self.info = {"tp_size": 1, "dp_size": 1, "context_length": None}
+        self.bodies: list[dict[str, Any]] = []
+        """What `/generate` was asked for."""
+        self.info: dict[str, Any] = {
+            "model_path": "m",
+            "served_model_name": "m",
+            "version": "0.5.21",
+            "tp_size": 1,
+            "dp_size": 1,
+            "context_length": 256,
+            "max_running_requests": 64,
+            "skip_tokenizer_init": True,
+            "enable_priority_scheduling": False,
+            "enable_memory_saver": False,
+            "enable_lora": None,
+            "enable_deterministic_inference": False,
+        }
         self.model_type = config["model_type"]
+        self.vocabulary = config["vocab_size"]
+        self.tokenizer: Callable[[str], list[int]] | None = None
+        self.released: set[str] = set()
+        self.adapters: dict[str, dict[str, Any]] = {}
         torch.manual_seed(99)
         self._model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
         self._context = config["max_position_embeddings"]
@@ -93,7 +119,22 @@ class FakeSglang:
         return token, float(logprobs[token])
 
     async def generate(self, body: dict[str, Any]) -> Response:
-        rid, prompt, sampling = body["rid"], body["input_ids"], body["sampling_params"]
+        self.bodies.append(body)
+        rid = body.get("rid") or uuid.uuid4().hex
+        prompt = body["input_ids"]
+        sampling = {"temperature": 1.0, "max_new_tokens": 128, **body["sampling_params"]}
+        for token in sampling.get("logit_bias") or {}:
+            if not 0 <= int(token) < self.vocabulary:
+                return _refusal(
+                    f"logit_bias must has keys in [0, {self.vocabulary - 1}], got {token}."
+                )
+        adapter = body.get("lora_path")
+        if adapter is not None and not self.info["enable_lora"]:
+            return _refusal(f"LoRA adapter '{adapter}' was requested, but LoRA is not enabled.")
+        if adapter is not None and adapter not in self.adapters:
+            return _refusal(f"Got LoRA adapter that has never been loaded: {adapter}")
+        if self.released:
+            raise RuntimeError("a scheduler without its memory dies")
         if len(prompt) >= self._context:
             return _refusal(
                 f"The input ({len(prompt)} tokens) is longer than the model's context length "
@@ -112,7 +153,11 @@ class FakeSglang:
             del self.calls[rid]
         finish: dict[str, Any] = {"type": reason}
         if reason == "abort":
-            finish["message"] = "Aborted"
+            finish |= {"message": "Aborted", "status_code": None, "err_type": None}
+        elif reason == "length":
+            finish["length"] = sampling["max_new_tokens"]
+        else:
+            finish["matched"] = call.tokens[-1]
         meta: dict[str, Any] = {
             "id": rid,
             "finish_reason": finish,
@@ -173,6 +218,7 @@ class FakeSglang:
 
         @app.get("/get_server_info" if self.old else "/server_info")
         async def server_info() -> dict[str, Any]:
+            self.info["max_total_num_tokens"] = 20000
             return self.info
 
         @app.get("/health_generate")
@@ -182,8 +228,12 @@ class FakeSglang:
         @app.post("/generate")
         async def generate(body: dict[str, Any]) -> Response:
             response = await self.generate(body)
+            half = bytes(response.body[: len(response.body) // 2])
             if self.faults.cut_reply:
-                return Response(response.body[: len(response.body) // 2], response.status_code)
+                return Response(half, response.status_code)
+            if self.faults.cut_connection:
+                length = {"content-length": str(len(response.body))}
+                return Response(half, response.status_code, headers=length)
             return response
 
         @app.post("/abort_request")
@@ -201,7 +251,8 @@ class FakeSglang:
         @app.post("/update_weights_from_disk")
         async def from_disk(body: dict[str, Any]) -> Response:
             path = Path(body["model_path"]) / "model.safetensors"
-            if self.faults.refuse_update or not path.exists():
+            hidden = self.faults.refuse_update or self.faults.blind
+            if hidden or not path.exists():
                 return _outcome(False, f"Failed to get weights iterator: {path}")
             self._load(load_file(path))
             if body.get("weight_version") is not None:
@@ -221,7 +272,38 @@ class FakeSglang:
         @app.get("/v1/loads")
         async def loads() -> dict[str, Any]:
             running = 0 if self.paused else len(self.calls)
-            return {"loads": [{"num_running_reqs": running, "num_waiting_reqs": 0}]}
+            waiting = len(self.calls) - running
+            one = {
+                "timestamp": time.time(),
+                "dp_rank": 0,
+                "num_running_reqs": running,
+                "num_waiting_reqs": waiting,
+                "num_waiting_uncached_tokens": 7 * waiting,
+                "max_running_requests": 64,
+                "token_usage": min(1.0, 0.125 * running),
+                "gen_throughput": 0.0,
+                "cache_hit_rate": 0.0,
+            }
+            return {"timestamp": "", "version": self.info["version"], "loads": [one]}
+
+        @app.post("/tokenize")
+        async def tokenize(body: dict[str, Any]) -> Response:
+            if self.tokenizer is None:
+                message = "Internal server error during tokenization"
+                return JSONResponse({"object": "error", "message": message, "code": 500}, 500)
+            tokens = self.tokenizer(body["prompt"])
+            return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": 256})
+
+        @app.post("/release_memory_occupation")
+        async def release(body: dict[str, Any]) -> None:
+            assert not self.calls, "a busy scheduler dies of it"
+            self.released |= set(body["tags"])
+
+        @app.post("/resume_memory_occupation")
+        async def resume_memory(body: dict[str, Any]) -> None:
+            self.released -= set(body["tags"])
+
+        self._adapter_routes()
 
         @app.post("/pause_generation")
         async def pause(body: PauseGenerationReqInput) -> dict[str, Any]:
@@ -264,8 +346,53 @@ class FakeSglang:
                     "update_weights_from_tensor must run between begin_weight_update() and "
                     "end_weight_update()",
                 )
+            if self.faults.refuse_update:
+                return _outcome(False, "Failed to get weights")
             self._load(_received(body["serialized_named_tensors"][0]))
+            if body.get("weight_version") is not None:
+                self.version = body["weight_version"]
             return _outcome(True, "Success")
+
+    def _adapter_routes(self) -> None:
+        """LoRA, which needs CUDA: after 0.5.21's source. Without `--enable-lora`: as recorded."""
+        app = self.app
+
+        def outcome(error: str | None) -> Response:
+            if not self.info["enable_lora"]:
+                error = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+            loaded = None if error else dict.fromkeys(self.adapters, "path")
+            body = {
+                "rid": None,
+                "http_worker_ipc": None,
+                "success": error is None,
+                "error_message": error,
+                "loaded_adapters": loaded,
+            }
+            return JSONResponse(body, 400 if error else 200)
+
+        def load(name: str, entry: dict[str, Any]) -> Response:
+            if name in self.adapters:
+                return outcome(f"LoRA adapter with name {name} already exists.")
+            if self.info["enable_lora"]:
+                self.adapters[name] = entry
+            return outcome(None)
+
+        @app.post("/load_lora_adapter")
+        async def load_path(body: dict[str, Any]) -> Response:
+            path = Path(body["lora_path"]) / "adapter_config.json"
+            if not path.exists():
+                return outcome(f"Failed to load LoRA adapter: no {path}")
+            return load(body["lora_name"], {"path": body["lora_path"]})
+
+        @app.post("/load_lora_adapter_from_tensors")
+        async def load_tensors(body: dict[str, Any]) -> Response:
+            tensors = _received(body["serialized_named_tensors"][0])
+            return load(body["lora_name"], {"config": body["config_dict"], "tensors": tensors})
+
+        @app.post("/unload_lora_adapter")
+        async def unload(body: dict[str, Any]) -> Response:
+            known = self.adapters.pop(body["lora_name"], None)
+            return outcome(None if known else f"LoRA adapter {body['lora_name']} is not loaded.")
 
 
 class Running:

@@ -135,6 +135,15 @@ class EngineSpec(Section):
     """`sglang`: extra arguments of the launched server, as on its command line."""
     python: str | None = None
     """`sglang`: Python interpreter of the environment that holds SGLang; default: our own."""
+    update: Literal["auto", "tensor", "disk"] = "auto"
+    """`sglang`: how new weights reach a server. `disk`: as files that it sees too; `tensor`: as
+    tensors, by shared memory into a launched server and by value over HTTP into an attached one.
+    `auto`: tensors into a launched server, files into an attached one on this host that sees ours,
+    else tensors; what a release does not offer is not chosen."""
+    in_flight: Literal["keep", "restart"] = "keep"
+    """Turns that are being generated when new weights come. `keep`: retracted and continued, their
+    keys and values computed anew; each token carries its version. `restart`: aborted and asked for
+    again, so that every turn is of one version."""
     start_timeout_seconds: float = Field(default=600, gt=0)
     """How long an engine may take until it is ready."""
 
@@ -144,6 +153,8 @@ class EngineSpec(Section):
         for url in urls:
             if not _URL.match(url):
                 raise ValueError(f"'{url}' is not of the form http://HOST:PORT")
+        if twice := sorted({url for url in urls if _same(url, urls) > 1}):
+            raise ValueError(f"{twice[0]} is given twice; a server is one engine")
         return urls
 
     @model_validator(mode="after")
@@ -159,6 +170,16 @@ class EngineSpec(Section):
                     f"pools: '{pool.device_class}' has one rate; give both rates or none"
                 )
         return self
+
+
+def _same(url: str, urls: list[str]) -> int:
+    return sum(server_of(other) == server_of(url) for other in urls)
+
+
+def server_of(url: str) -> str:
+    """What two spellings of one server's address have in common."""
+    scheme, _, rest = url.rstrip("/").partition("://")
+    return f"{scheme.lower()}://{rest.lower()}"
 
 
 class PolicySpec(Section):

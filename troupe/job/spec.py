@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from troupe.job.balancing import BalancingSpec
-from troupe.job.policy import PolicySpec
+from troupe.job.policy import PolicySpec, server_of
 from troupe.job.routing import RoutingSpec
 from troupe.job.section import NAME, Section, check_entrypoint
 from troupe.job.sections import (
@@ -80,6 +80,18 @@ class JobSpec(Section):
             for name in section:
                 if not re.match(NAME, name):
                     raise ValueError(f"'{name}': names are lower-case letters, digits, '-' and '_'")
+        return self
+
+    @model_validator(mode="after")
+    def _servers(self) -> Self:
+        holders: dict[str, str] = {}
+        for name, policy in self.policies.items():
+            for url in policy.engine.urls:
+                if (other := holders.setdefault(server_of(url), name)) != name:
+                    raise ValueError(
+                        f"policies.{name}.engine.urls: {url} serves policy '{other}' already; "
+                        "a server holds one policy's weights"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -8,17 +8,24 @@ those are kept and go on, and every token says which version drew it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from troupe.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:
+    import torch
+
     from troupe.transfer import Transfer
     from troupe.workflow import Sampling
 
 FinishReason = Literal["stop", "length", "abort"]
+Memory = Literal["weights", "kv_cache"]
+MEMORY: Final[frozenset[Memory]] = frozenset({"weights", "kv_cache"})
+# How long an engine that goes to sleep waits for the turns in hand.
+DRAIN_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,9 @@ class EngineLoad:
 
     `outstanding_tokens`: prompt tokens not yet read plus response tokens still allowed, over
     all requests. `generated_tokens` counts since `start`; `tokens_per_second` is over the
-    last few seconds.
+    last few seconds. As a server reports them, 0 where none does: `uncached_tokens`, prompt tokens
+    of waiting requests that no cached prefix covers; `kv_usage`, the fraction of the key-value
+    cache in use; `cache_hit_rate`, the fraction of prompt tokens that came from the cache.
     """
 
     running: int
@@ -116,6 +125,17 @@ class EngineLoad:
     outstanding_tokens: int
     generated_tokens: int
     tokens_per_second: float
+    uncached_tokens: int = 0
+    kv_usage: float = 0.0
+    cache_hit_rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter in memory: PEFT's `adapter_config.json` and its tensors by PEFT's names."""
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
 
 
 class Engine(Protocol):
@@ -180,18 +200,30 @@ class Engine(Protocol):
         sampling: SamplingParams,
         *,
         deadline_seconds: float,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> Generation:
         """Draw one response to `prompt_ids`.
 
         A response is cut to the room that the prompt leaves in the context. Cancelling the task
-        aborts the request. Raises `PromptTooLong`, `EngineStale` (nothing
-        verified to serve with), `EngineDied`, `TurnDeadline`, `BadTurn` (empty prompt, ids
-        outside the vocabulary, no token asked for, an id in use) and `NonFiniteLogits`.
+        aborts the request. `priority`: higher ones leave the engine's own queue first, in engines
+        that have one. `adapter`: a LoRA adapter loaded before. Raises `PromptTooLong`,
+        `EngineStale` (nothing verified to serve with), `EngineDied`, `TurnDeadline`,
+        `TurnReturned` (ask again), `BadTurn` (empty prompt, ids outside the vocabulary, no token
+        asked for, an id in use, an unknown adapter) and `NonFiniteLogits`.
         """
         ...
 
     async def abort(self, request_id: str) -> None:
         """End a request early: its `generate` returns what it has. Unknown ids are ignored."""
+        ...
+
+    async def accepts(self, ref: pb.WeightsRef, transfer: Transfer) -> None:
+        """Raise `WeightsRefused` when what is published as `ref` cannot fit the engine's model.
+
+        Reads names, shapes and dtypes only, and changes nothing: all engines of a policy are asked
+        before the first is updated. An engine that is not up accepts anything.
+        """
         ...
 
     async def update_weights(self, ref: pb.WeightsRef, transfer: Transfer) -> float:
@@ -200,8 +232,43 @@ class Engine(Protocol):
         Nothing is served from weights that were not verified: a refused update (names, shapes,
         dtypes, checksum of the published weights) leaves the engine as it was and raises
         `WeightsRefused` or a `TransferError`; one that fails half-way leaves it STALE and raises
-        `UpdateFailed`. Repeating is harmless.
+        `UpdateFailed`. Repeating is harmless. Raises `EngineAsleep` until the engine is woken.
         """
+        ...
+
+    @property
+    def asleep(self) -> frozenset[Memory]:
+        """The memory that the engine has given back."""
+        ...
+
+    async def sleep(
+        self, tags: Collection[Memory] = MEMORY, *, drain_seconds: float = DRAIN_SECONDS
+    ) -> None:
+        """Give memory back: no new turns (DRAINING), what is in hand ends, then STALE and asleep.
+
+        Turns left after `drain_seconds` are given back (`TurnReturned`). Repeatable. Raises
+        `EngineDied`, and FailedPrecondition when this engine cannot free its memory.
+        """
+        ...
+
+    async def wake(self, tags: Collection[Memory] = MEMORY) -> None:
+        """Take the memory again. The engine is STALE until an update is verified. Repeatable."""
+        ...
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the LoRA adapters that turns may use."""
+        ...
+
+    async def load_adapter(self, name: str, source: Path | Adapter) -> None:
+        """Load a LoRA adapter from a PEFT directory that the engine sees, or from tensors.
+
+        One of the same name is replaced. Raises `AdapterRefused`.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; unknown names are ignored."""
         ...
 
     async def drain(self, reason: str, *, deadline_seconds: float) -> int:

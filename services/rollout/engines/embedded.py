@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from services.rollout.engines.base import Generation
+from services.rollout.engines.base import Generation, Memory, SamplingParams
 from services.rollout.engines.continuous import ContinuousBatcher
 from services.rollout.engines.errors import EngineDied, EngineStartFailed
 from services.rollout.engines.fixed import FixedBatcher, check_architecture
@@ -20,7 +20,7 @@ from services.rollout.engines.models import load_config, skeleton, stop_ids
 from services.rollout.engines.turns import Turn
 from services.rollout.engines.weights import check_fit, fill
 from troupe.job import PolicySpec
-from troupe.rpc.errors import Internal
+from troupe.rpc.errors import Internal, TroupeError
 from troupe.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ log = logging.getLogger(__name__)
 STALL_SECONDS = 60.0
 # Missed probes after which a SUSPECT engine is given up.
 MISSES_UNTIL_DEAD = 3
+# An engine that nobody asked for this long is asked for a token: a thread that lives but never
+# computes looks like one with nothing to do.
+PROBE_AFTER_SECONDS = 15.0
+PROBE_SECONDS = 10.0
 _STOP_SECONDS = 5.0
 
 
@@ -54,7 +58,7 @@ class EmbeddedEngine(EngineFront):
         threads: int = 1,
         deterministic: bool = False,
     ) -> None:
-        super().__init__(engine_id, policy)
+        super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
         self._spec = spec
         self._threads = threads
         self._deterministic = deterministic
@@ -77,25 +81,7 @@ class EmbeddedEngine(EngineFront):
                 raise EngineDied(self.engine_id, "it was stopped")
             if self._batcher is not None:  # its thread may hang: do not wait for it
                 await asyncio.to_thread(self._batcher.stop, 0.0)
-            seconds = self._spec.engine.start_timeout_seconds
-            loop = asyncio.get_running_loop()
-            try:
-                async with asyncio.timeout(seconds):
-                    batcher = await asyncio.to_thread(self._build, loop)
-                    await asyncio.to_thread(batcher.start)
-            except TimeoutError as error:
-                self._life.died(f"not ready within {seconds:g} s")
-                raise EngineStartFailed(
-                    f"not ready within {seconds:g} s",
-                    field=f"policies.{self.policy}.engine.start_timeout_seconds",
-                    value=seconds,
-                    remedy="Allow more time, or look why the model's configuration loads slowly.",
-                ) from error
-            except EngineStartFailed as error:
-                self._life.died(str(error))
-                raise
-            self._batcher = batcher
-            self._progress_at, self._misses = time.monotonic(), 0
+            await self._bring_up()
             self._life.started()
 
     async def abort(self, request_id: str) -> None:
@@ -108,24 +94,46 @@ class EmbeddedEngine(EngineFront):
 
     async def check(self) -> pb.EngineState.ValueType:
         """Whether the thread lives and, with turns in hand, gets on."""
-        if not self._life.alive:
+        if not self._life.alive or self._asleep:
             return self.state
         if self._batcher is None or not self._batcher.alive:
             self._die("its thread ended")
             return self.state
         stalled = time.monotonic() - self._progress_at
-        if len(self._turns) and stalled > STALL_SECONDS:
+        idle = not len(self._turns)
+        if idle and self._life.serves and stalled > PROBE_AFTER_SECONDS:
+            missed = not await self._generates()
+        else:
+            missed = not idle and stalled > STALL_SECONDS
+        if missed and self._life.serves:
             self._misses += 1
             reason = f"no token for {stalled:.0f} s"
             if self._misses >= MISSES_UNTIL_DEAD:
                 self._die(reason)
             elif self.state == pb.ENGINE_STATE_HEALTHY:
                 self._life.suspect(reason)
-        else:
+        elif not missed:
             self._misses = 0
             if self.state == pb.ENGINE_STATE_SUSPECT:
                 self._life.recovered()
         return self.state
+
+    async def _generates(self) -> bool:
+        """Whether the model really computes a token. It is no turn: nobody counts it as load."""
+        turn = self._turn(
+            f"probe-{time.monotonic_ns()}", [0], SamplingParams(max_new_tokens=1, seed=0), 0, None
+        )
+        try:
+            async with asyncio.timeout(PROBE_SECONDS):
+                await self._serve(turn)
+        except TimeoutError:
+            self._drop(turn)
+            return False
+        except TroupeError as error:
+            log.warning("engine %s: its probe failed: %s", self.engine_id, error)
+            return False
+        self._progress_at = time.monotonic()
+        return True
 
     async def stop(self) -> None:
         """End turns as aborted, then the thread, and let the model go."""
@@ -159,6 +167,17 @@ class EmbeddedEngine(EngineFront):
                 self._drop(turn)
                 future.set_exception(error)
 
+    async def _release(self, tags: frozenset[Memory]) -> None:
+        batcher, self._batcher = self._batcher, None
+        if "weights" in tags:
+            self._model = None
+        if batcher is not None:
+            await asyncio.to_thread(batcher.stop, _STOP_SECONDS)
+
+    async def _resume(self, tags: frozenset[Memory]) -> None:
+        if tags == self._asleep:  # the last of it: cache and model are built together
+            await self._bring_up()
+
     async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
         assert self._model is not None  # alive
         check_fit(tensors, self._model, ref.key)
@@ -166,6 +185,7 @@ class EmbeddedEngine(EngineFront):
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
         batcher, model = self._require_batcher(), self._model
         assert model is not None  # alive
+        self._give_back(ref)
         change = partial(fill, tensors, model, ref)
         try:
             async with asyncio.timeout(STALL_SECONDS):
@@ -179,6 +199,28 @@ class EmbeddedEngine(EngineFront):
         for turn in retracted:
             batcher.resubmit(turn, self._ended)
         return exposed
+
+    async def _bring_up(self) -> None:
+        """Model without weights, thread. DEAD and `EngineStartFailed` when that fails."""
+        seconds = self._spec.engine.start_timeout_seconds
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(seconds):
+                batcher = await asyncio.to_thread(self._build, loop)
+                await asyncio.to_thread(batcher.start)
+        except TimeoutError as error:
+            self._life.died(f"not ready within {seconds:g} s")
+            raise EngineStartFailed(
+                f"not ready within {seconds:g} s",
+                field=f"policies.{self.policy}.engine.start_timeout_seconds",
+                value=seconds,
+                remedy="Allow more time, or look why the model's configuration loads slowly.",
+            ) from error
+        except EngineStartFailed as error:
+            self._life.died(str(error))
+            raise
+        self._batcher = batcher
+        self._progress_at, self._misses = time.monotonic(), 0
 
     def _build(self, loop: asyncio.AbstractEventLoop) -> ContinuousBatcher | FixedBatcher:
         """In a worker thread: the model and its batcher, not started yet."""

@@ -62,6 +62,40 @@ class EngineStale(TurnLost):
         )
 
 
+class EngineAsleep(FailedPrecondition):
+    """The engine has given its memory back and can do nothing until it is woken."""
+
+    default_kind = "engine_asleep"
+
+    def __init__(self, engine_id: str, what: str) -> None:
+        super().__init__(
+            f"the engine is asleep: {what}",
+            field="engine",
+            value=engine_id,
+            remedy="Wake it; it then needs a verified weight update before it serves.",
+        )
+
+
+class TurnReturned(Unavailable):
+    """The engine gives the turn back unfinished: it changes weights or goes to sleep."""
+
+    default_kind = "turn_returned"
+
+    def __init__(self, engine_id: str, reason: str) -> None:
+        super().__init__(
+            f"the turn was given back: {reason}",
+            field="engine",
+            value=engine_id,
+            remedy="Repeat the turn on an engine that serves; nothing of it was used.",
+        )
+
+
+class AdapterRefused(FailedPrecondition):
+    """The engine cannot take, or does not have, this LoRA adapter; nothing changed."""
+
+    default_kind = "adapter_refused"
+
+
 class EngineStartFailed(FailedPrecondition):
     """The engine could not be brought up; the reason is in the message."""
 

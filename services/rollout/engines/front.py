@@ -6,23 +6,35 @@ import asyncio
 import contextlib
 import math
 import secrets
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from services.rollout.engines.base import Device, EngineLoad, Generation, SamplingParams
+from services.rollout.engines.base import (
+    Adapter,
+    Device,
+    EngineLoad,
+    Generation,
+    SamplingParams,
+)
 from services.rollout.engines.errors import (
+    AdapterRefused,
     BadTurn,
+    EngineAsleep,
     EngineDied,
     EngineStale,
     NonFiniteLogits,
     PromptTooLong,
     TurnDeadline,
+    TurnReturned,
     WeightsRefused,
     lost_turn,
 )
+from services.rollout.engines.sleeping import Sleeping
 from services.rollout.engines.state import EngineState
 from services.rollout.engines.turns import Turn, TurnTable
+from services.rollout.engines.weights import layout
 from troupe.states import IllegalTransition
 from troupe.v1 import common_pb2 as pb
 
@@ -30,25 +42,30 @@ if TYPE_CHECKING:
     from troupe.transfer import Transfer
 
 Tensors = Mapping[str, Any]
+InFlight = Literal["keep", "restart"]
 # Turns that were aborted are given back within this time, or the engine is as good as dead.
 _HAND_BACK_SECONDS = 10.0
 
 
-class EngineFront(ABC):
-    """Implements `base.Engine` over three verbs: serve a turn, drop a turn, load weights.
+class EngineFront(Sleeping):
+    """Implements `base.Engine` over a few verbs: serve a turn, drop a turn, load weights, free and
+    take memory.
 
-    Subclasses set `max_context`, `vocabulary` and `eos_ids` in `start`.
+    `in_flight`: what becomes of running turns at an update. Subclasses set `max_context`,
+    `vocabulary` and `eos_ids` in `start`.
     """
 
     kind: ClassVar[str]
 
-    def __init__(self, engine_id: str, policy: str) -> None:
+    def __init__(self, engine_id: str, policy: str, *, in_flight: InFlight = "keep") -> None:
+        super().__init__()
         self.engine_id = engine_id
         self.policy = policy
         self.device = Device()
         self.max_context = 0
         self.vocabulary = 0
         self.eos_ids: frozenset[int] = frozenset()
+        self._in_flight: InFlight = in_flight
         self._life = EngineState()
         self._turns = TurnTable()
         self._changing = asyncio.Lock()
@@ -74,7 +91,7 @@ class EngineFront(ABC):
     @property
     def message(self) -> str:
         """Why the engine is in its state; empty when all is well."""
-        return self._life.message
+        return f"asleep: {self._lacks}" if self._asleep else self._life.message
 
     @property
     def restarts(self) -> int:
@@ -92,9 +109,11 @@ class EngineFront(ABC):
         sampling: SamplingParams,
         *,
         deadline_seconds: float,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> Generation:
         """Draw one response; see `base.Engine.generate`."""
-        turn = self._turn(request_id, prompt_ids, sampling)
+        turn = self._turn(request_id, prompt_ids, sampling, priority, adapter)
         try:
             async with asyncio.timeout(deadline_seconds):
                 await self._serving()
@@ -136,6 +155,8 @@ class EngineFront(ABC):
                     remedy="Publish changed weights under a new version.",
                 )
             self._require_alive()
+            if self._asleep:
+                raise EngineAsleep(self.engine_id, self._lacks)
             tensors, _ = await asyncio.to_thread(
                 transfer.get, ref.key, expected_checksum=ref.checksum
             )
@@ -155,6 +176,38 @@ class EngineFront(ABC):
             finally:
                 self._settled.set()
             return exposed
+
+    async def accepts(self, ref: pb.WeightsRef, transfer: Transfer) -> None:
+        """Whether `ref` would fit; see `base.Engine.accepts`."""
+        if not self._life.alive or self._asleep:
+            return
+        manifest = await asyncio.to_thread(transfer.manifest, ref.key)
+        await self._fits(layout(manifest), ref)
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the LoRA adapters that turns may use."""
+        return frozenset()
+
+    async def load_adapter(self, name: str, source: Path | Adapter) -> None:
+        """Engines that know no adapters refuse."""
+        raise AdapterRefused(
+            f"a '{self.kind}' engine serves no LoRA adapters",
+            field=f"policies.{self.policy}.engine.kind",
+            value=self.kind,
+            remedy="Use `kind: sglang`, launched with --enable-lora.",
+        )
+
+    async def unload_adapter(self, name: str) -> None:
+        """There are none."""
+        assert name not in self.adapters
+
+    def _give_back(self, ref: pb.WeightsRef) -> None:
+        """Weights are about to change: end the turns in hand where the job wants them asked for
+        again."""
+        if self._in_flight == "restart":
+            reason = f"version {ref.version} is being loaded (engine.in_flight: restart)"
+            self._fail_turns(TurnReturned(self.engine_id, reason))
 
     async def drain(self, reason: str, *, deadline_seconds: float) -> int:
         """Take no new turns and see those in hand end; see `base.Engine.drain`."""
@@ -203,7 +256,14 @@ class EngineFront(ABC):
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
         """Put `tensors` in service and verify them; returns exposed seconds."""
 
-    def _turn(self, request_id: str, prompt_ids: list[int], sampling: SamplingParams) -> Turn:
+    def _turn(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        priority: int,
+        adapter: str | None,
+    ) -> Turn:
         """A validated turn. Raises `BadTurn` and `PromptTooLong`."""
         if not prompt_ids:
             raise BadTurn("the prompt is empty", field="prompt_ids", remedy="Send some tokens.")
@@ -223,6 +283,13 @@ class EngineFront(ABC):
                     value=low if low < 0 else high,
                     remedy="Use the policy's own tokenizer.",
                 )
+        if adapter is not None and adapter not in self.adapters:
+            raise BadTurn(
+                "no such LoRA adapter is loaded",
+                field="adapter",
+                value=adapter,
+                remedy="Load it first; an engine that was restarted has none.",
+            )
         room = self.max_context - len(prompt_ids)
         if self.max_context and room < 1:
             raise PromptTooLong(self.policy, len(prompt_ids), self.max_context)
@@ -234,28 +301,36 @@ class EngineFront(ABC):
             max_new_tokens=min(wanted, room) if self.max_context else wanted,
             stop_ids=self.eos_ids | frozenset(sampling.stop_token_ids),
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(63),
+            priority=priority,
+            adapter=adapter,
         )
 
     async def _serving(self) -> None:
         """Wait out an update. Raises `EngineDied` or `EngineStale` when no turns are taken.
 
-        An engine that updates from verified weights goes on taking turns; each token knows
-        its version.
+        An engine that updates from verified weights goes on taking turns, unless those would be
+        given back; each token knows its version.
         """
-        while self.state == pb.ENGINE_STATE_UPDATING and self.version is None:
+        while self.state == pb.ENGINE_STATE_UPDATING and (
+            self.version is None or self._in_flight == "restart"
+        ):
             await self._settled.wait()
         if not self._life.serves and self.state != pb.ENGINE_STATE_UPDATING:
             if self.state in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
                 raise EngineDied(self.engine_id, self.message or self._life.name)
             raise EngineStale(self.engine_id, self._life.name)
 
-    def _require_alive(self) -> None:
+    def _require_there(self) -> None:
         if self.state in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STOPPED):
             raise EngineDied(self.engine_id, self.message or self._life.name)
+
+    def _require_alive(self) -> None:
+        self._require_there()
         if not self._life.alive or self.state == pb.ENGINE_STATE_DRAINING:
             raise EngineStale(self.engine_id, self._life.name)
 
     def _die(self, reason: str) -> None:
         """The engine is gone: DEAD, and every turn in hand fails. Repeatable."""
         self._life.died(reason)
+        self._asleep = frozenset()
         self._fail_turns(EngineDied(self.engine_id, reason))

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from services.rollout.engines.base import EngineLoad, Generation
+from services.rollout.engines.base import EngineLoad, Generation, Memory
 from services.rollout.engines.errors import EngineDied, WeightsRefused
 from services.rollout.engines.front import EngineFront, Tensors
 from services.rollout.engines.models import load_config, stop_ids
@@ -38,7 +38,7 @@ class PacedEngine(EngineFront):
         self, engine_id: str, policy: str, spec: PolicySpec, *, trace_dir: Path | None = None
     ) -> None:
         """`trace_dir`: where the timeline goes (`troupe.timeline`); None: nowhere."""
-        super().__init__(engine_id, policy)
+        super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
         self._spec = spec
         self._pace = spec.paced or PacedSpec()
         self._batch = PacedBatch(self._pace)
@@ -136,6 +136,12 @@ class PacedEngine(EngineFront):
                 future.set_exception(error)
         self._reschedule()
 
+    async def _release(self, tags: frozenset[Memory]) -> None:
+        self._tick()
+
+    async def _resume(self, tags: frozenset[Memory]) -> None:
+        self._tick()
+
     async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
         if not tensors:
             raise WeightsRefused(
@@ -149,6 +155,7 @@ class PacedEngine(EngineFront):
         self._tick()
         for turn in self._turns:
             self._draw(turn)
+        self._give_back(ref)
         began = time.time()
         self._batch.block(float("inf"), time.monotonic())
         self._reschedule()
@@ -158,7 +165,11 @@ class PacedEngine(EngineFront):
             now = time.monotonic()
             self._batch.advance(now)
             self._batch.unblock(now)
-            kept = [turn for turn in self._turns if turn.request_id in self._waiting]
+            kept = [
+                turn
+                for turn in self._turns
+                if (future := self._waiting.get(turn.request_id)) is not None and not future.done()
+            ]
             self._batch.read(sum(len(t.prompt_ids) + len(t.versions) for t in kept), now)
             self._reschedule()
         self._drawing = ref.version

@@ -28,11 +28,13 @@ class Turn:
     """
 
     __slots__ = (
+        "adapter",
         "closed",
         "draws",
         "incarnation",
         "logprobs",
         "max_new_tokens",
+        "priority",
         "prompt_ids",
         "read_tokens",
         "request_id",
@@ -54,8 +56,12 @@ class Turn:
         max_new_tokens: int,
         stop_ids: frozenset[int],
         seed: int,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> None:
         self.request_id = request_id
+        self.priority = priority
+        self.adapter = adapter
         self.prompt_ids = prompt_ids
         self.sampling = sampling
         self.max_new_tokens = max_new_tokens

@@ -8,9 +8,19 @@ import torch
 
 from services.rollout.engines.errors import UpdateFailed, WeightsRefused
 from troupe.transfer import checksum_of
+from troupe.transfer.checksum import dtype_of
+from troupe.transfer.manifest import Manifest
 from troupe.v1 import common_pb2 as pb
 
 _REMEDY = "Publish from the same model configuration and dtype that the policy's engine uses."
+
+
+def layout(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Names, shapes and dtypes of what is published, as tensors without storage."""
+    return {
+        entry.name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta")
+        for entry in manifest.entries
+    }
 
 
 def check_fit(published: Mapping[str, torch.Tensor], model: torch.nn.Module, key: str) -> None:

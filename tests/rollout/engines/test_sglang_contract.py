@@ -16,7 +16,7 @@ import pytest
 from services.rollout.engines.base import Generation, SamplingParams
 from services.rollout.engines.sglang.client import Refused, SglangClient
 from services.rollout.engines.sglang.engine import SglangEngine
-from services.rollout.engines.sglang.loading import Updates
+from services.rollout.engines.sglang.loading import UpdateSetting
 from tests.rollout.engines.models import (
     CONFIG,
     VOCABULARY,
@@ -49,9 +49,9 @@ async def client(url: str) -> AsyncIterator[SglangClient]:
     await client.close()
 
 
-async def attached(url: str, updates: Updates = "disk") -> SglangEngine:
-    spec = policy_spec(kind="sglang", urls=[url], start_timeout_seconds=60)
-    engine = SglangEngine("e0", "solver", spec, updates=updates)
+async def attached(url: str, update: UpdateSetting = "disk") -> SglangEngine:
+    spec = policy_spec(kind="sglang", urls=[url], start_timeout_seconds=60, update=update)
+    engine = SglangEngine("e0", "solver", spec)
     await engine.start()
     assert engine.state == pb.ENGINE_STATE_STALE
     return engine
@@ -69,7 +69,16 @@ async def test_what_the_server_can_do_is_read_from_its_document(client: SglangCl
     assert features.sessions
     assert features.version_call
     assert features.loads == "/v1/loads"
-    assert await client.waiting(features.loads) == 0
+    assert features.tensors
+    assert features.memory
+    assert features.adapters
+    assert features.adapter_tensors
+    assert features.tokenizer
+    load = await client.load(features.loads)
+    assert (load.running, load.waiting, load.uncached_tokens) == (0, 0, 0)
+    assert await client.vocabulary() == VOCABULARY
+    assert await client.tokenize("a") is None  # it runs without a tokenizer
+    assert await client.probe()
     assert (await client.model_info())["model_type"] == "qwen3"
     assert (await client.server_info())["dp_size"] == 1
     assert await client.alive()
@@ -167,7 +176,7 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(
 
 @pytest.mark.parametrize("updates", ["disk", "tensor"])
 async def test_updates_under_load_lose_no_turn_and_no_version(
-    url: str, updates: Updates, tmp_path: Path, request: pytest.FixtureRequest
+    url: str, updates: UpdateSetting, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     real = "real" in request.node.name
     # One core runs the double, its clients and their checks.

@@ -6,11 +6,13 @@ server can do is read from its own OpenAPI document, never from its version numb
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import httpx
+
+from services.rollout.engines.sglang.features import Features, ServerLoad
 
 # A server that is alive accepts within milliseconds; one that loads weights may take a minute.
 CONNECT_SECONDS: Final = 5.0
@@ -18,6 +20,12 @@ CONTROL_SECONDS: Final = 60.0
 # `/health_generate` waits a second before it looks. Shorter than the patience of whoever calls
 # `check`, so that a missed probe is counted.
 HEALTH_SECONDS: Final = 15.0
+
+# What `probe` asks for is one token; a server that is busy answers a little later.
+PROBE_SECONDS: Final = 10.0
+# An id that no vocabulary holds, and how servers word their refusal of it.
+_NO_TOKEN: Final = 1 << 40
+_VOCABULARY: Final = re.compile(r"\[0, (\d+)\]")
 
 Json = dict[str, Any]
 
@@ -37,37 +45,6 @@ class Refused(Exception):
         super().__init__(f"{call} answered {status}: {message}")
         self.status = status
         self.message = message
-
-
-@dataclass(frozen=True)
-class Features:
-    """What this server can do.
-
-    `retract`: pausing can put running turns back into the queue; otherwise they are aborted and
-    continued by us. `sessions`: tensor updates run between begin and end. `version_call`: the
-    version can be set by itself, without aborting turns. `loads`: path of the load report.
-    """
-
-    retract: bool
-    pause: bool
-    sessions: bool
-    version_call: bool
-    loads: str | None
-
-    @staticmethod
-    def of(document: Mapping[str, Any]) -> Features:
-        """Read from an OpenAPI document."""
-        paths = document.get("paths", {})
-        schemas = document.get("components", {}).get("schemas", {})
-        pause = schemas.get("PauseGenerationReqInput", {}).get("properties", {})
-        loads = next((path for path in ("/v1/loads", "/get_load") if path in paths), None)
-        return Features(
-            retract="/pause_generation" in paths and "mode" in pause,
-            pause="/pause_generation" in paths,
-            sessions="/begin_weight_update" in paths,
-            version_call="/update_weight_version" in paths,
-            loads=loads,
-        )
 
 
 class SglangClient:
@@ -116,10 +93,55 @@ class SglangClient:
             return False
         return True
 
+    async def probe(self) -> bool:
+        """Whether an ordinary request gets its token: a health page may answer without one."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        try:
+            reply = await self._json("POST", "/generate", body, timeout=PROBE_SECONDS)
+        except (ServerGone, BrokenReply, Refused):
+            return False
+        return len(reply.get("output_ids") or []) == 1
+
+    async def vocabulary(self) -> int | None:
+        """Tokens that the server's model knows, as its refusal of a foreign one says; None where
+        it does not. Nothing is generated: the bias of an unknown token is refused beforehand."""
+        body = {
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "logit_bias": {str(_NO_TOKEN): 0.0}},
+        }
+        try:
+            await self._json("POST", "/generate", body, timeout=PROBE_SECONDS)
+        except Refused as error:
+            found = _VOCABULARY.search(error.message)
+            return int(found[1]) + 1 if found and error.status == 400 else None
+        return None
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Ids of `text` by the server's own tokenizer; None where it runs without one."""
+        try:
+            reply = await self._json(
+                "POST", "/tokenize", {"prompt": text, "add_special_tokens": False}
+            )
+        except Refused:
+            return None
+        tokens = reply.get("tokens")
+        return [int(token) for token in tokens] if isinstance(tokens, list) else None
+
     async def generate(
-        self, rid: str, input_ids: list[int], sampling: Json, *, prompt_logprobs: bool = False
+        self,
+        rid: str,
+        input_ids: list[int],
+        sampling: Json,
+        *,
+        prompt_logprobs: bool = False,
+        priority: int | None = None,
+        adapter: str | None = None,
     ) -> Json:
-        """The reply's `meta_info`. No time limit of its own: the caller's deadline cancels."""
+        """The reply's `meta_info`. No time limit of its own: the caller's deadline cancels.
+
+        `priority`: only for servers that schedule by it, others refuse it. `adapter`: a LoRA
+        adapter by name.
+        """
         body: Json = {
             "rid": rid,
             "input_ids": input_ids,
@@ -128,6 +150,10 @@ class SglangClient:
         }
         if prompt_logprobs:
             body["logprob_start_len"] = 0
+        if priority is not None:
+            body["priority"] = priority
+        if adapter is not None:
+            body["lora_path"] = adapter
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         reply = await self._json("POST", "/generate", body, timeout=timeout)
         meta = reply.get("meta_info")
@@ -181,16 +207,42 @@ class SglangClient:
             },
         )
 
-    async def update_from_tensors(self, payloads: list[str], version: str) -> None:
-        """Load serialized tensors, one payload per tensor-parallel rank."""
+    async def update_from_tensors(self, payloads: list[str], version: str | None) -> None:
+        """Load serialized tensors, one payload per tensor-parallel rank; `version` names what is
+        loaded afterwards, None leaves the name."""
+        body: Json = {"serialized_named_tensors": payloads, "flush_cache": False}
+        if version is not None:
+            body["weight_version"] = version
+        await self._acknowledged("/update_weights_from_tensor", body)
+
+    async def release_memory(self, tags: Collection[str]) -> None:
+        """Free weights, key-value cache or both. Only when idle: it kills a busy scheduler."""
+        await self._send("POST", "/release_memory_occupation", {"tags": sorted(tags)})
+
+    async def resume_memory(self, tags: Collection[str]) -> None:
+        """Take the memory again; what is in it is undefined."""
+        await self._send("POST", "/resume_memory_occupation", {"tags": sorted(tags)})
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter from a PEFT directory that the server sees."""
+        await self._acknowledged("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    async def load_adapter_tensors(
+        self, name: str, config: Mapping[str, Any], payloads: list[str]
+    ) -> None:
+        """Load a LoRA adapter from serialized tensors, one payload per tensor-parallel rank."""
         await self._acknowledged(
-            "/update_weights_from_tensor",
+            "/load_lora_adapter_from_tensors",
             {
+                "lora_name": name,
+                "config_dict": dict(config),
                 "serialized_named_tensors": payloads,
-                "flush_cache": False,
-                "weight_version": version,
             },
         )
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter, once no request uses it."""
+        await self._acknowledged("/unload_lora_adapter", {"lora_name": name})
 
     async def weights_digest(self) -> str | None:
         """The server's own checksum of its weights; None where it cannot compute one.
@@ -204,13 +256,11 @@ class SglangClient:
         digest = reply.get("per_engine_checksum") or reply.get("ranks")
         return None if digest is None else str(digest)
 
-    async def waiting(self, path: str) -> int:
-        """Requests in the server's queue, by its load report at `path` (Features.loads)."""
+    async def load(self, path: str) -> ServerLoad:
+        """What the server has to do, by its load report at `path` (Features.loads)."""
         reply = await self._json("GET", path, params={"include": "core"})
-        entries = reply.get("loads", reply)
-        entries = entries if isinstance(entries, list) else [entries]
         try:
-            return sum(int(e.get("num_waiting_reqs", 0)) for e in entries)
+            return ServerLoad.of(reply)
         except (AttributeError, TypeError, ValueError) as error:
             raise BrokenReply(f"{path} of {self.url} answered no load report") from error
 
@@ -227,7 +277,7 @@ class SglangClient:
     async def _acknowledged(self, path: str, body: Json) -> None:
         reply = await self._json("POST", path, body)
         if reply.get("success") is False:
-            raise Refused(path, 200, str(reply.get("message", "")))
+            raise Refused(path, 200, str(reply.get("message") or reply.get("error_message")))
 
     async def _json(self, method: str, path: str, body: Json | None = None, **kwargs: Any) -> Json:
         response = await self._send(method, path, body, **kwargs)
@@ -264,5 +314,6 @@ def _message(response: httpx.Response) -> str:
     if isinstance(reply, dict):
         error = reply.get("error")
         inner = error.get("message") if isinstance(error, dict) else error
-        return str(inner or reply.get("message") or reply.get("detail") or reply)[:500]
+        told = (reply.get(key) for key in ("message", "error_message", "detail"))
+        return str(inner or next(filter(None, told), reply))[:500]
     return str(reply)[:500]

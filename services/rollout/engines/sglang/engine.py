@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
 
-from services.rollout.engines.base import EngineLoad, Generation
+from services.rollout.engines.base import Adapter, EngineLoad, Generation, Memory
 from services.rollout.engines.errors import (
     BadTurn,
     EngineDied,
@@ -19,13 +21,16 @@ from services.rollout.engines.errors import (
     UpdateFailed,
 )
 from services.rollout.engines.front import EngineFront, Tensors
+from services.rollout.engines.sglang.adapters import Adapters
 from services.rollout.engines.sglang.client import BrokenReply, Refused, ServerGone
-from services.rollout.engines.sglang.loading import Updates
+from services.rollout.engines.sglang.features import ServerLoad
+from services.rollout.engines.sglang.health import Health
 from services.rollout.engines.sglang.replies import parse, sampling_of
 from services.rollout.engines.sglang.server import Server
 from services.rollout.engines.turns import Turn
 from services.rollout.engines.weights import check_fit, untied
 from troupe.job import PolicySpec
+from troupe.rpc.errors import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -33,15 +38,16 @@ log = logging.getLogger(__name__)
 MISSES_UNTIL_DEAD: Final = 3
 # How long an aborted turn waits for the server to hand over what it has.
 _ABORT_SECONDS: Final = 2.0
+# A check is over before whoever calls it gives up on it, so that a missed one is counted.
+_CHECK_SECONDS: Final = 18.0
 
 
 class SglangEngine(EngineFront):
     """Serves a policy with one SGLang server over HTTP.
 
     `replica` chooses the URL of an attached server. `work_dir` holds a launched server's log and
-    the weights on their way; the server must see it. `updates`: through files (in shared memory
-    by default) or through handles of shared memory. `deterministic`: the server is launched so that
-    a turn is a function of (weights, prompt, seed); an attached one must have been.
+    weights on their way as files; the server must see it. `deterministic`: the server is launched
+    so that a turn is a function of (weights, prompt, seed); an attached one must have been.
     """
 
     kind: ClassVar[str] = "sglang"
@@ -54,19 +60,18 @@ class SglangEngine(EngineFront):
         *,
         replica: int = 0,
         work_dir: Path | None = None,
-        updates: Updates = "disk",
         deterministic: bool = False,
     ) -> None:
-        super().__init__(engine_id, policy)
+        super().__init__(engine_id, policy, in_flight=spec.engine.in_flight)
         self._spec = spec
         self._server = Server(
             policy,
             spec,
             replica=replica,
             work_dir=work_dir,
-            updates=updates,
             deterministic=deterministic,
         )
+        self._adapters = Adapters(policy, self._server)
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -78,8 +83,9 @@ class SglangEngine(EngineFront):
         self._loaded: int | None = None
         self._updates = 0
         self._misses = 0
-        self._queued = 0
+        self._reported = ServerLoad()
         self._finished_since_check = 0
+        self._health: Health
 
     async def start(self) -> None:
         """Launch or attach, within `start_timeout_seconds`; STALE afterwards.
@@ -92,15 +98,7 @@ class SglangEngine(EngineFront):
                 return
             if self.state == pb.ENGINE_STATE_STOPPED:
                 raise EngineDied(self.engine_id, "it was stopped")
-            try:
-                await self._server.up()
-            except EngineStartFailed as error:
-                self._life.died(str(error))
-                raise
-            server = self._server
-            self.max_context, self.vocabulary = server.max_context, server.vocabulary
-            self.eos_ids = server.eos_ids
-            self._misses = 0
+            await self._bring_up()
             self._life.started()
 
     async def abort(self, request_id: str) -> None:
@@ -119,14 +117,15 @@ class SglangEngine(EngineFront):
 
     def load(self) -> EngineLoad:
         """Current load; which turns wait in the server is known from the last `check`."""
-        load = self._turns.load()
-        waiting = min(self._queued, load.running)
-        return EngineLoad(
-            load.running - waiting,
-            load.waiting + waiting,
-            load.outstanding_tokens,
-            load.generated_tokens,
-            load.tokens_per_second,
+        load, reported = self._turns.load(), self._reported
+        waiting = min(reported.waiting, load.running)
+        return replace(
+            load,
+            running=load.running - waiting,
+            waiting=load.waiting + waiting,
+            uncached_tokens=reported.uncached_tokens,
+            kv_usage=reported.kv_usage,
+            cache_hit_rate=reported.cache_hit_rate,
         )
 
     async def check(self) -> pb.EngineState.ValueType:
@@ -136,16 +135,20 @@ class SglangEngine(EngineFront):
         if self._server.exited is not None:
             self._die(self._server.exited)
             return self.state
+        if self._asleep:  # it cannot generate
+            return self.state
         answered, self._finished_since_check = self._finished_since_check, 0
-        client = self._server.client
-        well = answered > 0 or await client.healthy()
+        client, well = self._server.client, False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CHECK_SECONDS):
+                well = await self._health.well(answered, len(self._turns), serves=self._life.serves)
         # An update may have begun meanwhile: a paused server does not generate.
         if not self._life.alive or self.state == pb.ENGINE_STATE_UPDATING:
             return self.state
         if well:
             self._misses = 0
             with contextlib.suppress(ServerGone, BrokenReply, Refused):
-                self._queued = await self._server.waiting()
+                self._reported = await self._server.load()
             if self.state == pb.ENGINE_STATE_SUSPECT:
                 self._life.recovered()
         else:
@@ -155,6 +158,23 @@ class SglangEngine(EngineFront):
             elif self.state == pb.ENGINE_STATE_HEALTHY:
                 self._life.suspect(f"{client.url} missed a probe")
         return self.state
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the LoRA adapters that turns may use."""
+        return self._adapters.names
+
+    async def load_adapter(self, name: str, source: Path | Adapter) -> None:
+        """Load a LoRA adapter; see `base.Engine.load_adapter`."""
+        async with self._changing:
+            self._require_alive()
+            await self._adapters.load(name, source)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter."""
+        async with self._changing:
+            if self._life.alive:
+                await self._adapters.unload(name)
 
     async def stop(self) -> None:
         """End turns as aborted, then a launched server. An attached one goes on running."""
@@ -200,6 +220,55 @@ class SglangEngine(EngineFront):
                 self._drop(turn)
                 future.set_exception(error)
 
+    async def _bring_up(self) -> None:
+        try:
+            await self._server.up()
+        except EngineStartFailed as error:
+            self._life.died(str(error))
+            raise
+        server = self._server
+        self.max_context, self.vocabulary = server.max_context, server.vocabulary
+        self.eos_ids = server.eos_ids
+        self._adapters.forget()
+        self._misses = 0
+        self._reported = ServerLoad()
+        self._health = Health(server.client, self._spec.engine.max_running)
+
+    def _keeps_memory(self) -> FailedPrecondition | None:
+        if self._server.frees_memory or self._server.launched:
+            return None
+        return FailedPrecondition(
+            "the server cannot free its memory",
+            kind="engine_cannot_sleep",
+            field=f"policies.{self.policy}.engine.urls",
+            value=self._server.client.url,
+            remedy="Start it with --enable-memory-saver.",
+        )
+
+    async def _release(self, tags: frozenset[Memory]) -> None:
+        """Through the server's memory saver; a launched one without it is ended instead."""
+        if not self._server.frees_memory:
+            if not self._asleep:
+                await self._server.down(for_good=False)
+            return
+        if self._background:  # aborts on their way: a busy scheduler would die
+            await asyncio.wait(self._background, timeout=_ABORT_SECONDS)
+        await self._control(self._server.free(tags), "it did not go to sleep")
+
+    async def _resume(self, tags: frozenset[Memory]) -> None:
+        if self._server.frees_memory:
+            await self._control(self._server.client.resume_memory(tags), "it did not wake")
+        elif tags == self._asleep:
+            await self._bring_up()
+
+    async def _control(self, call: Awaitable[None], failure: str) -> None:
+        """A call whose failure nobody can mend but a restart."""
+        try:
+            await call
+        except (ServerGone, BrokenReply, Refused, TimeoutError) as error:
+            self._die(f"{failure}: {error!r}")
+            raise EngineDied(self.engine_id, self.message) from error
+
     async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
         check_fit(tensors, self._server.layout, ref.key)
 
@@ -211,7 +280,7 @@ class SglangEngine(EngineFront):
                 untied(tensors, self._server.layout),
                 ref,
                 changed=changed,
-                gate=partial(self._gate, ref.version),
+                gate=partial(self._gate, ref),
             )
         except ServerGone as error:
             await self._lost(error)
@@ -223,12 +292,13 @@ class SglangEngine(EngineFront):
                 str(error), field="engine", value=self.engine_id, remedy="Repeat the update."
             ) from error
 
-    def _gate(self, version: int, is_open: bool) -> None:
+    def _gate(self, ref: pb.WeightsRef, is_open: bool) -> None:
         if is_open:
-            self._loaded = version
+            self._loaded = ref.version
             self._open.set()
         else:
             self._open.clear()
+            self._give_back(ref)
 
     async def _run(self, turn: Turn, future: asyncio.Future[Generation]) -> None:
         outcome: Generation | Exception
@@ -256,7 +326,13 @@ class SglangEngine(EngineFront):
             asked_of, updates = self._loaded, self._updates
             turn.started_at = turn.started_at or time.monotonic()
             prompt = turn.prompt_ids + turn.token_ids
-            meta = await self._server.client.generate(_rid(turn), prompt, sampling_of(turn))
+            meta = await self._server.client.generate(
+                _rid(turn),
+                prompt,
+                sampling_of(turn),
+                priority=turn.priority if self._server.schedules_by_priority else None,
+                adapter=turn.adapter,
+            )
             # Tokens of weights that are not verified yet must not get out.
             await self._settled.wait()
             reply = parse(meta, asked_of, steady=updates == self._updates)

@@ -23,12 +23,19 @@ def write_config(config: PretrainedConfig, architecture: str, directory: Path) -
 
 
 def command(
-    spec: PolicySpec, source: str, port: int, max_context: int, *, deterministic: bool = False
+    spec: PolicySpec,
+    source: str,
+    port: int,
+    max_context: int,
+    *,
+    deterministic: bool = False,
+    name: str = "",
 ) -> list[str]:
     """Arguments to launch a server of `spec` on loopback with the model at `source`.
 
     Random weights (`dummy`): the engine is STALE until the first update in any case. No
-    tokenizer: token ids travel end to end. The job's own `launch` arguments come last and win.
+    tokenizer: token ids travel end to end. `name`: what the server calls itself. The job's own
+    `launch` arguments come last and win.
     """
     engine = spec.engine
     revision = ["--revision", spec.model.revision] if spec.model.revision else []
@@ -45,6 +52,7 @@ def command(
         *("--context-length", str(max_context)),
         *("--max-running-requests", str(engine.max_running)),
         "--skip-tokenizer-init",
+        *(["--served-model-name", name] if name else []),
         *([DETERMINISTIC] if deterministic else []),
         *engine.launch,
     ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import logging
+import pickle
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
@@ -15,13 +17,19 @@ import torch
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
+from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.models import skeleton
-from services.rollout.engines.sglang.client import SglangClient
+from services.rollout.engines.sglang.client import Refused, SglangClient
+from services.rollout.engines.sglang.features import Features
 
-Updates = Literal["disk", "tensor"]
+log = logging.getLogger(__name__)
+
+UpdateSetting = Literal["auto", "tensor", "disk"]
 
 # Bytes per tensor call: bounds the shared memory that one call holds.
 _BUCKET_BYTES: Final = 1 << 30
+# The same by value: bounds the request, which both sides hold several times.
+_VALUE_BUCKET_BYTES: Final = 128 << 20
 # The newest versions on disk: a server may still read the one before.
 _KEEP: Final = 2
 # Prompt of the proof: long enough that every layer matters, short enough for a CPU forward pass.
@@ -79,14 +87,17 @@ class DiskLoader:
 
 
 class TensorLoader:
-    """Through handles of shared memory, in SGLang's own encoding, which is a pickle.
+    """As tensors, in SGLang's own encoding, which is a pickle (never used for our own messages).
 
-    Only for servers on this machine. Never used for Troupe's own messages.
+    `shared`: the server shares this machine's memory and gets handles; otherwise the values.
+    `names_version`: the version is named by a call of its own.
     """
 
-    def __init__(self, ranks: int, sessions: bool) -> None:
+    def __init__(self, ranks: int, *, sessions: bool, shared: bool, names_version: bool) -> None:
         self._ranks = ranks
         self._sessions = sessions
+        self._shared = shared
+        self._names_version = names_version
         self._tensors: Mapping[str, torch.Tensor] = {}
 
     async def prepare(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
@@ -95,16 +106,84 @@ class TensorLoader:
 
     async def load(self, client: SglangClient, version: int) -> None:
         """Bucket by bucket, within a session where the server wants one."""
+        encode = shared_payload if self._shared else payload
+        size = _BUCKET_BYTES if self._shared else _VALUE_BUCKET_BYTES
         if self._sessions:
             await client.begin_update()
         try:
-            for bucket in _buckets(self._tensors.items()):
-                payload = await asyncio.to_thread(_shared, bucket)
-                await client.update_from_tensors([payload] * self._ranks, str(version))
+            buckets = list(_buckets(self._tensors.items(), size))
+            for number, bucket in enumerate(buckets, start=1):
+                data = await asyncio.to_thread(encode, bucket)
+                # Named too early, a server that breaks off half-way would lie about what it has.
+                last = number == len(buckets) and not self._names_version
+                named = str(version) if last else None
+                await client.update_from_tensors([data] * self._ranks, named)
         finally:
             self._tensors = {}
             if self._sessions:
                 await client.end_update()
+
+
+class EitherLoader:
+    """The first way, and for good the second once a server has refused the first."""
+
+    def __init__(self, first: Loader, second: Loader) -> None:
+        self._way, self._other = first, second
+        self._prepared: tuple[Mapping[str, torch.Tensor], int] | None = None
+
+    async def prepare(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        """Prepare the way that is used now."""
+        self._prepared = tensors, version
+        await self._way.prepare(tensors, version)
+
+    async def load(self, client: SglangClient, version: int) -> None:
+        """Load, the other way if this one is refused."""
+        prepared, self._prepared = self._prepared, None
+        try:
+            await self._way.load(client, version)
+        except Refused as error:
+            if self._other is self._way or prepared is None:
+                raise
+            log.warning("%s takes no weights this way, trying another: %s", client.url, error)
+            await self._other.prepare(*prepared)
+            await self._other.load(client, version)
+            self._way = self._other
+
+
+def choose_loader(
+    setting: UpdateSetting,
+    features: Features,
+    disk: DiskLoader,
+    *,
+    ranks: int,
+    launched: bool,
+    near: bool,
+    policy: str,
+) -> Loader:
+    """How weights reach this server: `policies.X.engine.update`, within what its release offers.
+
+    `near`: its address is this host's. Raises `EngineStartFailed` when the setting asks for what it
+    does not offer.
+    """
+    tensors = TensorLoader(
+        ranks,
+        sessions=features.sessions,
+        shared=launched,
+        names_version=features.version_call,
+    )
+    if setting == "tensor" and not features.tensors:
+        raise EngineStartFailed(
+            "the server takes no tensors",
+            field=f"policies.{policy}.engine.update",
+            value=setting,
+            remedy="Use `auto` or `disk`, or a newer release.",
+        )
+    if setting == "disk" or not features.tensors:
+        return disk
+    if setting == "tensor" or launched or not near:
+        return tensors
+    # On this host, but perhaps in a container that does not see our files.
+    return EitherLoader(disk, tensors)
 
 
 def probe_ids(vocabulary: int, room: int) -> list[int]:
@@ -131,12 +210,12 @@ def expected_logprobs(
 
 
 def _buckets(
-    items: Iterable[tuple[str, torch.Tensor]],
+    items: Iterable[tuple[str, torch.Tensor]], limit: int
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in items:
-        if bucket and size + tensor.nbytes > _BUCKET_BYTES:
+        if bucket and size + tensor.nbytes > limit:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))
@@ -145,9 +224,19 @@ def _buckets(
         yield bucket
 
 
-def _shared(bucket: list[tuple[str, Any]]) -> str:
+def payload(named: Any) -> str:
+    """`named` (tensors by name, as pairs or a dict) by value."""
+    # A view of a large file would be pickled with all of it.
+    pairs = named.items() if isinstance(named, Mapping) else named
+    own = [(name, tensor.detach().cpu().contiguous().clone()) for name, tensor in pairs]
+    data = dict(own) if isinstance(named, Mapping) else own
+    return base64.b64encode(pickle.dumps(data)).decode()
+
+
+def shared_payload(named: Any) -> str:
+    """The same by handles of shared memory."""
     # The default strategy passes file descriptors, which crashes SGLang's scheduler.
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     buffer = io.BytesIO()
-    ForkingPickler(buffer).dump(bucket)
+    ForkingPickler(buffer).dump(named)
     return base64.b64encode(buffer.getvalue()).decode()

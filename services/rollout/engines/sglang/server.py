@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.models import load_config, skeleton, stop_ids
 from services.rollout.engines.sglang import launch
+from services.rollout.engines.sglang.claims import claim, release
 from services.rollout.engines.sglang.client import (
     BrokenReply,
-    Features,
     Refused,
     ServerGone,
     SglangClient,
 )
-from services.rollout.engines.sglang.loading import DiskLoader, Loader, TensorLoader, Updates
+from services.rollout.engines.sglang.features import Features, ServerLoad
+from services.rollout.engines.sglang.inspection import inspect
+from services.rollout.engines.sglang.loading import DiskLoader, choose_loader
 from services.rollout.engines.sglang.process import ServerProcess, free_port
 from services.rollout.engines.sglang.scratch import ScratchDirectory
 from services.rollout.engines.sglang.update import Updater
 from troupe.job import PolicySpec
 
 _POLL_SECONDS: Final = 0.25
+# Turns that were aborted leave the server within this time.
+_IDLE_SECONDS: Final = 10.0
+# Launches until one finds a port that nobody takes meanwhile.
+_PORTS_TRIED: Final = 3
+
+
+class _ForeignServer(Exception):
+    """What answers on the port of a launched server is not that server."""
 
 
 class Server:
@@ -39,6 +52,14 @@ class Server:
     max_context: int
     vocabulary: int
     eos_ids: frozenset[int]
+    features: Features
+    ranks: int
+    """Tensor-parallel size."""
+    schedules_by_priority: bool
+    frees_memory: bool
+    """Whether weights and cache can be released while it runs."""
+    near: bool
+    """Whether its address is this host's."""
 
     def __init__(
         self,
@@ -47,7 +68,6 @@ class Server:
         *,
         replica: int,
         work_dir: Path | None,
-        updates: Updates,
         deterministic: bool,
     ) -> None:
         self._policy = policy
@@ -55,10 +75,15 @@ class Server:
         self._replica = replica
         self._given_dir = work_dir
         self._scratch: ScratchDirectory | None = None
-        self._updates: Updates = updates
         self._deterministic = deterministic
         self._process: ServerProcess | None = None
-        self._features: Features | None = None
+        # A launched server carries it, so that no other one is mistaken for it.
+        self._name = ""
+
+    @property
+    def launched(self) -> bool:
+        """Whether the server is ours to end."""
+        return not self._spec.engine.urls
 
     @property
     def exited(self) -> str | None:
@@ -77,10 +102,17 @@ class Server:
         config = await asyncio.to_thread(self._read_model)
         try:
             async with asyncio.timeout(seconds):
-                url = self._attached_url() or await self._launched_url(config)
-                self.client = SglangClient(url)
-                await self._ready()
-                await self._look_over(config)
+                for left in reversed(range(_PORTS_TRIED)):
+                    url = self._attached_url() or await self._launched_url(config)
+                    self.client = SglangClient(url)
+                    try:
+                        await self._ready()
+                        await self._look_over(config)
+                        break
+                    except _ForeignServer as error:
+                        await self.down(for_good=False)
+                        if not left:
+                            raise self._unlaunchable(str(error)) from error
         except TimeoutError as error:
             tail = self._process.tail() if self._process is not None else ""
             await self.down(for_good=False)
@@ -101,15 +133,23 @@ class Server:
         if self._process is not None:
             await self._process.stop()
             self._process = None
+        release(self)
         if for_good and self._scratch is not None:
             await asyncio.to_thread(self._scratch.remove)
             self._scratch = None
 
-    async def waiting(self) -> int:
-        """Requests in the server's own queue; 0 where it does not tell."""
-        if self._features is None or self._features.loads is None:
-            return 0
-        return await self.client.waiting(self._features.loads)
+    async def load(self) -> ServerLoad:
+        """What the server has to do; zeros where it does not tell."""
+        if self.features.loads is None:
+            return ServerLoad()
+        return await self.client.load(self.features.loads)
+
+    async def free(self, tags: Collection[str]) -> None:
+        """Release memory once the server is idle: a busy scheduler would die of it."""
+        async with asyncio.timeout(_IDLE_SECONDS):
+            while (await self.load()).running:  # noqa: ASYNC110 - another process's state
+                await asyncio.sleep(_POLL_SECONDS / 5)
+        await self.client.release_memory(tags)
 
     @property
     def _directory(self) -> Path:
@@ -140,7 +180,17 @@ class Server:
                 value=urls,
                 remedy="Give one URL per replica, or lower `replicas`.",
             )
-        return urls[self._replica] if urls else None
+        if not urls:
+            return None
+        url = urls[self._replica]
+        if not claim(url, self):
+            raise EngineStartFailed(
+                "another engine of this worker is attached to that server",
+                field=f"policies.{self._policy}.engine.urls",
+                value=url,
+                remedy="Give each engine a server of its own; release the job that has this one.",
+            )
+        return url
 
     async def _launched_url(self, config: PretrainedConfig) -> str:
         spec = self._spec
@@ -150,8 +200,14 @@ class Server:
             directory = launch.write_config(config, architecture, self._directory / "model")
             source = str(directory)
         port = free_port()
+        self._name = f"troupe-{secrets.token_hex(6)}"
         command = launch.command(
-            spec, source, port, self.max_context, deterministic=self._deterministic
+            spec,
+            source,
+            port,
+            self.max_context,
+            deterministic=self._deterministic,
+            name=self._name,
         )
         process = ServerProcess(command, self._directory / "server.log")
         try:
@@ -175,68 +231,58 @@ class Server:
             if self.exited is not None:
                 raise self._unlaunchable(self.exited)
             await asyncio.sleep(_POLL_SECONDS)
-        # A rollout process that died in the middle of an update leaves the server paused.
-        for mend in (self.client.end_update, self.client.resume):
-            with contextlib.suppress(Refused):
-                await mend()
+        if self.launched:
+            await self._is_ours()
+        else:
+            # A rollout process that died in the middle of an update leaves the server paused.
+            for mend in (self.client.end_update, self.client.resume):
+                with contextlib.suppress(Refused):
+                    await mend()
         while not await self.client.healthy():
             if self.exited is not None:
                 raise self._unlaunchable(self.exited)
             await asyncio.sleep(_POLL_SECONDS)
 
+    async def _is_ours(self) -> None:
+        """Raise `_ForeignServer` when somebody else answers on our port: ours will not get it."""
+        if "--served-model-name" in self._spec.engine.launch:
+            return
+        with contextlib.suppress(ServerGone, BrokenReply, Refused):
+            name = (await self.client.server_info()).get("served_model_name", self._name)
+            if name != self._name:
+                port = httpx.URL(self.client.url).port
+                raise _ForeignServer(f"port {port} is held by another server, '{name}'")
+
     async def _look_over(self, config: PretrainedConfig) -> None:
         """Find out what it can do, and whether it is the policy's model at all."""
-        where = f"policies.{self._policy}.engine.urls"
-        try:
-            features = await self._read_features()
-            info = await self.client.server_info()
-            model_type = (await self.client.model_info()).get("model_type")
-        except (ServerGone, BrokenReply, Refused) as error:
-            raise EngineStartFailed(
-                f"this is no usable SGLang server: {error}",
-                field=where,
-                value=self.client.url,
-                remedy="Give the address of an SGLang server, 0.4.6 or later.",
-            ) from error
-        if info.get("dp_size", 1) != 1:
-            raise EngineStartFailed(
-                "its weights cannot be updated: it runs data-parallel",
-                field=where,
-                value=self.client.url,
-                remedy="Run one server per replica, with --dp-size 1.",
-            )
-        if self._deterministic and not info.get("enable_deterministic_inference"):
-            raise EngineStartFailed(
-                "it was not started for deterministic inference, which `pipeline.deterministic` "
-                "asks for",
-                field=where,
-                value=self.client.url,
-                remedy=f"Start it with {launch.DETERMINISTIC} (releases from 0.5.3).",
-            )
-        if model_type is not None and model_type != config.model_type:
-            raise EngineStartFailed(
-                f"it serves a '{model_type}', the policy is a '{config.model_type}'",
-                field=where,
-                value=self.client.url,
-                remedy="Start it with the policy's model.",
-            )
-        self.max_context = min(self.max_context, _context_of(info, self.max_context))
-        self._features = features
-        loader = self._loader(config, features, info)
-        self.updater = Updater(
-            self.client, features, loader, self._spec.model, config, self._policy
+        spec, client = self._spec, self.client
+        launched = self.launched
+        features, info = await inspect(
+            client,
+            self._policy,
+            config,
+            deterministic=self._deterministic,
+            tokenizer=None if launched else spec.model,
         )
-
-    async def _read_features(self) -> Features:
-        try:
-            return await self.client.features()
-        except Refused:  # served without its documentation: assume the oldest
-            return Features.of({})
-
-    def _loader(self, config: PretrainedConfig, features: Features, info: dict[str, Any]) -> Loader:
-        if self._updates == "tensor":
-            return TensorLoader(int(info.get("tp_size") or 1), features.sessions)
-        return DiskLoader(self._directory / "weights", config)
+        self.max_context = min(self.max_context, _context_of(info, self.max_context))
+        self.features = features
+        self.ranks = int(info.get("tp_size") or 1)
+        self.schedules_by_priority = bool(info.get("enable_priority_scheduling"))
+        self.frees_memory = features.memory and bool(info.get("enable_memory_saver"))
+        self.near = launched or httpx.URL(client.url).host in ("127.0.0.1", "localhost", "[::1]")
+        loader = choose_loader(
+            spec.engine.update,
+            features,
+            DiskLoader(self._directory / "weights", config),
+            ranks=self.ranks,
+            launched=launched,
+            near=self.near,
+            policy=self._policy,
+        )
+        keep = spec.engine.in_flight == "keep"
+        self.updater = Updater(
+            client, features, loader, spec.model, config, self._policy, keep=keep
+        )
 
 
 def _context_of(info: dict[str, Any], default: int) -> int:

@@ -12,7 +12,8 @@ import torch
 from transformers import PretrainedConfig
 
 from services.rollout.engines.errors import UpdateFailed
-from services.rollout.engines.sglang.client import BrokenReply, Features, Refused, SglangClient
+from services.rollout.engines.sglang.client import BrokenReply, Refused, SglangClient
+from services.rollout.engines.sglang.features import Features
 from services.rollout.engines.sglang.loading import (
     PROBE_BYTES,
     TOLERANCE,
@@ -43,7 +44,11 @@ class Updater:
         model: ModelSpec,
         config: PretrainedConfig,
         policy: str,
+        *,
+        keep: bool,
     ) -> None:
+        """`keep`: running turns go on after the update; otherwise they end."""
+        self._keep = keep
         self._client = client
         self._features = features
         self._loader = loader
@@ -90,7 +95,7 @@ class Updater:
 
     async def _pause(self) -> None:
         if self._features.retract:
-            await self._client.pause("retract")
+            await self._client.pause("retract" if self._keep else "abort")
             return
         if self._features.pause:
             await self._client.pause(None)
