@@ -10,17 +10,17 @@ from benchmarks.pipeline.figures import blocks, levels
 from benchmarks.pipeline.measure import Run
 from benchmarks.workloads.research_team import AGENTS
 
-_LEFT: Final = 92
-_WIDTH: Final = 800
+LEFT: Final = 92
+WIDTH: Final = 800
 _LANE: Final = 18
 _ROW: Final = 22
 _HEAD: Final = 30
 _FOOT: Final = 34
 # Distinct without red against green, and readable on white and on dark grey.
-_COLOURS: Final = dict(
+COLOURS: Final = dict(
     zip(AGENTS, ("#3366aa", "#dd7733", "#8855aa", "#22997a", "#bb9911"), strict=False)
 )
-_STYLE: Final = (
+STYLE: Final = (
     "text{font:12px sans-serif;fill:#444}.t{font-weight:bold}.g{stroke:#bbb}.l{fill:#88888818}"
     ".e{stroke:#222;stroke-dasharray:3 3}@media(prefers-color-scheme:dark){text{fill:#ddd}"
     ".e{stroke:#eee}}"
@@ -44,10 +44,15 @@ def draw(panels: list[Panel]) -> str:
     for panel in panels:
         parts.append(f'<g transform="translate(0,{height})">{_panel(panel)}</g>')
         height += _height(panel)
-    width = _LEFT + _WIDTH + 16
+    return document(parts, height)
+
+
+def document(parts: list[str], height: int) -> str:
+    """What is drawn, between LEFT and LEFT + WIDTH, as a file."""
+    width = LEFT + WIDTH + 16
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}"><style>{_STYLE}</style>{"".join(parts)}</svg>\n'
+        f'width="{width}" height="{height}"><style>{STYLE}</style>{"".join(parts)}</svg>\n'
     )
 
 
@@ -57,52 +62,53 @@ def _height(panel: Panel) -> int:
 
 def _panel(panel: Panel) -> str:
     run, start, end = panel.run, panel.start, panel.end
-    scale = _WIDTH / (end - start)
-    parts = [f'<text class="t" x="{_LEFT}" y="18">{escape(panel.title)}</text>']
+    scale = WIDTH / (end - start)
+    parts = [f'<text class="t" x="{LEFT}" y="18">{escape(panel.title)}</text>']
     y = _HEAD
     most = 1.0
     curves = {}
     for policy in (name for name in AGENTS if name in run.engines):
         turns = [span for span in run.engines[policy] if span.what == "generate"]
-        curves[policy] = levels(turns, start, end, _WIDTH // 4)
+        curves[policy] = levels(turns, start, end, WIDTH // 4)
         most = max(most, *curves[policy])
     for policy, curve in curves.items():
         parts.append(_lane(f"{policy}", y))
-        points = [f"{_LEFT},{y + _LANE}"]
+        points = [f"{LEFT},{y + _LANE}"]
         for bucket, level in enumerate(curve):
-            points.append(f"{_LEFT + 4 * bucket},{y + _LANE - _LANE * level / most:.1f}")
-        points.append(f"{_LEFT + 4 * len(curve)},{y + _LANE}")
-        parts.append(f'<polygon points="{" ".join(points)}" fill="{_COLOURS[policy]}"/>')
+            points.append(f"{LEFT + 4 * bucket},{y + _LANE - _LANE * level / most:.1f}")
+        points.append(f"{LEFT + 4 * len(curve)},{y + _LANE}")
+        parts.append(f'<polygon points="{" ".join(points)}" fill="{COLOURS[policy]}"/>')
         y += _ROW
     for name, spans in run.trainers.items():
         parts.append(_lane(name, y))
         for block in blocks(spans, start, end, 1.5 / scale):
-            x, wide = _LEFT + (block.start - start) * scale, (block.end - block.start) * scale
+            x, wide = LEFT + (block.start - start) * scale, (block.end - block.start) * scale
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{max(wide, 0.5):.1f}" height="{_LANE}" '
-                f'fill="{_COLOURS.get(block.policy, "#888")}"/>'
+                f'fill="{COLOURS.get(block.policy, "#888")}"/>'
             )
         y += _ROW
     for step in run.steps:
         if start <= step.at <= end:
-            x = _LEFT + (step.at - start) * scale
+            x = LEFT + (step.at - start) * scale
             parts.append(f'<path class="e" d="M{x:.1f} {_HEAD - 6}V{y}"/>')
-    parts.append(_axis(y, end - start, scale))
+    parts.append(axis(y, end - start, scale))
     return "".join(parts)
 
 
 def _lane(name: str, y: int) -> str:
     return (
-        f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(name)}</text>'
-        f'<rect class="l" x="{_LEFT}" y="{y}" width="{_WIDTH}" height="{_LANE}"/>'
+        f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(name)}</text>'
+        f'<rect class="l" x="{LEFT}" y="{y}" width="{WIDTH}" height="{_LANE}"/>'
     )
 
 
-def _axis(y: int, seconds: float, scale: float) -> str:
+def axis(y: int, seconds: float, scale: float) -> str:
+    """Ticks under a panel; `scale`: pixels per second."""
     tick = next(t for t in (0.5, 1, 2, 5, 10, 20, 50, 100, 1e9) if seconds / t <= 12)
     parts = []
     for number in range(int(seconds / tick) + 1):
-        x = _LEFT + number * tick * scale
+        x = LEFT + number * tick * scale
         parts.append(f'<path class="g" d="M{x:.1f} {y}v4"/>')
         parts.append(
             f'<text x="{x:.1f}" y="{y + 16}" text-anchor="middle">{number * tick:g} s</text>'
