@@ -53,6 +53,7 @@ def test_what_may_change(path: str, value: object) -> None:
         ("pipeline__mode", "sync", "pipeline.mode"),
         ("pipeline__deterministic", True, "pipeline.deterministic"),
         ("pipeline__over_sampling", 1, "pipeline.over_sampling"),
+        ("pipeline__redundant_trajectories", 1, "pipeline.redundant_trajectories"),
         ("pipeline__dynamic_sampling", True, "pipeline.dynamic_sampling"),
         ("pipeline__required_columns", ["x"], "pipeline.required_columns"),
         ("algorithm__clip_low", 0.1, "algorithm.clip_low"),

@@ -121,6 +121,16 @@ def test_a_file_is_named_when_it_cannot_be_read(tmp_path: Path) -> None:
         load_job("a\0b")
 
 
+@pytest.mark.parametrize("field", ["over_sampling", "redundant_trajectories"])
+def test_what_depends_on_who_is_first_is_not_deterministic(field: str) -> None:
+    changes = {f"pipeline__{field}": 2}
+    for mode in ("serial", "sync", "micro_batch", "async"):
+        assert getattr(parse_job(written(pipeline__mode=mode, **changes)).pipeline, field) == 2
+    said = fault(written(pipeline__deterministic=True, **changes))
+    assert f"pipeline.{field}: " in said
+    assert "depends on time" in said
+
+
 def test_two_policies_cannot_share_a_server() -> None:
     spec = yaml.safe_load(written())
     spec["policies"]["other"] = yaml.safe_load(yaml.safe_dump(spec["policies"]["solver"]))
