@@ -7,7 +7,8 @@ version, is verified, and only then serves: the same road as at its first start.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -123,19 +124,17 @@ class EngineKeeper:
         self._on_change()
         return exposed
 
+    async def accepts_target(self) -> None:
+        """Raise `WeightsRefused` when the target cannot fit the engine; changes nothing."""
+        if self.is_down or self.serves_target:
+            return
+        ref = self._target.ref
+        with _published_again(ref):
+            await self.engine.accepts(ref, self._transfer)
+
     async def _load(self, ref: pb.WeightsRef) -> float:
-        try:
+        with _published_again(ref):
             return await self.engine.update_weights(ref, self._transfer)
-        except (KeyNotFound, Corrupt) as error:
-            # They are gone (a host that restarted, a full disk): who trained them has to publish
-            # them again, and this kind says so.
-            raise NotFound(
-                f"{ref.key}: {error.message}",
-                kind="weights_not_found",
-                field=ref.policy,
-                value=ref.version,
-                remedy="Publish the version again.",
-            ) from error
 
     def watch(self) -> None:
         """Begin to look after the engine."""
@@ -216,7 +215,7 @@ class EngineKeeper:
         if engine.state == pb.ENGINE_STATE_HEALTHY and before != pb.ENGINE_STATE_HEALTHY:
             self._on_change()
         behind = engine.state == pb.ENGINE_STATE_HEALTHY and not self.may_serve
-        if not (behind or self.is_down or engine.state == pb.ENGINE_STATE_STALE):
+        if engine.asleep or not (behind or self.is_down or engine.state == pb.ENGINE_STATE_STALE):
             return 0.0
         log.warning(
             "an engine is being brought back",
@@ -232,3 +231,19 @@ class EngineKeeper:
             return min(max(pause * 2, RESTART_PAUSE_SECONDS), RESTART_PAUSE_SECONDS_MAX)
         log.info("an engine serves again", engine=engine.engine_id, version=engine.version)
         return 0.0
+
+
+@contextmanager
+def _published_again(ref: pb.WeightsRef) -> Iterator[None]:
+    """Weights that are gone (a host that restarted, a full disk) have to be published again by who
+    trained them: this kind of error says so."""
+    try:
+        yield
+    except (KeyNotFound, Corrupt) as error:
+        raise NotFound(
+            f"{ref.key}: {error.message}",
+            kind="weights_not_found",
+            field=ref.policy,
+            value=ref.version,
+            remedy="Publish the version again.",
+        ) from error

@@ -44,9 +44,13 @@ def check_successor(current: pb.WeightsRef, new: pb.WeightsRef) -> bool:
 async def roll_out(keepers: Sequence[EngineKeeper]) -> float:
     """Bring each engine to its target, the living ones first; returns exposed seconds, summed.
 
-    An engine that fails is left to its keeper when another one serves the target; when none does,
-    the error of the last is raised.
+    Weights that do not fit one of them are refused before the first is touched. An engine that
+    fails is left to its keeper when another one serves the target; when none does, the error of the
+    last is raised. Engines that sleep are brought to the target once they are woken.
     """
+    keepers = [keeper for keeper in keepers if not keeper.engine.asleep]
+    for keeper in keepers:
+        await keeper.accepts_target()
     exposed, failure = 0.0, None
     for keeper in sorted(keepers, key=lambda k: k.is_down):
         if keeper.is_down and any(k.serves_target for k in keepers):
