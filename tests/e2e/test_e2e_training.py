@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,37 @@ async def test_two_policies_learn_and_leave_checkpoints(house: House, models: Pa
         assert [c.version for c in checkpoints] == [12]
         AutoModelForCausalLM.from_pretrained(checkpoints[0].path)
         AutoTokenizer.from_pretrained(checkpoints[0].path)
+
+
+async def test_a_tree_is_trained_in_groups_of_siblings(house: House, models: Path) -> None:
+    """Groups of different sizes, each of one prompt, every sample of which is trained once."""
+    over = {
+        "workflow": "tests.support.tiny_team:tree",
+        "algorithm.group_by": "branch",
+        "pipeline.steps": 2,
+        "pipeline.queries_per_step": 2,
+        "pipeline.group_size": 2,
+        "evaluation.queries": 0,
+    }
+    handle = await house.client.submit(job(models, **over))
+    record = await handle.wait(timeout=240)
+    assert record.state == "succeeded", record
+    assert record.versions == {"solver": 2, "checker": 2}
+
+    samples = [s async for s in handle.samples("solver")]
+    assert {s.state for s in samples} == {"trained"}
+    assert len(samples) == 2 * 2 * 2 * (3 + 2)
+    members: dict[str, list[str]] = {}
+    for sample in samples:
+        members.setdefault(sample.group_id, []).append(sample.trajectory_id)
+    drafts = {name: who for name, who in members.items() if "/solver/0/" in name}
+    finals = {name: who for name, who in members.items() if "/solver/1/" in name}
+    # All drafts of a query answer the same prompt; the answers follow what was said before.
+    assert [sorted(Counter(who).values()) for who in drafts.values()] == [[3, 3]] * 4
+    assert {n for who in finals.values() for n in Counter(who).values()} == {2}
+    assert len(drafts) + len(finals) == len(members)
+    audit = await handle.audit()
+    assert not audit.violations, audit
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from troupe.workflow import branch
+
 LARGE = np.arange(100_000, dtype=np.float32)
 """A column that no row has room for."""
 
@@ -56,6 +58,23 @@ async def branches(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     for number, draft in enumerate(drafts):
         draft.reward = number
     return {"checker": 0.0}
+
+
+async def tree(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    """Two parallel lines of different length; each begins with a tree of its own size."""
+
+    async def line(number: int) -> None:
+        draft = await branch(
+            agents["solver"],
+            f"{query['question']}, line {number}",
+            n=2 + number,
+            score=lambda reply: len(reply.text) + reply.siblings.index(reply),
+        )
+        for _ in range(number):
+            (await agents["checker"].chat(draft.text or "?")).reward = 1.0
+
+    await asyncio.gather(line(0), line(1))
+    return {}
 
 
 async def one_turn(query: Any, agents: Any, tools: Any) -> dict[str, float]:

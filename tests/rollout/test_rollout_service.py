@@ -83,6 +83,35 @@ async def test_turn_rewards_and_groups_per_turn(house: House) -> None:
     assert [s.group_id for s in rows] == [f"q0/solver/{n}" for n in range(4)]
 
 
+async def test_siblings_of_a_branch_are_a_group_across_trajectories_of_one_prompt(
+    house: House,
+) -> None:
+    await house.prepare("tree", algorithm={"group_by": "branch"})
+    await house.open_step(queries=1, group_size=2)
+    ended = await house.run(training(1, 2))
+    assert {e.state for e in ended.values()} == {COMPLETED}, ended
+    rows = sorted(await house.samples("big"), key=lambda s: (s.trajectory_id, s.turn))
+    # Numbered branch after branch, whoever was faster.
+    assert [(row.agent, row.turn) for row in rows[:6]] == [
+        *(("solver", turn) for turn in range(5)),
+        ("checker", 5),
+    ]
+    groups: dict[str, list[common.Tensor]] = {}
+    for row in rows:
+        groups.setdefault(row.group_id, []).append(row.prompt_ids)
+    # Two and three drafts in each of two trajectories, which were asked the same.
+    assert {name.rpartition("/")[0]: len(members) for name, members in groups.items()} == {
+        "q0/solver/0:0": 4,
+        "q0/solver/1:0": 6,
+        "q0/checker": 2,
+    }
+    # What was drawn alone is compared with the same turn of the other trajectory.
+    del groups["q0/checker/1:0"]
+    for members in groups.values():
+        assert len({tuple(ids(prompt)) for prompt in members}) == 1
+    assert all(row.HasField("reward") for row in rows)
+
+
 async def test_samples_of_a_frozen_policy_are_not_stored(house: House) -> None:
     await house.prepare("team", policies={"small": {"trainable": False}})
     await house.open_step()

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from troupe.workflow import branch
+
 LETTERS = "abcdefgh ?"
 END = "<|end|>"
 TEMPLATE = (
@@ -90,6 +92,20 @@ async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, f
     )
     score = await tools.call("score", text=final.text)
     return {"solver": score, "checker": share_of_a(critique.text), "team": score}
+
+
+async def tree(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
+    """The same in a tree: three drafts, of which the best goes on, and two answers to it."""
+    question = {"role": "user", "content": query["question"]}
+
+    def score(reply: Any) -> float:
+        return share_of_a(reply.text)
+
+    draft = await branch(agents["solver"], [question], n=3, score=score)
+    critique = await agents["checker"].chat(query["question"] + draft.text)
+    again = [question, draft, {"role": "user", "content": critique.text}]
+    final = await branch(agents["solver"], again, n=2, score=score)
+    return {"checker": share_of_a(critique.text), "team": final.reward or 0.0}
 
 
 async def raises(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:

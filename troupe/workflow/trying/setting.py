@@ -207,7 +207,7 @@ def _importable(path: Path) -> str:
 
 def _only_workflow(module: str, file: str) -> str:
     """The one function of the file that can be a workflow."""
-    names = [
+    names: list[str] = [
         name
         for name, value in vars(load_module(module, "FILE", file)).items()
         if inspect.iscoroutinefunction(value)
