@@ -14,10 +14,14 @@ from services.rollout.clock import TrajectoryClock
 from tests.rollout import worlds
 from tests.rollout.house import House, make_spec, open_house, training
 from tests.rollout.processes import ServiceProcess
+from tests.rollout.test_rollout_aborting import abort
+from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as common
+from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.workflow import ToolError, TurnError, WorkflowError
 from troupe.workflow.environments.errors import EnvironmentContractError, EnvironmentFault
 
+ABORTED = common.TRAJECTORY_STATE_ABORTED
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
 FAILED = common.TRAJECTORY_STATE_FAILED
 WORLDS = "tests.rollout.worlds"
@@ -95,6 +99,23 @@ async def test_stuck_environments_are_given_up_and_nobody_waits(house: House) ->
             await asyncio.sleep(0.05)
 
 
+async def test_what_is_stale_ends_at_once_wherever_it_hangs(house: House) -> None:
+    await prepare(house, "some_get_stuck", trajectory_seconds=60)
+    running = asyncio.create_task(house.run(training()))
+    async with asyncio.timeout(20):
+        while len(worlds.STUCK) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for query, left in (("q0", 2), ("q1", 0)):
+            doomed = [f"{query}-s0-t0", f"{query}-s0-t1"]
+            await abort(house, *doomed)
+            while len(house.service._runner) > left:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert left == 0 or not running.done(), "the others run on"
+        ended = await running
+    assert {event.reason for event in ended.values()} == {"stale: too old"}
+    assert {len(event.turns) for event in ended.values()} == {1}, "as far as they came"
+
+
 def alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -121,3 +142,30 @@ async def test_what_is_no_fault_of_the_environment_is_not_repeated() -> None:
     # No time for another attempt.
     with pytest.raises(EnvironmentFault):
         await Attempts(5, TrajectoryClock(0.0, longest=0.0, patient=False), 0).again(fault)
+
+
+async def test_a_full_group_is_told_to_whoever_ends_a_trajectory(house: House) -> None:
+    """Two trajectories count and one is redundant: the last to come is refused, and says why."""
+    await house.prepare("one_turn")
+    await house.store.CreateTables(
+        store_pb.CreateTablesRequest(
+            request_id=new_id("tables"), job_id=house.job_id, policies=["big"]
+        )
+    )
+    await house.store.OpenStep(
+        store_pb.OpenStepRequest(
+            request_id=new_id("open"),
+            job_id=house.job_id,
+            versions={"big": 0},
+            query_ids=["q0"],
+            group_size=2,
+            redundant=1,
+        )
+    )
+    first = await house.run(training(1, 1))
+    assert [(e.state, e.group_complete) for e in first.values()] == [(COMPLETED, False)]
+    both = await house.run(training(1, 3)[1:])
+    states = sorted((event.state, event.reason, event.group_complete) for event in both.values())
+    assert states == [(COMPLETED, "", True), (ABORTED, "redundant", True)]
+    assert (await house.step()).sealed
+    assert len({row.trajectory_id for row in await house.samples("big")}) == 2
