@@ -8,6 +8,7 @@ from prometheus_client import Counter, Histogram
 
 from services.chassis.telemetry import Telemetry
 from services.rollout.attempts import RETRIES
+from services.rollout.environments import EnvironmentCollector
 from services.rollout.jobs import JobTable
 from services.rollout.runner import Runner
 from troupe.v1 import common_pb2 as common
@@ -53,6 +54,19 @@ class RolloutMetrics:
             "Seconds in which engines could not serve because of updates.",
             ["job_id", "policy"],
         )
+        self._moves = telemetry.histogram(
+            "troupe_rollout_engine_move_seconds",
+            "Time in which an engine served nobody while it changed its policy.",
+            ["job_id", "source", "target"],
+        )
+        self._breaks = telemetry.counter(
+            "troupe_rollout_prefix_breaks",
+            "Turns whose history was not what their agent had said, and was tokenised anew.",
+            ["job_id"],
+        )
+        self._endpoint = telemetry.counter(
+            "troupe_rollout_endpoint_requests", "Answers of the endpoint.", ["call", "status"]
+        )
         self._lost = telemetry.counter(
             "troupe_rollout_turns_lost",
             "Turns that lost their engine, by what became of them.",
@@ -64,19 +78,7 @@ class RolloutMetrics:
             ["job_id", "policy"],
         )
         self._jobs = jobs
-        self._breaks = telemetry.counter(
-            "troupe_rollout_prefix_breaks",
-            "Turns whose history was not what their agent had said, and was tokenised anew.",
-            ["job_id"],
-        )
-        self._endpoint = telemetry.counter(
-            "troupe_rollout_endpoint_requests", "Answers of the endpoint.", ["call", "status"]
-        )
-        self._moves = telemetry.histogram(
-            "troupe_rollout_engine_move_seconds",
-            "Time in which an engine served nobody while it changed its policy.",
-            ["job_id", "source", "target"],
-        )
+        telemetry.registry.register(EnvironmentCollector())
         self._known: dict[tuple[str, str], _PolicyMeters] = {}
         self._retries = telemetry.counter(
             "troupe_rollout_trajectory_retries",
@@ -97,9 +99,9 @@ class RolloutMetrics:
         kind = event.reason.partition(":")[0]
         self._trajectories.labels(job_id, state, kind).inc()
         self._seconds.labels(job_id).observe(event.seconds)
+        self._count_losses(job_id)
         self._retries.labels(job_id).inc(event.metrics.get(RETRIES, 0.0))
         self._breaks.labels(job_id).inc(event.metrics.get("prefix_breaks", 0.0))
-        self._count_losses(job_id)
         for turn in event.turns:
             meters = self._meters(job_id, turn.policy)
             meters.turns.inc()
@@ -108,6 +110,10 @@ class RolloutMetrics:
             meters.response.inc(turn.response_tokens)
             meters.queued.observe(turn.queue_seconds)
             meters.generated.observe(turn.generate_seconds)
+
+    def asked(self, call: str, status: int) -> None:
+        """Count an answer of the endpoint."""
+        self._endpoint.labels(call, str(status)).inc()
 
     def _count_losses(self, job_id: str) -> None:
         for job in self._jobs.all():
@@ -120,10 +126,6 @@ class RolloutMetrics:
                     self._resumed.labels(job_id, name).inc(losses.resumed_tokens)
                 if losses.restarted_turns:
                     self._lost.labels(job_id, name, "restarted").inc(losses.restarted_turns)
-
-    def asked(self, call: str, status: int) -> None:
-        """Count an answer of the endpoint."""
-        self._endpoint.labels(call, str(status)).inc()
 
     def updated(self, job_id: str, policy: str, exposed_seconds: float) -> None:
         """Count a weight update."""

@@ -28,6 +28,7 @@ FATAL: Final = frozenset(
         "reward_missing",
         "reward_not_importable",
         "reward_unknown_agent",
+        "seating",
         "tool_not_importable",
         "tool_unknown_tool",
         "unknown_agent",

@@ -127,12 +127,12 @@ async def test_who_never_makes_a_legal_move(
         return "hm" if prompt.agent == "x" else "1"
 
     workflow = GameWorkflow(Nim, permute=False, rules=PlayRules(illegal=rule))
-    before = COUNTERS.of("illegal_moves", "nim")
+    before = COUNTERS.of("illegal_moves", "Nim")
     played = await game(workflow, policy)
     by_x = [reward for name, reward in rewards_of(played) if name == "x"]
     assert set(by_x) == {-1.0}  # what was no move is punished as that, whoever wins
     assert played.metrics["forfeits"] == forfeits
-    assert COUNTERS.of("illegal_moves", "nim") == before + len(by_x)
+    assert COUNTERS.of("illegal_moves", "Nim") == before + len(by_x)
     if answers:
         assert (len(by_x), played.rewards) == (answers, rewards)
     else:

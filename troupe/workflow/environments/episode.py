@@ -134,7 +134,7 @@ class Episode:
             left = []
             for seat, why in refused.items():
                 self._newest_turn(seat).legal = False
-                COUNTERS.count("illegal_moves", self._environment.properties.name)
+                COUNTERS.count("illegal_moves", self._environment.name)
                 match self._ruling(seat, seen[seat], asked_again[seat]):
                     case "again":
                         asked_again[seat] += 1

@@ -49,6 +49,10 @@ class AsyncEnvironment(Protocol):
     """An environment as a workflow plays it."""
 
     @property
+    def name(self) -> str:
+        """What its counts are booked under: the entrypoint, or what makes it."""
+
+    @property
     def properties(self) -> Properties:
         """What it declares; known once it was reset."""
 
@@ -73,6 +77,11 @@ class Host(ABC):
         self._name = name
         self._limits = limits
         self._contract: Contract | None = None
+
+    @property
+    def name(self) -> str:
+        """What its counts are booked under: the entrypoint, or what makes it."""
+        return self._name
 
     @property
     def properties(self) -> Properties:
