@@ -65,6 +65,17 @@ def test_a_tally_names_metrics_as_the_field_does() -> None:
     assert tally.most_common_reason == "deadline: 9 s"
 
 
+def test_faults_of_the_environment_are_counted() -> None:
+    tally = Tally(["solver"], {})
+    assert "environment/retries" not in tally.values(1.0)
+    for reason in ("environment_died: gone", "tool_timeout: 3 s", "deadline: 9 s", ""):
+        event = ended({"solver": 1.0}, reason=reason)
+        event.metrics["environment_retries"] = 2
+        tally.add(event)
+    found = tally.values(1.0)
+    assert (found["environment/retries"], found["environment/failed"]) == (8, 2)
+
+
 def test_an_agent_called_team_is_an_agent() -> None:
     tally = Tally(["team"], {})
     tally.add(ended({"team": 1.0}))

@@ -53,8 +53,11 @@ class JobLife(RuleBasedStateMachine):
         rollout=st.sampled_from([0.0, 0.02]),
         trainer=st.sampled_from([0.0, 0.02]),
         spare=st.sampled_from([0, 1]),
+        redundant=st.sampled_from([0, 2]),
     )
-    def start(self, mode: str, rollout: float, trainer: float, spare: int) -> None:
+    def start(
+        self, mode: str, rollout: float, trainer: float, spare: int, redundant: int
+    ) -> None:
         async def start() -> None:
             await self._cluster.open()
             (await self._cluster.add_rollout()).script.seconds = rollout
@@ -63,6 +66,7 @@ class JobLife(RuleBasedStateMachine):
                 pipeline__mode=mode,
                 pipeline__steps=STEPS,
                 pipeline__over_sampling=spare,
+                pipeline__redundant_trajectories=redundant,
                 evaluation__queries=1,
             )
             self._job_id = await self._cluster.submit(text)
