@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.client.conftest import Run
+from tests.workflow.stage import CHARACTERS, make_tokenizer
 
 PLAYS = "tests/workflow/plays.py"
 ONE = ("--query", '{"question": "3+4", "answer": "7"}', "--group-size", "1")
@@ -60,18 +62,46 @@ def test_a_job_is_played_as_it_would_be_stored(run: Run, job: str, tmp_path: Pat
 
 
 def test_a_tokenizer_that_is_there_is_used(run: Run, tmp_path: Path) -> None:
-    from tests.support.tiny_team import job as tiny_job
-    from tests.support.tiny_team import make_model
-
-    for name in ("solver", "checker"):
-        make_model(tmp_path / name)
-    (tmp_path / "job.yaml").write_text(tiny_job(tmp_path))
+    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    spec = yaml.safe_load(JOB)
+    model = {
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "config": {"model_type": "qwen3", "vocab_size": 128},
+    }
+    spec["policies"] = {name: {"model": model} for name in ("solver", "checker")}
+    spec["agents"]["solver"]["sampling"]["stop"] = ["!"]
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec))
     status, out, _ = run("workflow", "try", str(tmp_path / "job.yaml"), "--json")
     assert status == 0
     record = json.loads(out)
     assert record["notes"] == []
-    responses = [t["response"] for one in record["trajectories"] for t in one["turns"]]
-    assert set("".join(responses)) <= set("abcdefgh ?")
+    turns = [turn for one in record["trajectories"] for turn in one["turns"]]
+    assert {turn["finish_reason"] for turn in turns} == {"stop", "length"}
+    assert set("".join(turn["response"] for turn in turns)) <= set(CHARACTERS)
+    # ChatML, a token per character: `<|im_start|>user\n0+4<|im_end|>\n<|im_start|>assistant\n`.
+    assert turns[0]["prompt_tokens"] == 1 + len("user\n0+4") + 2 + 1 + len("assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("job", "groups"),
+    [
+        # Two trajectories of three turns, compared turn by turn.
+        ("job", [2, 2, 2]),
+        # Four candidates per turn; those of the first turn answer the same prompt in both.
+        ("tree", [4, 4, 4, 4, 8]),
+    ],
+)
+def test_the_examples_play(run: Run, job: str, groups: list[int]) -> None:
+    path = f"examples/reasoning_team/{job}.yaml"
+    status, out, _ = run("workflow", "try", path, "--queries", "1", "--json")
+    assert status == 0
+    record = json.loads(out)
+    assert sorted(record["groups"].values()) == groups
+    assert record["trajectories"][0]["rewards"].keys() == {"solver", "checker", "team"}
+    # Who is examined has one try.
+    options = ("--split", "held_out", "--group-size", "1", "--queries", "1")
+    _, out, _ = run("workflow", "try", path, *options, "--json")
+    assert len(json.loads(out)["trajectories"][0]["turns"]) == 3
 
 
 def test_random_echo_and_seeds(run: Run) -> None:
