@@ -114,6 +114,29 @@ async def test_rosters_change_with_real_services(house: House, models: Path, mod
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["serial", "sync", "micro_batch", "async"])
+async def test_redundant_trajectories_with_real_services(
+    house: House, models: Path, mode: str
+) -> None:
+    """Every group has as many members as it should, whoever was first."""
+    over = {"pipeline.mode": mode, "pipeline.steps": 4, "pipeline.redundant_trajectories": 3}
+    spec = job(models, **over)
+    handle = await house.client.submit(spec)
+    record = await handle.wait(timeout=240)
+    assert record.state == "succeeded", record
+    rows = [json.loads(s) for s in (house.data_dir / handle.id / "metrics.jsonl").open()]
+    steps = [row for row in rows if "step/seconds" in row]
+    assert len(steps) == 4
+    pipeline = spec.pipeline
+    for row in steps:
+        assert row["trajectories/completed"] == pipeline.queries_per_step * pipeline.group_size
+        assert row["redundancy/cancelled"] <= pipeline.queries_per_step * 3
+        assert row["redundancy/kept_turns"] > 0
+    audit = await handle.audit()
+    assert not audit.violations, audit
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_every_service_may_be_killed_once(house: House, models: Path) -> None:
     steps = 60
