@@ -1,0 +1,1 @@
+"""Games that agents learn by playing each other."""

@@ -1,0 +1,94 @@
+"""Makes the small random model that the examples' jobs begin with.
+
+    python -m examples.games.model --out runs/models/games
+
+Its tokenizer knows the words of the games, so that a move is one token. Any other chat model does
+as well: point `policies.<name>.model.path` at it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Final
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from examples.games import kuhn, stag_hunt
+
+PAD: Final = "<pad>"
+END: Final = "<end>"
+USER: Final = "<user>"
+ASSISTANT: Final = "<assistant>"
+UNKNOWN: Final = "<unk>"
+TEMPLATE: Final = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<end>"
+    "{% else %}<user>{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+_WORD: Final = r"\w+|[^\w]"
+_SPOKEN: Final = "You hold the. They. Go. Legal moves: That is no legal move. stag, hare.\n"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per word of the games, per digit string and per mark; the same every time."""
+    texts = [kuhn.RULES, *kuhn.CARDS, *kuhn.MOVES, stag_hunt.StagHunt().properties.rules, _SPOKEN]
+    words = dict.fromkeys(re.findall(_WORD, " ".join(texts).lower()))
+    specials = [PAD, END, USER, ASSISTANT, UNKNOWN]
+    vocabulary = {token: i for i, token in enumerate([*specials, *words])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    core.normalizer = normalizers.Lowercase()
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(directory: Path, *, hidden: int = 48, layers: int = 2, seed: int = 0) -> Path:
+    """Save a random Qwen3 with the games' tokenizer under `directory`."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            head_dim=16,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+    model.save_pretrained(directory)
+    return directory
+
+
+def main() -> None:
+    """Make it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/models/games"))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(make_model(args.out, seed=args.seed))
+
+
+if __name__ == "__main__":
+    main()
