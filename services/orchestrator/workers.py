@@ -12,7 +12,7 @@ import structlog
 
 from services.orchestrator.faults import Patience
 from services.orchestrator.settings import OrchestratorSettings
-from troupe.rpc import ClientSettings, RetryPolicy, Unavailable, connect
+from troupe.rpc import AlreadyExists, ClientSettings, RetryPolicy, Unavailable, connect
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2_grpc, trainer_pb2_grpc
 
@@ -92,12 +92,17 @@ class WorkerRegistry:
         self._client = settings.client(retry=_RETRY)
         self._clock = clock
         self._workers: dict[str, Worker] = {}
+        # By the id of a worker that seemed to be gone: who was heard from at its address since.
+        self._replaced: dict[str, Worker] = {}
         self._changed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     def beat(self, beat: orch.HeartbeatRequest) -> float:
-        """Take a heartbeat in; returns seconds until the next is due."""
+        """Take a heartbeat in; returns seconds until the next is due.
+
+        Raises `AlreadyExists` for a worker that cannot be told from another one that lives.
+        """
         now = self._clock()
         known = self._workers.get(beat.worker_id)
         if known is not None and known.alive and known.address == beat.address:
@@ -106,11 +111,14 @@ class WorkerRegistry:
             if usable != known.usable:
                 self._notify()
         else:
+            self._refuse_doubles(beat)
+            worker = Worker(beat, self._client, now)
             for other in list(self._workers.values()):
                 if other.address == beat.address or other.worker_id == beat.worker_id:
+                    if other.alive:
+                        self._replaced[other.worker_id] = worker
                     self._lose(other, "another process has taken its place")
                     self._forget(other)
-            worker = Worker(beat, self._client, now)
             self._workers[beat.worker_id] = worker
             _log.info("worker joined", worker=str(worker), address=worker.address)
             self._notify()
@@ -169,6 +177,29 @@ class WorkerRegistry:
                 if stalled and worker.alive:
                     worker.seen = now
                 self._judge(worker, now - worker.seen)
+
+    def _refuse_doubles(self, beat: orch.HeartbeatRequest) -> None:
+        known = self._workers.get(beat.worker_id)
+        if known is not None and known.alive and known.address != beat.address:
+            raise AlreadyExists(
+                f"a worker of this id lives at {known.address}, this one is at {beat.address}",
+                kind="worker_id_taken",
+                field="worker_id",
+                value=beat.worker_id,
+                remedy="Give every process a TROUPE_WORKER_ID of its own, also one that is "
+                "started again.",
+            )
+        self._replaced = {one: by for one, by in self._replaced.items() if by.alive}
+        other = self._replaced.get(beat.worker_id)
+        if other is not None and other.address == beat.address:
+            # It is not gone after all: both would take each other's place for ever.
+            raise AlreadyExists(
+                f"{other} reports from the same address",
+                kind="worker_address_taken",
+                field="address",
+                value=beat.address,
+                remedy="Give every process a TROUPE_ADVERTISE_ADDRESS at which it is reached.",
+            )
 
     def _judge(self, worker: Worker, age: float) -> None:
         # Half a beat of grace: the last one may be on its way.

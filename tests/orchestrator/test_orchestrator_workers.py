@@ -8,7 +8,7 @@ import pytest
 from services.orchestrator.faults import Patience
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.workers import Worker, WorkerRegistry
-from troupe.rpc import DeadlineExceeded, Unavailable
+from troupe.rpc import AlreadyExists, DeadlineExceeded, Unavailable
 from troupe.v1 import orchestrator_pb2 as orch
 
 ROLLOUT, TRAINER = orch.WORKER_KIND_ROLLOUT, orch.WORKER_KIND_TRAINER
@@ -75,6 +75,36 @@ async def test_a_successor_at_the_same_address_takes_over_at_once(
     registry.beat(beat("new"))
     assert not old.alive
     assert only(registry).worker_id == "new"
+
+
+async def test_two_workers_of_one_id_are_told_so_and_the_first_is_kept(
+    registry: WorkerRegistry,
+) -> None:
+    registry.beat(beat())
+    first = only(registry)
+    with pytest.raises(AlreadyExists, match="a worker of this id lives at") as caught:
+        registry.beat(beat(port=10))
+    assert (caught.value.kind, caught.value.field) == ("worker_id_taken", "worker_id")
+    assert only(registry) is first
+    assert first.alive
+    # Once the first is lost its id is free.
+    first.lose()
+    registry.beat(beat(port=10))
+    assert only(registry).address == "127.0.0.1:10"
+
+
+async def test_two_workers_of_one_address_do_not_take_turns(registry: WorkerRegistry) -> None:
+    registry.beat(beat("old"))
+    registry.beat(beat("new"))
+    new = only(registry)
+    for _ in range(3):
+        with pytest.raises(AlreadyExists, match="worker new reports from the same address"):
+            registry.beat(beat("old"))
+        registry.beat(beat("new"))
+    assert only(registry) is new
+    # At an address of its own it is welcome.
+    registry.beat(beat("old", port=10))
+    assert [worker.worker_id for worker in registry.all()] == ["new", "old"]
 
 
 async def test_a_draining_worker_gets_nothing_new(registry: WorkerRegistry) -> None:
