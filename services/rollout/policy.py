@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import structlog
 
@@ -21,6 +21,8 @@ log = structlog.get_logger(__name__)
 
 # Trajectories have been ended before: what is still in flight are people's own generations.
 _RELEASE_SECONDS = 2.0
+# What attached servers that are up already may take longer than the first of them.
+_LATE_SECONDS = 2.0
 
 
 class ServedPolicy:
@@ -44,6 +46,9 @@ class ServedPolicy:
         self._target = Target(ref)
         self._transfer = transfer
         self._start_timeout = spec.start_timeout_seconds
+        self._attached = bool(spec.urls)
+        # Engines that still come up although the policy serves.
+        self._late: set[asyncio.Task[float]] = set()
         self._keepers: dict[str, EngineKeeper] = {}
         # Engines that are being taken away, with their keepers, until they are somebody else's.
         self._leaving: dict[str, EngineKeeper] = {}
@@ -66,15 +71,38 @@ class ServedPolicy:
         return self._target.ref
 
     async def bring_up(self) -> None:
-        """Start all engines at once and load the weights. Raises what the first failure raises."""
-        results = await asyncio.gather(
-            *(keeper.reach_target() for keeper in self._keepers.values()), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        """Start all engines at once and load the weights. Raises what the first failure raises.
+
+        Attached servers may come later: one that serves is enough, and those that do not answer
+        within moments of it are brought up when they do.
+        """
+        tasks = [asyncio.create_task(k.reach_target()) for k in self._keepers.values()]
+        try:
+            left = await self._enough(tasks) if self._attached else set()
+            failures = await asyncio.gather(
+                *(task for task in tasks if task not in left), return_exceptions=True
+            )
+        except BaseException:
+            await _cancel(tasks)
+            raise
+        for failure in failures:
+            if isinstance(failure, BaseException):
+                if not (self._attached and self.serving):
+                    raise failure
+                log.warning("an attached engine is missing", policy=self.name, error=str(failure))
+        # Their failures are told, and mended, by who watches them.
+        self._late = left
         for keeper in self._keepers.values():
             keeper.watch()
+
+    async def _enough(self, tasks: Sequence[asyncio.Task[float]]) -> set[asyncio.Task[float]]:
+        """Wait until one engine serves and the others had a moment more; returns who is late."""
+        pending = set(tasks)
+        while pending and not self.serving:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if pending:
+            _, pending = await asyncio.wait(pending, timeout=_LATE_SECONDS)
+        return pending
 
     async def update(self, ref: pb.WeightsRef) -> float:
         """Bring the engines to `ref`, one after another; returns exposed seconds, summed.
@@ -168,6 +196,7 @@ class ServedPolicy:
     async def release(self, reason: str) -> None:
         """Refuse turns, let those in flight end for a moment, stop the engines. Repeatable."""
         self.router.close(reason)
+        await _cancel(self._late)
         keepers = (*self._keepers.values(), *self._leaving.values())
         await asyncio.gather(
             *(keeper.stop(reason, _RELEASE_SECONDS) for keeper in keepers), return_exceptions=True
@@ -180,3 +209,9 @@ class ServedPolicy:
 
     def _engine_changed(self) -> None:
         self.router.wake()
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[float]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -25,6 +25,7 @@ class FragileEngine(EmbeddedEngine):
         self.update_delay = 0.0
         self.updates: list[int] = []
         self.hanging = False
+        self.absent: asyncio.Event | None = None
 
     def pull_plug(self) -> None:
         """Die now, with all turns in hand."""
@@ -34,6 +35,8 @@ class FragileEngine(EmbeddedEngine):
         if self.failing_starts:
             self.failing_starts -= 1
             raise EngineStartFailed("not today", remedy="Try tomorrow.")
+        if self.absent is not None:
+            await self.absent.wait()
         await super().start()
 
     async def _serve(self, turn: Turn) -> Generation:
