@@ -77,6 +77,19 @@ async def tree(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     return {}
 
 
+async def parallel(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    """Six turns that do not depend on each other, asked for in three ways."""
+
+    async def line() -> None:
+        await agents["checker"].chat(query["question"])
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(line())
+        group.create_task(agents["solver"].chat(query["question"], n=3))
+        await asyncio.gather(*(agents["solver"].generate([5, 6, n]) for n in range(2)))
+    return {"solver": 1.0, "checker": 1.0}
+
+
 async def one_turn(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     reply = await agents["solver"].chat(query["question"])
     return {"solver": len(reply.text)}

@@ -1,0 +1,48 @@
+"""Independent turns of one workflow are with the engine at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from services.rollout.engines.base import Generation
+from services.rollout.engines.paced import PacedEngine
+from services.rollout.engines.turns import Turn
+from tests.rollout.house import evaluation, open_house
+from troupe.job import PolicySpec
+from troupe.v1 import common_pb2 as common
+
+TOGETHER = 6
+
+
+class MeetingEngine(PacedEngine):
+    """Answers nobody before `TOGETHER` turns have come."""
+
+    met = 0
+
+    def __init__(self, engine_id: str, policy: str, spec: PolicySpec) -> None:
+        super().__init__(engine_id, policy, spec)
+        self._barrier = asyncio.Barrier(TOGETHER)
+
+    async def _serve(self, turn: Turn) -> Generation:
+        async with asyncio.timeout(10):
+            await self._barrier.wait()
+        MeetingEngine.met += 1
+        return await super()._serve(turn)
+
+
+def make(engine_id: str, policy_name: str, policy_spec: PolicySpec, **_: Any) -> MeetingEngine:
+    return MeetingEngine(engine_id, policy_name, policy_spec)
+
+
+async def test_they_overlap_in_the_engine(tmp_path: Path) -> None:
+    pace = {"decode_seconds": 0.001, "response_tokens_mean": 5, "load_seconds": 0}
+    async with open_house(tmp_path, make=make) as house:
+        await house.prepare("parallel", policies={"big": {"paced": pace}})
+        [event] = (await house.run(evaluation(1))).values()
+    assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
+    assert MeetingEngine.met == TOGETHER
+    # In the order in which they are written.
+    assert [turn.agent for turn in event.turns] == ["checker", *["solver"] * 5]
+    assert [turn.turn for turn in event.turns] == list(range(6))
