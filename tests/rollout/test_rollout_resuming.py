@@ -1,0 +1,135 @@
+"""Turns that lose their engine go on from their tokens, or start over where bits are promised."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout import supervision
+from services.rollout.engines.base import SamplingParams
+from services.rollout.engines.factory import make_engine
+from services.rollout.router import Losses
+from tests.rollout.fragile import Workshop
+from tests.rollout.house import House, evaluation, make_spec, open_house
+from troupe.job import JobSpec
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import rollout_pb2 as pb
+
+COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+TWO: dict[str, Any] = {"big": {"engine": {"replicas": 2}}}
+
+
+@pytest.fixture
+def workshop() -> Workshop:
+    return Workshop()
+
+
+@pytest.fixture
+async def house(
+    tmp_path: Path, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[House]:
+    monkeypatch.setattr(supervision, "RESTART_PAUSE_SECONDS", 0.05)
+    async with open_house(tmp_path, make=workshop) as house:
+        yield house
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - the engine's thread signals nothing
+            await asyncio.sleep(0.002)
+
+
+async def disturbed(
+    house: House, workshop: Workshop, disturb: Callable[[Any], Any]
+) -> tuple[dict[str, pb.TrajectoryEvent], dict[str, pb.TrajectoryEvent], Losses]:
+    """The same trajectories twice, the second time with something done to an engine in the midst
+    of its turns."""
+    quiet = await house.run(evaluation(4))
+    router = house.service._jobs.get(house.job_id).policy("big").router
+    losses = Losses()
+    take = router.take_losses
+
+    def counted() -> Losses:  # the service's metrics take them too
+        taken = take()
+        losses.resumed_turns += taken.resumed_turns
+        losses.resumed_tokens += taken.resumed_tokens
+        losses.restarted_turns += taken.restarted_turns
+        return taken
+
+    router.take_losses = counted  # type: ignore[method-assign]
+    first = workshop.engines["big"][0]
+    before = first.load().generated_tokens
+    running = asyncio.create_task(house.run(evaluation(4)))
+    await until(lambda: first.load().generated_tokens > before + 20)
+    await disturb(first)
+    loud = await running
+    router.take_losses()
+    assert {e.state for e in loud.values()} == {COMPLETED}
+    return quiet, loud, losses
+
+
+async def die(engine: Any) -> None:
+    engine.pull_plug()
+
+
+async def drain(engine: Any) -> None:
+    await engine.drain("it goes elsewhere", deadline_seconds=0)
+
+
+@pytest.mark.parametrize("disturb", [die, drain])
+async def test_a_lost_turn_goes_on_from_its_tokens_and_says_the_same(
+    house: House, workshop: Workshop, disturb: Callable[[Any], Any]
+) -> None:
+    await house.prepare("long_winded", policies=TWO)
+    quiet, loud, losses = await disturbed(house, workshop, disturb)
+    assert losses.resumed_turns >= 1
+    assert losses.resumed_tokens >= 1
+    # Each token was drawn with its own position's randomness, wherever that was. Read in other
+    # pieces a prompt rounds otherwise, which may once turn a draw.
+    same = [event.turns[0].response == quiet[key].turns[0].response for key, event in loud.items()]
+    assert sum(same) >= 3
+    for key, event in loud.items():
+        [turn] = event.turns
+        assert [(s.start, s.end) for s in turn.versions] == [(0, turn.response_tokens)]
+        assert turn.prompt_tokens == quiet[key].turns[0].prompt_tokens
+
+
+async def test_turns_of_a_deterministic_job_start_over(house: House, workshop: Workshop) -> None:
+    await house.prepare("long_winded", policies=TWO, pipeline={"deterministic": True})
+    quiet, loud, losses = await disturbed(house, workshop, die)
+    assert losses.restarted_turns >= 1
+    assert losses.resumed_turns == 0
+    for key, event in loud.items():
+        assert event.turns[0].response == quiet[key].turns[0].response
+
+
+async def test_a_paced_turn_is_as_long_in_two_pieces_as_in_one(tmp_path: Path) -> None:
+    paced = {"decode_seconds": 0.001, "response_tokens_mean": 40, "load_seconds": 0.0}
+    spec = JobSpec.model_validate(make_spec("one_turn", policies={"big": {"paced": paced}}))
+    engine = make_engine("e", "big", spec.policies["big"])
+    await engine.start()
+    transfer = Transfer(tmp_path)
+    import torch
+
+    manifest = transfer.set("w", {"nothing": torch.zeros(1)})
+    ref = common.WeightsRef(policy="big", version=0, key="w", checksum=manifest.checksum)
+    await engine.update_weights(ref, transfer)
+    for seed in range(5):
+        whole = await engine.generate(
+            "whole", [5], SamplingParams(max_new_tokens=64, seed=seed), deadline_seconds=5
+        )
+        half = len(whole.token_ids) // 2
+        rest = await engine.generate(
+            "rest",
+            [5, *whole.token_ids[:half]],
+            SamplingParams(max_new_tokens=64 - half, seed=seed, drawn=half),
+            deadline_seconds=5,
+        )
+        assert rest.token_ids == whole.token_ids[half:]
+        assert rest.finish_reason == whole.finish_reason
+    await engine.stop()
