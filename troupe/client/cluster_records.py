@@ -38,6 +38,7 @@ class Engine:
     worker_id: str
     message: str
     restarts: int
+    device_class: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Cluster:
                     worker_id=e.worker_id,
                     message=e.message,
                     restarts=e.restarts,
+                    device_class=e.device_class,
                 )
                 for e in reply.engines
             ),

@@ -33,7 +33,7 @@ export function drawEngines(engines, jobId) {
     .map((engine) =>
       el(
         "tr",
-        { title: engine.message || engine.kind },
+        { title: engine.message || `${engine.kind} ${engine.device_class}`.trim() },
         cell(engine.engine_id),
         el("td", { "--c": colour(engine.policy) }, engine.policy),
         el("td", {}, pill(engine.state)),
