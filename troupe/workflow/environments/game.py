@@ -5,8 +5,9 @@ In a module of yours, `workflow = GameWorkflow(MyGame)`; in the job, `workflow: 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import xxhash
 
@@ -17,12 +18,15 @@ from troupe.workflow.environments.hosted import Hosted
 from troupe.workflow.environments.interface import EnvironmentFactory
 from troupe.workflow.environments.opening import open_environment
 from troupe.workflow.environments.pool import EnvironmentPool
-from troupe.workflow.errors import EntrypointError
+from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.query import Query
 from troupe.workflow.tools import Tools
 
 Credit = Literal["episode", "to_go"]
 """Reward of a turn: its seat's return over the `episode`, or from that turn on (`to_go`)."""
+
+# Environments in this process that are kept for the next episode; making one may take a while.
+_KEPT_IDLE: Final = 64
 
 
 class Episodes:
@@ -97,7 +101,9 @@ class GameWorkflow:
         try:
             outcome = await self._play(environment, query, agents)
         except BaseException:
-            await environment.close()  # it may be in the middle of anything
+            # It may be in the middle of anything; what ended the game is what counts.
+            with contextlib.suppress(WorkflowError):
+                await environment.close()
             raise
         await self._put_back(environment)
         for name, value in figures(outcome).items():
@@ -136,7 +142,7 @@ class GameWorkflow:
         return Local(named, limits=self._limits)
 
     async def _put_back(self, environment: Host) -> None:
-        if isinstance(environment, Local):
+        if isinstance(environment, Local) and len(self._idle) < _KEPT_IDLE:
             self._idle.append(environment)
         else:
             await environment.close()
