@@ -43,6 +43,7 @@ class Heartbeat:
         self._task: asyncio.Task[None] | None = None
         self._process = psutil.Process()
         self._reached: bool | None = None
+        self._leaving = False
 
     @property
     def reached(self) -> bool:
@@ -52,6 +53,13 @@ class Heartbeat:
     async def start(self) -> None:
         """Begin; returns at once."""
         self._task = asyncio.create_task(self._beat_on(), name="heartbeat")
+
+    async def leave(self) -> None:
+        """Say now, and with every beat from now on, that the worker leaves."""
+        self._leaving = True
+        if self._task is not None:
+            async with self._channel() as channel:
+                await self._beat(orchestrator_pb2_grpc.OrchestratorStub(channel), leaving=True)
 
     async def stop(self) -> None:
         """Say that the worker leaves (if anyone listens), then end."""
@@ -77,7 +85,7 @@ class Heartbeat:
         address = self._settings.orchestrator_address
         try:
             request = self._filled(self._message())
-            request.draining = request.draining or leaving
+            request.draining = request.draining or leaving or self._leaving
             response = await stub.Heartbeat(request, timeout=0.5 if leaving else _TIMEOUT_SECONDS)
         except TroupeError as error:
             if self._reached is not False and not leaving:

@@ -54,6 +54,14 @@ class WaitingService(Protocol):
         """What it waits for, in words: calls that are refused meanwhile say so."""
 
 
+@runtime_checkable
+class LeavingService(Protocol):
+    """A service that has somebody to tell that it leaves, before what is in flight has ended."""
+
+    async def leave(self) -> None:
+        """Say so, within a few seconds; calls in flight go on, new ones are refused already."""
+
+
 Factory = Callable[[S, Telemetry], Service]
 
 
@@ -149,6 +157,8 @@ class RunningServer(Generic[S]):
         log.info("draining", name=self.service.name, seconds=settings.drain_seconds)
         if settings.port_file is not None:
             settings.port_file.unlink(missing_ok=True)
+        if self._started and isinstance(self.service, LeavingService):
+            await self.service.leave()
         # Refuses new connections at once and ends when nothing is in flight.
         stopping = asyncio.ensure_future(server.stop(settings.drain_seconds + 1))
         await asyncio.wait({stopping}, timeout=min(_stream_drain(settings), settings.drain_seconds))

@@ -95,6 +95,10 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             self._endpoints.listen()
         await self._heartbeat.start()
 
+    async def leave(self) -> None:
+        """No new trajectories: those in flight may end, until their streams are cut."""
+        await self._heartbeat.leave()
+
     async def stop(self, grace: float) -> None:
         """End trajectories and engines; say good-bye."""
         self._watchdog.stop()

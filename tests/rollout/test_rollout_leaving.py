@@ -1,0 +1,79 @@
+"""A rollout worker that is told to stop: nothing new comes, what runs may end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from services.chassis.app import serve
+from services.rollout.server import RolloutService
+from services.rollout.settings import RolloutSettings
+from tests.rollout.fragile import Workshop
+from tests.rollout.house import NOBODY, House, evaluation, weights
+from troupe.rpc import connect
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import orchestrator_pb2_grpc
+from troupe.v1 import rollout_pb2_grpc as grpc_pb
+
+
+class Listening(orchestrator_pb2_grpc.OrchestratorServicer):
+    """Hears heartbeats."""
+
+    def __init__(self) -> None:
+        self.beats: list[orch.HeartbeatRequest] = []
+
+    async def Heartbeat(
+        self, request: orch.HeartbeatRequest, context: Any
+    ) -> orch.HeartbeatResponse:
+        self.beats.append(request)
+        return orch.HeartbeatResponse(next_seconds=0.05)
+
+
+async def test_it_says_so_at_once_and_ends_what_runs(tmp_path: Path) -> None:
+    listening = Listening()
+    orchestrator = grpc.aio.server()
+    orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(listening, orchestrator)
+    port = orchestrator.add_insecure_port("127.0.0.1:0")
+    await orchestrator.start()
+    settings = RolloutSettings(
+        transfer_dir=tmp_path / "transfer",
+        experience_store_address=NOBODY,
+        reward_address=NOBODY,
+        orchestrator_address=f"127.0.0.1:{port}",
+        drain_seconds=20,
+        stream_drain_seconds=20,
+        worker_id="w0",
+    )
+    for seed in (0, 99):
+        weights(seed)
+    workshop = Workshop()
+    channel: grpc.aio.Channel | None = None
+    try:
+        async with serve(lambda s, t: RolloutService(s, t, make=workshop), settings) as server:
+            channel = connect(server.address)
+            stub: Any = grpc_pb.RolloutStub(channel)
+            house = House(server.service, stub, None, Transfer(tmp_path / "transfer"))  # type: ignore[arg-type]
+            await house.prepare("long_winded")
+            [engine] = workshop.engines["big"]
+            running = asyncio.create_task(house.run(evaluation(4)))
+            async with asyncio.timeout(20):
+                while engine.load().running < 4:  # noqa: ASYNC110 - it signals nothing
+                    await asyncio.sleep(0.002)
+            before = len(listening.beats)
+        ended = await running
+        assert {event.state for event in ended.values()} == {common.TRAJECTORY_STATE_COMPLETED}
+        assert not listening.beats[before - 1].draining
+        assert all(beat.draining for beat in listening.beats[before + 1 :])
+        # It was said while turns were in flight, not after them.
+        said = next(beat for beat in listening.beats if beat.draining)
+        assert said.loads[0].in_flight > 0
+        assert engine.state == common.ENGINE_STATE_STOPPED
+    finally:
+        if channel is not None:
+            await channel.close(None)
+        await orchestrator.stop(0)
