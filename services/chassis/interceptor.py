@@ -74,7 +74,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             task.cancel()
 
     def _wrap(self, method: str, handler: Any) -> Any:
-        codec = (handler.request_deserializer, handler.response_serializer)
+        codec = (handler.request_deserializer, _unless_bytes(handler.response_serializer))
         if handler.unary_unary is not None:
             unary = self._wrap_unary(method, handler.unary_unary)
             return grpc.unary_unary_rpc_method_handler(unary, *codec)
@@ -216,6 +216,11 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
         error.__cause__ = raised
         return error.code, error
+
+
+def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """A handler may answer with a response that is serialized already."""
+    return lambda response: response if isinstance(response, bytes) else serialize(response)
 
 
 def _all_of(request: Any) -> bytes:

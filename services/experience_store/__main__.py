@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 
 import uvloop
@@ -12,5 +13,9 @@ from services.experience_store.server import make_service
 from services.experience_store.settings import StoreSettings
 
 if __name__ == "__main__":
+    # What is imported stays, and calls leave few cycles behind: looking for them after every 700
+    # objects was a fourteenth of the work.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     sys.exit(run(make_service, StoreSettings))

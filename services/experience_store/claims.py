@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from services.experience_store.delivery import Delivery
 from services.experience_store.notices import CLAIMABLE, Notices
 from services.experience_store.records import Record
 from services.experience_store.samples import PayloadGoneError, Samples
@@ -74,7 +75,7 @@ class Claims:
         request: ClaimRequest,
         wait_seconds: float,
         gone: Callable[[], bool] = lambda: False,
-    ) -> Response:
+    ) -> Delivery:
         """Lease a micro-batch, waiting at most `wait_seconds` for a full one, or until whoever
         asked is `gone`: what was leased to the dead would be missing until the lease runs out.
 
@@ -91,7 +92,7 @@ class Claims:
         ) as bell:
             while True:
                 if gone():
-                    return Response(outcome=Response.OUTCOME_WAIT)
+                    return Delivery.of(Response.OUTCOME_WAIT)
                 response, expiry_seconds = await self._try(request)
                 left = deadline - time.monotonic()
                 if (
@@ -103,7 +104,7 @@ class Claims:
                     return response
                 await bell.wait(min(left, expiry_seconds))
 
-    async def _try(self, request: ClaimRequest) -> tuple[Response, float]:
+    async def _try(self, request: ClaimRequest) -> tuple[Delivery, float]:
         """One attempt; with WAIT, the seconds until a lease runs out."""
         outcome, *rest = await self._steps.on_table(
             "claim",
@@ -123,9 +124,9 @@ class Claims:
         )
         if outcome == b"wait":
             expiry = int(rest[0]) / 1000 if int(rest[0]) else math.inf
-            return Response(outcome=Response.OUTCOME_WAIT), expiry
+            return Delivery.of(Response.OUTCOME_WAIT), expiry
         if outcome == b"exhausted":
-            return Response(outcome=Response.OUTCOME_EXHAUSTED), math.inf
+            return Delivery.of(Response.OUTCOME_EXHAUSTED), math.inf
         if outcome == b"taken":
             raise lost(request.claim, f"it belongs to {rest[0].decode()}")
         if outcome == b"lost":
@@ -137,30 +138,29 @@ class Claims:
     async def _deliver(
         self,
         request: ClaimRequest,
-        samples: Sequence[bytes],
-        records: Sequence[bytes],
-        groups: Sequence[int],
-        rewards: Sequence[bytes],
-    ) -> Response:
-        """`groups` says for every sample which of `rewards`, counted from 1, are its group's."""
-        parsed = [
-            (sample.decode(), Record.parse(record.decode()))
-            for sample, record in zip(samples, records, strict=True)
-        ]
-        rewards_of = [[float(reward) for reward in text.decode().split(",")] for text in rewards]
+        samples: bytes,
+        records: bytes,
+        groups: bytes,
+        rewards: bytes,
+    ) -> Delivery:
+        """Lines of samples, of their records, and of rewards; `groups` says for every sample which
+        of `rewards`, counted from 1, are its group's.
+        """
+        ids, texts = samples.decode().split("\n"), records.decode().split("\n")
+        parsed = list(zip(ids, map(Record.parse, texts), strict=True))
+        rewards_of = [[float(one) for one in line.split(b",")] for line in rewards.split(b"\n")]
         try:
-            payloads = await self._samples.payloads(
-                request.job, request.policy, request.step, parsed
-            )
+            payloads = await self._samples.take(request.job, request.policy, request.step, parsed)
         except PayloadGoneError as error:
             # Committed or dropped by somebody else since the script ran.
             raise lost(request.claim, "its samples are gone") from error
-        response = Response(outcome=Response.OUTCOME_CLAIMED, claim_id=request.claim)
-        for payload, (_, record), group in zip(payloads, parsed, groups, strict=True):
-            # Into the response at once: rows are long, and every copy of them counts.
-            item = response.samples.add(group_rewards=rewards_of[group - 1])
-            record.read(payload, item.sample)
-        return response
+        rows = (
+            (payload, record, int(group) - 1)
+            for payload, (_, record), group in zip(
+                payloads, parsed, groups.split(b","), strict=True
+            )
+        )
+        return Delivery.claimed(request.claim, rows, rewards_of)
 
     async def renew(
         self, job: str, policy: str, step: int, claimant: str, lease_seconds: float

@@ -8,6 +8,7 @@ from typing import Final
 
 from services.chassis.telemetry import Telemetry
 from services.experience_store.background import Background
+from services.experience_store.delivery import Delivery
 from services.experience_store.keys import JOBS
 from services.experience_store.store import Store
 from troupe.rpc import TroupeError
@@ -57,6 +58,12 @@ class Meters:
         self._over = telemetry.gauge(
             "troupe_store_over_high_water", "1 while payloads are above the high-water mark."
         )
+        self._recent_bytes = telemetry.gauge(
+            "troupe_store_recent_bytes", "Payloads that this process keeps for claims."
+        )
+        self._recent_found = telemetry.gauge(
+            "troupe_store_recent_found", "Claimed rows that were not read from Redis."
+        )
         self._redis_up = telemetry.gauge("troupe_store_redis_up", "1 while Redis answers.")
         self._redis_bytes = telemetry.gauge("troupe_store_redis_bytes", "Memory that Redis uses.")
 
@@ -81,11 +88,11 @@ class Meters:
         """An ending was refused above the high-water mark."""
         self._pushed_back.inc()
 
-    def claimed(self, policy: str, response: store_pb.ClaimMicroBatchResponse) -> None:
+    def claimed(self, policy: str, delivery: Delivery) -> None:
         """A claim was answered."""
-        outcome = store_pb.ClaimMicroBatchResponse.Outcome.Name(response.outcome)
+        outcome = store_pb.ClaimMicroBatchResponse.Outcome.Name(delivery.outcome)
         self._claims.labels(policy, outcome.removeprefix("OUTCOME_").lower()).inc()
-        self._claimed.labels(policy).inc(len(response.samples))
+        self._claimed.labels(policy).inc(delivery.samples)
 
     def committed(self, commit: store_pb.StepCommit) -> None:
         """A step ended."""
@@ -95,6 +102,8 @@ class Meters:
     async def observe(self) -> None:
         """Set the gauges. Raises `TroupeError` when Redis does not answer."""
         store = self._store
+        self._recent_bytes.set(store.recent.bytes)
+        self._recent_found.set(store.recent.found)
         info = await store.database.info()
         self._redis_bytes.set(int(info["used_memory"]))
         await store.high_water.look(at_most_every=_PERIOD_SECONDS / 2)

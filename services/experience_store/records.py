@@ -91,6 +91,12 @@ class Record:
         self.apply_to(sample)
         return sample
 
+    def moved(self) -> bytes:
+        """What `apply_to` sets, serialized: put behind the payload it merges."""
+        sample = store_pb.Sample()
+        self.apply_to(sample)
+        return sample.SerializeToString()
+
     @property
     def rows(self) -> str:
         """What its payload's key is made of (keys.PolicyKeys.rows)."""

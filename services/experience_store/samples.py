@@ -6,11 +6,12 @@ import base64
 import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from services.experience_store.database import Call, Database
 from services.experience_store.keys import PolicyKeys
 from services.experience_store.notices import Notices
+from services.experience_store.recent import RecentRows
 from services.experience_store.records import STATE_OF, Record
 from services.experience_store.requests import Fill
 from services.experience_store.steps import Steps
@@ -59,11 +60,19 @@ class _Place:
 class Samples:
     """Rows after their append."""
 
-    def __init__(self, database: Database, tables: Tables, steps: Steps, notices: Notices) -> None:
+    def __init__(
+        self,
+        database: Database,
+        tables: Tables,
+        steps: Steps,
+        notices: Notices,
+        recent: RecentRows,
+    ) -> None:
         self._database = database
         self._tables = tables
         self._steps = steps
         self._notices = notices
+        self._recent = recent
 
     async def fill(
         self, job: str, policy: str, step: int, fills: Sequence[Fill]
@@ -83,31 +92,31 @@ class Samples:
             for start in range(0, len(fills), FILL_BATCH)
         ]
         done = await self._steps.on_tables(job, step, calls)
-        replies = [reply for _, batch in done for reply in batch]
+        replies = [reply for _, batch in done for reply in _lines(batch)]
         for index, reply in enumerate(replies):
-            if reply[0] == b"unknown":
+            if reply[0] == "unknown":
                 replies[index] = await self._fill_carried(job, policy, step, fills[index])
-        if any(reply[0] == b"filled" for reply in replies):
+        if any(reply[0] == "filled" for reply in replies):
             self._notices.written(job, policy, step)
         return [
             _filled(policy, step, fill.sample, reply)
             for fill, reply in zip(fills, replies, strict=True)
         ]
 
-    async def _fill_carried(self, job: str, policy: str, step: int, fill: Fill) -> list[Any]:
+    async def _fill_carried(self, job: str, policy: str, step: int, fill: Fill) -> list[str]:
         """The reply of fill_columns.lua where the sample's query was carried to, if it was."""
         # The table may not know yet that queries were carried.
         await self._steps.follow(job, step)
         places = [step]
         while True:
-            _, replies = await self._steps.on_table(
+            _, text = await self._steps.on_table(
                 "fill_columns", job, policy, places.pop(), *_values([fill])
             )
-            reply: list[Any] = replies[0]
-            if reply[0] != b"unknown":
+            (reply,) = _lines(text)
+            if reply[0] != "unknown":
                 return reply
             # Queries are carried forward only: this ends.
-            places += [int(to) for to in reply[1]]
+            places += [int(to) for to in reply[1].split(",") if to]
             if not places:
                 return reply
 
@@ -122,6 +131,16 @@ class Samples:
         return [
             record.read(payload) for payload, (_, record) in zip(payloads, records, strict=True)
         ]
+
+    async def take(
+        self, job: str, policy: str, step: int, records: Sequence[tuple[str, Record]]
+    ) -> list[bytes]:
+        """`payloads` of samples that are claimed, without Redis where they were appended here."""
+        recent = self._recent.take(job, policy, records)
+        rest = [one for one in records if one[0] not in recent]
+        read = await self.payloads(job, policy, step, rest)
+        recent.update(zip((sample for sample, _ in rest), read, strict=True))
+        return [recent[sample] for sample, _ in records]
 
     async def payloads(
         self, job: str, policy: str, step: int, records: Sequence[tuple[str, Record]]
@@ -231,12 +250,17 @@ def _values(fills: Sequence[Fill]) -> list[str | bytes | int]:
     return values
 
 
+def _lines(replies: bytes) -> list[list[str]]:
+    """The replies of fill_columns.lua: an outcome and what belongs to it, one for each sample."""
+    return [line.split("\t") for line in replies.decode().split("\n")]
+
+
 def _filled(
-    policy: str, step: int, sample: str, reply: Sequence[Any]
+    policy: str, step: int, sample: str, reply: Sequence[str]
 ) -> tuple[pb.SampleState.ValueType, bool]:
     """What a reply of fill_columns.lua says; raises what it refuses."""
     outcome = reply[0]
-    if outcome == b"unknown":
+    if outcome == "unknown":
         raise NotFound(
             f"step {step} of policy {policy} has no such sample",
             kind="sample_not_found",
@@ -244,8 +268,8 @@ def _filled(
             value=sample,
             remedy="Fill columns after AppendTrajectory has returned.",
         )
-    state = STATE_OF[reply[1].decode()]
-    if outcome == b"final":
+    state = STATE_OF[reply[1]]
+    if outcome == "final":
         raise FailedPrecondition(
             f"sample {sample} is {pb.SampleState.Name(state)}: its columns are final",
             kind="sample_final",
@@ -253,4 +277,4 @@ def _filled(
             value=sample,
             remedy="Name the column in required_columns, so that the sample waits for it.",
         )
-    return state, bool(outcome == b"filled")
+    return state, outcome == "filled"

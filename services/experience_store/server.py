@@ -149,7 +149,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     @forgets(lambda _: True)
     async def ClaimMicroBatch(
         self, request: store_pb.ClaimMicroBatchRequest, context: Any
-    ) -> store_pb.ClaimMicroBatchResponse:
+    ) -> Any:  # the bytes of a ClaimMicroBatchResponse
         _check_step_call(request)
         requests.check_id("claimant", request.claimant)
         requests.check_positive("max_samples", request.max_samples, requests.LARGEST_CLAIM)
@@ -164,7 +164,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         # The call goes on without its caller (idempotency); a claim must not: who would renew it?
         gone = asyncio.Event()
         context.add_done_callback(lambda _: gone.set())
-        response = await self.store.claims.claim(
+        delivery = await self.store.claims.claim(
             ClaimRequest(
                 job=request.job_id,
                 policy=request.policy,
@@ -183,8 +183,8 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
             wait,
             gone.is_set,
         )
-        self._meters.claimed(request.policy, response)
-        return response
+        self._meters.claimed(request.policy, delivery)
+        return delivery.message
 
     async def RenewClaims(
         self, request: store_pb.RenewClaimsRequest, context: Any
@@ -331,13 +331,15 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     ) -> store_pb.DropTablesResponse:
         _check_common(request)
         await self.store.tables.drop(request.job_id, purge_log=request.purge_log)
+        self.store.recent.forget(request.job_id)
         return store_pb.DropTablesResponse()
 
 
 def make_service(settings: StoreSettings, telemetry: Telemetry) -> ExperienceStoreService:
     """The service as `TROUPE_*` describes it."""
     mark = settings.store_high_water_mib * MIB
-    store = Store(Database(settings.samples_url), high_water_bytes=mark)
+    recent = settings.store_recent_mib * MIB
+    store = Store(Database(settings.samples_url), high_water_bytes=mark, recent_bytes=recent)
     return ExperienceStoreService(store, Meters(telemetry, store))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from services.chassis.settings import ServiceSettings
+from services.experience_store.recent import DEFAULT_BYTES, MIB
 
 
 class StoreSettings(ServiceSettings):
@@ -16,6 +17,10 @@ class StoreSettings(ServiceSettings):
     store_high_water_mib: int = Field(default=0, ge=0)
     """Payloads above this push rows back, but for those of a job's oldest uncommitted step; 0: no
     bound. Half of Redis' `maxmemory` leaves room for what is not payload."""
+
+    store_recent_mib: int = Field(default=DEFAULT_BYTES // MIB, ge=0)
+    """Payloads that the store keeps in its own memory from their append to their claim, so that it
+    need not read them back from Redis; 0: none. Nothing depends on them but speed."""
 
     @property
     def samples_url(self) -> str:

@@ -182,10 +182,12 @@ class Steps:
 
     async def carry_out(
         self, table: Table, step: int, trajectory: str, ending: Ending, rosters: int
-    ) -> None:
+    ) -> dict[str, str]:
         """Bring one decided ending into all tables, each of which learns of the rosters up to this
-        number first. Repeatable.
+        number first. Repeatable. Returns `Record.since` of its rows, for every policy in whose
+        table this call put some.
         """
+        entered: dict[str, str] = {}
         while True:
             replies = await self.on_tables(
                 table.job,
@@ -210,9 +212,12 @@ class Steps:
             )
             for policy in table.policies:
                 self._notices.written(table.job, policy, step)
+            for policy, reply in zip(table.policies, replies, strict=True):
+                if reply[0] == b"appended" and reply[1]:
+                    entered[policy] = reply[1].decode()
             carried = [int(reply[1]) for reply in replies if reply[0] == b"carried"]
             if not carried:
-                return
+                return entered
             # Its query, and so the ending, moved meanwhile: queries are carried forward only.
             rosters = await self.follow(table.job, carried[0])
             step = carried[0]

@@ -15,6 +15,7 @@ from services.experience_store.describe import Descriptions
 from services.experience_store.high_water import HighWater
 from services.experience_store.log import Log
 from services.experience_store.notices import Notices
+from services.experience_store.recent import DEFAULT_BYTES, RecentRows
 from services.experience_store.rosters import Rosters
 from services.experience_store.samples import Samples
 from services.experience_store.steps import KEEP_STEPS, Steps
@@ -37,6 +38,7 @@ class Store:
         keep_steps: int = KEEP_STEPS,
         sweep_seconds: float = PERIOD_SECONDS,
         high_water_bytes: int = 0,
+        recent_bytes: int = DEFAULT_BYTES,
     ) -> None:
         self.database = database
         self.notices = Notices(database)
@@ -45,8 +47,9 @@ class Store:
         self.rosters = Rosters(database, self.tables, self.notices)
         self.steps = Steps(database, self.tables, self.notices, self.log, self.rosters, keep_steps)
         self.amendments = Amendments(database, self.tables, self.rosters)
-        self.trajectories = Trajectories(database, self.tables, self.steps)
-        self.samples = Samples(database, self.tables, self.steps, self.notices)
+        self.recent = RecentRows(recent_bytes)
+        self.trajectories = Trajectories(database, self.tables, self.steps, self.recent)
+        self.samples = Samples(database, self.tables, self.steps, self.notices, self.recent)
         self.claims = Claims(self.tables, self.steps, self.samples, self.notices)
         self.commits = Commits(database, self.tables, self.steps, self.notices)
         self.audit = Audit(database, self.tables, self.steps, self.log)

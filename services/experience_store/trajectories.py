@@ -12,12 +12,13 @@ first carries the ending out: a repeated append, `Steps.status`, the sweeper.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from services.experience_store.database import Call, Database
 from services.experience_store.keys import JobKeys, PolicyKeys
+from services.experience_store.recent import RecentRows
 from services.experience_store.records import LETTER_OF, REDUNDANT, REWARD, Ending, Record
 from services.experience_store.steps import Steps, not_open
 from services.experience_store.tables import Table, Tables
@@ -47,10 +48,13 @@ class Appended:
 class Trajectories:
     """Endings of trajectories."""
 
-    def __init__(self, database: Database, tables: Tables, steps: Steps) -> None:
+    def __init__(
+        self, database: Database, tables: Tables, steps: Steps, recent: RecentRows
+    ) -> None:
         self._database = database
         self._tables = tables
         self._steps = steps
+        self._recent = recent
 
     async def append(
         self,
@@ -77,7 +81,10 @@ class Trajectories:
         ending = replace(ending, rows=_numbers(staged))
         rows = _staged_rows(table, staged, ending)
         while True:
-            end, to = await self._end(table, step, trajectory, ending, rows)
+            end, to, entered = await self._end(table, step, trajectory, ending, rows)
+            for policy, since in entered.items():
+                own = [(sample.sample_id, row) for sample, row in staged.get(policy, ())]
+                self._recent.add(job, policy, since, own)
             if to is None:
                 return end
             # First every table moves what is staged there: the same attempt may have won before its
@@ -88,8 +95,9 @@ class Trajectories:
 
     async def _end(
         self, table: Table, step: int, trajectory: str, ending: Ending, rows: _StagedRows
-    ) -> tuple[Appended, int | None]:
-        """What became of the ending in `step`; the later step that its query was carried to."""
+    ) -> tuple[Appended, int | None, Mapping[str, str]]:
+        """What became of the ending in `step`; the later step that its query was carried to; and
+        for each policy whose table our rows entered just now, when they did."""
         job = table.job
         if rows:
             await self._steps.on_tables(
@@ -104,12 +112,12 @@ class Trajectories:
             "end_trajectory", JobKeys(job).base, step, trajectory, ending.query, ending.format()
         )
         if outcome == b"carried":
-            return Appended(False, step), int(rest[0])
+            return Appended(False, step), int(rest[0]), {}
         if outcome == b"decided":
             winner = Ending.parse(rest[0].decode())
-            await self._steps.carry_out(table, step, trajectory, winner, int(rest[1]))
+            entered = await self._steps.carry_out(table, step, trajectory, winner, int(rest[1]))
             if winner.attempt == ending.attempt:
-                return Appended(True, step, group_complete=bool(winner.spare)), None
+                return Appended(True, step, group_complete=bool(winner.spare)), None, entered
         await self._unstage(job, step, trajectory, ending, [policy for policy, _ in rows])
         if outcome == b"missing":
             raise not_open(job, step)
@@ -130,7 +138,7 @@ class Trajectories:
                 remedy="Run as many trajectories per query as the step was opened with.",
             )
         reason = rest[0].decode() if outcome == b"dropped" and rest else ""
-        return Appended(False, step, reason, reason == REDUNDANT), None
+        return Appended(False, step, reason, reason == REDUNDANT), None, {}
 
     async def _unstage(
         self, job: str, step: int, trajectory: str, ending: Ending, policies: Sequence[str]

@@ -33,7 +33,7 @@ async def test_a_duplicate_has_no_second_effect(
     async with connect(server.address) as channel:
         stub = OrchestratorStub(channel)
         requests = [
-            pb.SubmitJobRequest(request_id=new_id("submit"), spec="sleep 0.02") for _ in range(12)
+            pb.SubmitJobRequest(request_id=new_id("submit"), spec="sleep 0.4") for _ in range(12)
         ]
         replies = await asyncio.gather(*(stub.SubmitJob(request) for request in requests))
         # `step` is how often the handler has run by then; they all run at once.

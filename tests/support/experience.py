@@ -163,7 +163,10 @@ class Stage:
             whole_groups=whole,
             balance_tokens=balance,
         )
-        return await self.store.claims.claim(request, wait)
+        delivery = await self.store.claims.claim(request, wait)
+        response = Response.FromString(delivery.message)
+        assert (response.outcome, len(response.samples)) == (delivery.outcome, delivery.samples)
+        return response
 
     async def fill(
         self,

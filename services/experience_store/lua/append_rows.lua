@@ -17,12 +17,13 @@ if left:sub(1, 3) == 'to\t' then
 end
 redis.call('HSET', ENDED, trajectory, ARGV[5] .. '\t' .. query .. '\t' .. reason)
 local staged = key('staged') .. ':' .. trajectory .. ':' .. ARGV[4]
-local text = redis.call('HGET', staged, RECORDS)
+local text, now = redis.call('HGET', staged, RECORDS), ''
 if text then
   redis.call('HDEL', staged, RECORDS)
   redis.call('SREM', STAGES, staged)
   redis.call('RENAME', staged, key('rows') .. ':' .. trajectory)
-  local now = now_ms()
+  -- As it is in the records: who appended finds its rows by it (recent.py).
+  now = string.format('%.0f', now_ms())
   for _, line in ipairs(lines(text)) do
     local sample, record = line:match('^([^\t]*)\t(.*)$')
     local fields = parse(record)
@@ -61,4 +62,4 @@ if sealed() then
   -- What is left may be claimed as a last, smaller micro-batch.
   changes('claimable')
 end
-return finish({'appended'})
+return finish({'appended', now})

@@ -14,11 +14,12 @@ end
 local now = now_ms()
 expire(now)
 
--- What the caller needs of samples: their records, and the final rewards of their groups.
-local function deliver(samples)
+-- What the caller needs of samples: their records (those in `taken` are as they are there), and the
+-- final rewards of their groups. As few texts: a reply costs whoever reads it by its elements.
+local function deliver(samples, taken)
   local records, groups, rewards, number_of = {}, {}, {}, {}
   for index, sample in ipairs(samples) do
-    local record = record_of(sample)
+    local record = taken[sample] or record_of(sample)
     local name = group_name(record)
     if not number_of[name] then
       local values = {}
@@ -33,7 +34,10 @@ local function deliver(samples)
     records[index] = table.concat(record, '\t')
     groups[index] = number_of[name]
   end
-  return finish({'claimed', samples, records, groups, rewards})
+  return finish({
+    'claimed', table.concat(samples, '\n'), table.concat(records, '\n'),
+    table.concat(groups, ','), table.concat(rewards, '\n'),
+  })
 end
 
 local known = redis.call('HGET', CLAIMS, claim)
@@ -44,7 +48,7 @@ if known then
     return finish({'taken', redis.call('HGET', OWNERS, claim)})
   end
   redis.call('ZADD', LEASES, now + tonumber(ARGV[7]), claim)
-  return deliver(lines(known))
+  return deliver(lines(known), {})
 end
 
 local cause = fence(claimant)
@@ -76,7 +80,7 @@ if ready == 0 or not (full or final) then
   return finish({'wait', first[2] and math.max(1, tonumber(first[2]) - now) or 0})
 end
 
-local samples, tokens, bytes, too_large = {}, 0, 0, nil
+local samples, taken, tokens, bytes, too_large = {}, {}, 0, 0, nil
 
 -- What is given out together with `sample`.
 local function unit_of(sample)
@@ -111,6 +115,7 @@ local function take(unit)
   for _, member in ipairs(unit) do
     move(member[1], member[2], 'C')
     samples[#samples + 1] = member[1]
+    taken[member[1]] = member[2]
   end
   return true
 end
@@ -178,4 +183,4 @@ redis.call('HDEL', FENCED, claimant)
 if redis.call('HSETNX', STEP, 'owner', claimant) == 1 then
   changes('counts')
 end
-return deliver(samples)
+return deliver(samples, taken)

@@ -16,14 +16,17 @@ local function carried_to(sample)
       steps[#steps + 1] = to
     end
   end
-  return steps
+  return table.concat(steps, ',')
 end
 
 -- One record of every group that may have become ready, in order.
-local touched, waiting = {}, false
+local touched, waiting, over = {}, false, {}
 local function touch(record)
-  local name = group_name(record)
-  if query_ended(record[F.query]) then
+  local name, query = group_name(record), record[F.query]
+  if over[query] == nil then
+    over[query] = query_ended(query)
+  end
+  if over[query] then
     waiting = true
     if not touched[name] then
       touched[name] = true
@@ -107,4 +110,8 @@ if waiting then
     end
   end
 end
-return finish({'done', replies})
+-- As one text: a reply costs whoever reads it by its elements.
+for number, reply in ipairs(replies) do
+  replies[number] = table.concat(reply, '\t')
+end
+return finish({'done', table.concat(replies, '\n')})

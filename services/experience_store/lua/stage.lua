@@ -8,8 +8,8 @@ if redis.call('HEXISTS', ENDED, ARGV[2]) == 1 then
 end
 local staged = key('staged') .. ':' .. ARGV[2] .. ':' .. ARGV[3]
 redis.call('HSET', staged, RECORDS, ARGV[4])
-for index = 5, #ARGV, 2 do
-  redis.call('HSET', staged, ARGV[index], ARGV[index + 1])
+for first = 5, #ARGV, AT_ONCE do
+  redis.call('HSET', staged, unpack(ARGV, first, math.min(first + AT_ONCE - 1, #ARGV)))
 end
 redis.call('SADD', STAGES, staged)
 return {'staged'}

@@ -1,0 +1,143 @@
+"""Answers to claims are written around rows; rows that were appended here are not read back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.experience_store.database import Database
+from services.experience_store.delivery import Delivery, Response, varint
+from services.experience_store.recent import RecentRows
+from services.experience_store.records import Record
+from services.experience_store.store import Store
+from tests.support.experience import Stage, make_sample, make_stage
+from troupe.rpc import new_id
+from troupe.v1 import experience_store_pb2 as store_pb
+
+_RECORD = Record(
+    state="C",
+    tokens="8",
+    size="0",
+    turn="1",
+    reward="",
+    missing="",
+    early="",
+    late="",
+    query="q",
+    trajectory="t",
+    agent="solver",
+    group="q/solver",
+    reason="",
+    version="0",
+    uses="0",
+    since="5",
+    origin="",
+)
+_rewards = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 300), st.none() | _rewards, st.integers(0, 3), st.booleans()),
+        max_size=5,
+    ),
+    st.lists(st.lists(_rewards, max_size=4), min_size=1, max_size=3),
+    st.data(),
+)
+def test_the_bytes_are_those_of_the_message(
+    rows: list[tuple[int, float | None, int, bool]], rewards: list[list[float]], data: st.DataObject
+) -> None:
+    made, wanted = [], Response(outcome=Response.OUTCOME_CLAIMED, claim_id="c")
+    for turn, (tokens, reward, uses, returned) in enumerate(rows):
+        payload = make_sample("q", turn, "t", reward=None, tokens=tokens).SerializeToString()
+        record = replace(
+            _RECORD,
+            reward="" if reward is None else repr(reward),
+            uses=str(uses),
+            origin="3" if returned else "",
+        )
+        group = data.draw(st.integers(0, len(rewards) - 1))
+        made.append((payload, record, group))
+        item = wanted.samples.add(group_rewards=rewards[group])
+        record.read(payload, item.sample)
+    delivery = Delivery.claimed("c", made, rewards)
+    assert Response.FromString(delivery.message) == wanted
+    assert delivery.samples == len(rows)
+    assert delivery.outcome == Response.OUTCOME_CLAIMED
+
+
+@given(st.integers(0, 2**40))
+def test_lengths_are_written_as_protobuf_writes_them(number: int) -> None:
+    sample = store_pb.OpenStepRequest(step=number)
+    assert (sample.SerializeToString()[1:] or b"\0") == varint(number)
+
+
+def test_recent_rows_are_bounded_and_leave_once() -> None:
+    rows = RecentRows(limit=10)
+    rows.add("j", "p", "1", [("a", b"12345"), ("b", b"12345")])
+    rows.add("j", "p", "2", [("a", b"123")])
+    assert rows.bytes == 8
+    old, new = replace(_RECORD, since="1"), replace(_RECORD, since="2")
+    assert rows.take("j", "p", [("a", old), ("b", old)]) == {"b": b"12345"}
+    assert rows.take("j", "q", [("a", new)]) == {}
+    # A late column is in Redis only.
+    assert rows.take("j", "p", [("a", replace(new, late="score"))]) == {}
+    assert (rows.bytes, rows.found, rows.missed) == (0, 1, 3)
+    rows.add("j", "p", "1", [("a", b"1"), ("a", b"12")])
+    rows.add("k", "p", "1", [("a", b"123")])
+    assert rows.bytes == 5
+    rows.forget("j")
+    assert rows.bytes == 3
+    none = RecentRows(0)
+    none.add("j", "p", "1", [("a", b"1")])
+    assert none.bytes == 0
+
+
+async def test_what_was_appended_here_is_claimed_without_redis(stage: Stage) -> None:
+    await stage.append_all()
+    recent = stage.store.recent
+    assert recent.bytes > 0
+    first = await stage.claim(claim="one")
+    assert (recent.found, recent.missed) == (len(first.samples), 0)
+    # Again, now from Redis: the same.
+    assert await stage.claim(claim="one") == first
+    assert recent.missed == len(first.samples)
+
+
+async def test_rows_of_another_process_or_another_ending_are_read_from_redis(stage: Stage) -> None:
+    query, trajectory = stage.trajectories[0]
+    lost = make_sample(query, 0, trajectory, tokens=64)
+    won = make_sample(query, 0, trajectory, tokens=32)
+    assert await stage.append(query, trajectory, [won], attempt="won")
+    kept = stage.store.recent.bytes
+    assert not await stage.append(query, trajectory, [lost], attempt="lost")
+    # Neither the ending that lost nor the one that came twice is kept.
+    assert await stage.append(query, trajectory, [lost], attempt="won")
+    assert stage.store.recent.bytes == kept
+    stage.store.recent.forget(stage.job)
+    for query, trajectory in stage.trajectories[1:]:
+        await stage.append(query, trajectory)
+    claimed = await stage.claim()
+    assert {s.sample.sample_id for s in claimed.samples} >= {won.sample_id}
+    own = next(s.sample for s in claimed.samples if s.sample.sample_id == won.sample_id)
+    assert own.prompt_ids == won.prompt_ids
+
+
+async def test_a_claim_is_the_same_from_memory_from_redis_and_from_both(redis_url: str) -> None:
+    delivered = []
+    for limit in (0, 400, 2**20):
+        store = Store(Database(redis_url), recent_bytes=limit)
+        await store.start()
+        stage = await make_stage(store, new_id("job"))
+        await stage.append_all()
+        assert store.recent.bytes <= limit
+        delivered.append((await stage.claim(claim="same")).SerializeToString(deterministic=True))
+        found, missed = store.recent.found, store.recent.missed
+        assert (found > 0, missed > 0) == {0: (False, True), 400: (True, True)}.get(
+            limit, (True, False)
+        )
+        await store.tables.drop(stage.job)
+        await store.stop()
+    assert len(set(delivered)) == 1
