@@ -8,6 +8,9 @@ pipelined redis-py, in alternation with the store, in one run. The last line is 
 
 - `raw_ratio_4k`: bytes/s of append + reward + claim + commit over raw bytes/s, rows of 4096 tokens;
   the best number of concurrent writers. Rewards come late, one call per trajectory.
+- `grpc_echo_ratio_4k`: bytes/s of bare gRPC (no protobuf, store or Redis) with the same messages
+  over raw bytes/s, in the cell that `raw_ratio_4k` is from: what is left to a store behind gRPC.
+- `cpu_us_per_row_4k`: CPU of each process in that cell, in microseconds per row.
 - `ready_p99_ms`: from sending the last reward of a group to having the claim that waited for it.
 - `million_rows_latency_ratio`: median claim with 1,000,000 rows in the store over that with 1,000.
 - `memory_ratio`: bytes that Redis holds per byte of payload, the worst of all lengths.
@@ -20,14 +23,16 @@ import asyncio
 import json
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.store import raw, scale, served
+from benchmarks.store import echo, raw, scale, served
 from benchmarks.store.servers import Servers, Stub, started
 from benchmarks.store.workload import GROUP_SIZE, Shape, make_appends
 
@@ -61,6 +66,9 @@ class Cell:
     tokens: int
     writers: int
     ratio: float
+    echo_ratio: float
+    cpu_us: dict[str, float]
+    """Per row of a step, by process."""
     store_mbs: float
     raw_mbs: float
     rows_per_second: float
@@ -69,12 +77,13 @@ class Cell:
 
 
 async def throughput(servers: Servers, stub: Stub, plan: Plan, tokens: int, writers: int) -> Cell:
-    """Raw, store, raw, store, ...: the ratio of their medians."""
+    """Raw, echo, store, raw, echo, store, ...: the ratios of their medians."""
     row_bytes = 6 * tokens + 200
     queries = max(2, plan.step_bytes // row_bytes // TURNS // GROUP_SIZE)
     shape = Shape(tokens, min(queries, 128), TURNS)
     timings = served.Timings()
-    raw_seconds, store_seconds, size = [], [], 0
+    raw_seconds, store_seconds, echo_seconds, size = [], [], [], 0
+    cpu: defaultdict[str, list[float]] = defaultdict(list)
     for _ in range(plan.repeats):
         job = await served.create(stub)
         appends = make_appends(job, 0, shape)
@@ -83,13 +92,21 @@ async def throughput(servers: Servers, stub: Stub, plan: Plan, tokens: int, writ
         size = 2 * sum(len(row) for row in rows)
         with servers.client() as client:
             raw_seconds.append(await asyncio.to_thread(raw.round_trip, client, rows))
+        requests = [append.SerializeToString() for append in appends]
+        answers = echo.batches([len(row) for row in rows], served.MICRO_BATCH)
+        echo_seconds.append(await echo.round_trip(servers.echo_address, requests, answers, writers))
+        before = servers.cpu_seconds()
         store_seconds.append(await served.run_step(stub, shape, job, appends, writers, timings))
+        for name, used in servers.cpu_seconds().items():
+            cpu[name].append((used - before[name]) / shape.rows * 1e6)
         await served.drop(stub, job)
     taken, ideal = statistics.median(store_seconds), statistics.median(raw_seconds)
     return Cell(
         tokens,
         writers,
         ideal / taken,
+        ideal / statistics.median(echo_seconds),
+        {name: round(statistics.median(used)) for name, used in cpu.items()},
         size / taken / 1e6,
         size / ideal / 1e6,
         shape.rows / taken,
@@ -98,7 +115,7 @@ async def throughput(servers: Servers, stub: Stub, plan: Plan, tokens: int, writ
     )
 
 
-async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, float]:
+async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, Any]:
     """All of it; prints as it goes."""
     async with servers.stub() as stub:
         low, high = await scale.latency_by_rows(stub, 1000, plan.many, plan.many_steps, plan.claims)
@@ -123,8 +140,11 @@ async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, f
             for writers in WRITERS
         ]
     console.print(_table(cells))
+    best = max((cell for cell in cells if cell.tokens == 4096), key=lambda cell: cell.ratio)
     return {
-        "raw_ratio_4k": round(max(cell.ratio for cell in cells if cell.tokens == 4096), 3),
+        "raw_ratio_4k": round(best.ratio, 3),
+        "grpc_echo_ratio_4k": round(best.echo_ratio, 3),
+        "cpu_us_per_row_4k": best.cpu_us,
         "ready_p99_ms": round(_quantile(ready, 0.99) * 1e3, 2),
         "million_rows_latency_ratio": round(high / low, 2),
         "memory_ratio": round(max(memory.values()), 3),
@@ -134,9 +154,19 @@ async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, f
 def _table(cells: Sequence[Cell]) -> Table:
     table = Table(
         title="append + late reward + claim + commit, against raw pipelined redis-py",
-        caption="Calls: median / p99 in ms. A claim waits for its 64 rows.",
+        caption="Calls: median / p99 in ms. A claim waits for its 64 rows. gRPC: the ratio of bare "
+        "gRPC with the same messages. CPU: of client / store / Redis.",
     )
-    for heading in ("tokens", "writers", "rows/s", "MB/s", "raw MB/s", "ratio"):
+    for heading in (
+        "tokens",
+        "writers",
+        "rows/s",
+        "MB/s",
+        "raw MB/s",
+        "ratio",
+        "gRPC",
+        "CPU us/row",
+    ):
         table.add_column(heading, justify="right")
     for name in ("append", "reward", "claim", "commit"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -148,6 +178,8 @@ def _table(cells: Sequence[Cell]) -> Table:
             f"{cell.store_mbs:.0f}",
             f"{cell.raw_mbs:.0f}",
             f"{cell.ratio:.2f}",
+            f"{cell.echo_ratio:.2f}",
+            " / ".join(f"{used:.0f}" for used in cell.cpu_us.values()),
             *(
                 f"{cell.p50_ms[name]:.1f} / {cell.p99_ms[name]:.1f}"
                 for name in ("append", "reward", "claim", "commit")
@@ -167,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     options = parser.parse_args(arguments)
-    console = Console(quiet=options.json, width=130)
+    console = Console(quiet=options.json, width=160)
     with (
         tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory,
         started(Path(directory)) as servers,

@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+import psutil
 import redis
 
 from troupe.cluster.redis import redis_executable, write_config
@@ -32,6 +33,18 @@ class Servers:
     redis_url: str
     address: str
     """host:port of the store."""
+    echo_address: str
+    """host:port of a bare gRPC server (echo.py)."""
+    processes: Mapping[str, psutil.Process]
+    """`redis`, `store`, and `client`: this one."""
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """What each of `processes` has used since its start."""
+        found = {}
+        for name, process in self.processes.items():
+            times = process.cpu_times()
+            found[name] = times.user + times.system
+        return found
 
     def client(self) -> redis.Redis:
         """A plain connection to Redis."""
@@ -56,16 +69,30 @@ def started(directory: Path, fsync: Fsync = "everysec") -> Iterator[Servers]:
     config, url = write_config(directory, port, fsync=fsync)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((directory / "servers.log").open("ab"))
-        _run(stack, [redis_executable(), str(config)], log.fileno(), {})
+        redis_pid = _run(stack, [redis_executable(), str(config)], log.fileno(), {})
         _wait("Redis", lambda: redis.Redis.from_url(url).ping())
         ports = directory / "ports"
         env = {"TROUPE_REDIS_URL": url, "TROUPE_PORT": "0", "TROUPE_PORT_FILE": str(ports)}
-        _run(stack, [sys.executable, "-m", "services.experience_store"], log.fileno(), env)
+        store = [sys.executable, "-m", "services.experience_store"]
+        store_pid = _run(stack, store, log.fileno(), env)
         _wait("the store", lambda: ports.read_text())
-        yield Servers(url, f"127.0.0.1:{ports.read_text().split()[0]}")
+        echo = directory / "echo"
+        with echo.open("wb") as out:
+            _run(stack, [sys.executable, "-m", "benchmarks.store.echo"], out.fileno(), {})
+        _wait("the echo", lambda: int(echo.read_text()))
+        yield Servers(
+            url,
+            f"127.0.0.1:{ports.read_text().split()[0]}",
+            f"127.0.0.1:{int(echo.read_text())}",
+            {
+                "client": psutil.Process(),
+                "store": psutil.Process(store_pid),
+                "redis": psutil.Process(redis_pid),
+            },
+        )
 
 
-def _run(stack: contextlib.ExitStack, command: list[str], log: int, env: dict[str, str]) -> None:
+def _run(stack: contextlib.ExitStack, command: list[str], log: int, env: dict[str, str]) -> int:
     process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | env)
 
     def end() -> None:
@@ -77,6 +104,7 @@ def _run(stack: contextlib.ExitStack, command: list[str], log: int, env: dict[st
             process.wait()
 
     stack.callback(end)
+    return process.pid
 
 
 def _wait(name: str, answers: object) -> None:
@@ -85,7 +113,7 @@ def _wait(name: str, answers: object) -> None:
         try:
             answers()  # type: ignore[operator]
             return
-        except (redis.RedisError, OSError) as error:
+        except (redis.RedisError, OSError, ValueError) as error:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{name} did not start") from error
             time.sleep(0.05)

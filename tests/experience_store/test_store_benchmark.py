@@ -15,9 +15,12 @@ def test_a_quick_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[st
     results = json.loads(last)
     assert set(results) == {
         "raw_ratio_4k",
+        "grpc_echo_ratio_4k",
+        "cpu_us_per_row_4k",
         "ready_p99_ms",
         "million_rows_latency_ratio",
         "memory_ratio",
     }
+    assert set(results.pop("cpu_us_per_row_4k")) == {"client", "store", "redis"}
     assert all(value > 0 for value in results.values())
     assert any("raw pipelined redis-py" in line for line in table)
