@@ -13,9 +13,9 @@ from benchmarks.workloads.plain_turns import question
 from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.factory import make_engine
 from services.rollout.memory import settle
-from services.rollout.tokenizers import load_language
 from troupe.transfer import Transfer
 from troupe.workflow.conversation import parse_messages
+from troupe.workflow.languages import load_language
 
 
 async def drive(directory: Path, concurrency: list[int], trajectories: int) -> dict[int, float]:

@@ -10,12 +10,12 @@ import structlog
 from services.rollout.engines.base import Engine
 from services.rollout.router import PolicyRouter
 from services.rollout.supervision import EngineKeeper, Target
-from services.rollout.tokenizers import Language
 from services.rollout.weights import check_successor, roll_out
 from troupe.job import EngineSpec, RoutingSpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
+from troupe.workflow.languages import Language
 
 log = structlog.get_logger(__name__)
 

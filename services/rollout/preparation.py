@@ -18,13 +18,13 @@ from services.rollout.policy import ServedPolicy
 from services.rollout.prepared import PreparedJob
 from services.rollout.queries import QuerySource
 from services.rollout.rewards import JobFunctions
-from services.rollout.tokenizers import Language, load_language, stop_ids
 from troupe.job import JobSpec, JobSpecError, PolicySpec, parse_job
 from troupe.job.balancing import engine_count
 from troupe.rpc.errors import InvalidArgument
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
-from troupe.workflow import EntrypointError, Role, Sampling, WorkflowError, load_workflow
+from troupe.workflow import EntrypointError, WorkflowError, load_workflow
+from troupe.workflow.languages import Language, load_language, role_of
 
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
@@ -78,7 +78,7 @@ class Preparation:
             languages[name] = await asyncio.to_thread(
                 load_language, policy.model, f"policies.{name}.model"
             )
-        roles = {name: _role(spec, name, languages) for name in spec.agents}
+        roles = {name: role_of(spec, name, languages) for name in spec.agents}
         queries = QuerySource(spec.tasks)
         try:
             workflow = await asyncio.to_thread(load_workflow, spec.workflow)
@@ -158,25 +158,6 @@ def _resumes(spec: JobSpec, policy: PolicySpec) -> bool:
     nor where all of a turn must be of one version, which the next engine may not have."""
     keeps = getattr(policy.engine, "in_flight", "keep") == "keep"
     return keeps and not spec.pipeline.deterministic
-
-
-def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
-    agent = spec.agents[name]
-    language = languages[agent.policy]
-    sampling = agent.sampling
-    return Role(
-        name=name,
-        policy=agent.policy,
-        tokenizer=language.chat,
-        sampling=Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
-            stop_token_ids=stop_ids(sampling.stop, language, f"agents.{name}.sampling.stop"),
-        ),
-        system_prompt=agent.system_prompt,
-    )
 
 
 def parse_spec(spec_json: str) -> JobSpec:

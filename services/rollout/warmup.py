@@ -13,7 +13,7 @@ import threading
 
 import structlog
 
-from services.rollout.tokenizers import IMPORTING
+from troupe.workflow.languages import IMPORTING
 
 log = structlog.get_logger(__name__)
 
