@@ -171,7 +171,9 @@ class FakeSglang:
             ],
         }
         if not self.old:
-            meta["weight_versions"] = _spans(call.versions)
+            none = [{"version": self.version, "start": 0, "end": 0}]
+            meta["weight_versions"] = _spans(call.versions) or none
+        meta["input_token_logprobs"] = []
         if body.get("logprob_start_len") == 0:
             meta["input_token_logprobs"] = self._prompt_logprobs(prompt)
         return JSONResponse({"output_ids": call.tokens, "meta_info": meta})
@@ -286,11 +288,12 @@ class FakeSglang:
             }
             return {"timestamp": "", "version": self.info["version"], "loads": [one]}
 
-        @app.post("/tokenize")
+        @app.post("/tokenize", include_in_schema=False)
         async def tokenize(body: dict[str, Any]) -> Response:
             if self.tokenizer is None:
                 message = "Internal server error during tokenization"
-                return JSONResponse({"object": "error", "message": message, "code": 500}, 500)
+                body = {"object": "error", "message": message, "type": "InternalServerError"}
+                return JSONResponse(body | {"param": None, "code": 500}, 500)
             tokens = self.tokenizer(body["prompt"])
             return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": 256})
 

@@ -117,7 +117,8 @@ class SglangClient:
         return None
 
     async def tokenize(self, text: str) -> list[int] | None:
-        """Ids of `text` by the server's own tokenizer; None where it runs without one."""
+        """Ids of `text` by the server's own tokenizer; None where it runs without one, or without
+        this call, which is in no release's document."""
         try:
             reply = await self._json(
                 "POST", "/tokenize", {"prompt": text, "add_special_tokens": False}

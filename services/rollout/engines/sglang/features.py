@@ -15,8 +15,8 @@ class Features:
     continued by us. `tensors`: weights can be sent as tensors; `sessions`: such updates run between
     begin and end. `version_call`: the version can be set by itself, without aborting turns.
     `memory`: weights and key-value cache can be released. `adapters`: LoRA adapters can be loaded
-    from a directory, `adapter_tensors`: from tensors. `tokenizer`: text can be tokenized. `loads`:
-    path of the load report.
+    from a directory, `adapter_tensors`: from tensors. `loads`: path of the load
+    report.
     """
 
     retract: bool
@@ -27,7 +27,6 @@ class Features:
     memory: bool
     adapters: bool
     adapter_tensors: bool
-    tokenizer: bool
     loads: str | None
 
     @staticmethod
@@ -46,7 +45,6 @@ class Features:
             memory={"/release_memory_occupation", "/resume_memory_occupation"} <= set(paths),
             adapters={"/load_lora_adapter", "/unload_lora_adapter"} <= set(paths),
             adapter_tensors="/load_lora_adapter_from_tensors" in paths,
-            tokenizer="/tokenize" in paths,
             loads=loads,
         )
 

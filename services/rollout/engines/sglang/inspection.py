@@ -43,7 +43,7 @@ async def inspect(
         model_type = (await client.model_info()).get("model_type")
         # Releases that cannot retract may not look at the ids of a bias before they use them.
         vocabulary = await client.vocabulary() if features.retract else None
-        theirs = await client.tokenize(_TEXT) if tokenizer and features.tokenizer else None
+        theirs = await client.tokenize(_TEXT) if tokenizer else None
     except (ServerGone, BrokenReply, Refused) as error:
         raise refused(
             f"this is no usable SGLang server: {error}",
