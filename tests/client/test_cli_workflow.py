@@ -81,6 +81,13 @@ def test_a_tokenizer_that_is_there_is_used(run: Run, tmp_path: Path) -> None:
     # ChatML, a token per character: `<|im_start|>user\n0+4<|im_end|>\n<|im_start|>assistant\n`.
     assert turns[0]["prompt_tokens"] == 1 + len("user\n0+4") + 2 + 1 + len("assistant\n")
 
+    spec["policies"]["checker"]["engine"] = {"max_context": 16}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec))
+    status, out, _ = run("workflow", "try", str(tmp_path / "job.yaml"), "--queries", "1")
+    assert status == 1
+    assert "FAILED after 1 turns: context_overflow" in out
+    assert "note: agent checker was never asked" in out
+
 
 @pytest.mark.parametrize(
     ("job", "groups"),

@@ -13,11 +13,16 @@ from tests.support.tiny_team import job
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_sync_and_micro_batch_end_with_the_same_bits(house: House, models: Path) -> None:
+@pytest.mark.parametrize("workflow", ["play", "lines"])
+async def test_sync_and_micro_batch_end_with_the_same_bits(
+    house: House, models: Path, workflow: str
+) -> None:
     """Weights, optimizer moments and random generators, although claims are cut differently."""
     found = []
     for mode, micro_batch in (("sync", 16), ("micro_batch", 5)):
         over = {
+            "workflow": f"tests.support.tiny_team:{workflow}",
+            "algorithm.group_by": "turn",
             "pipeline.mode": mode,
             "pipeline.micro_batch_samples": micro_batch,
             "pipeline.steps": 3,

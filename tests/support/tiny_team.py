@@ -6,6 +6,7 @@ The workflow functions and tasks are imported by the services by name (`tests.su
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,22 @@ async def tree(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, f
     again = [question, draft, {"role": "user", "content": critique.text}]
     final = await branch(agents["solver"], again, n=2, score=score)
     return {"checker": share_of_a(critique.text), "team": final.reward or 0.0}
+
+
+async def lines(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
+    """Branches of several turns, which take a different time whenever they are played."""
+
+    async def line(number: int) -> str:
+        said: str = query["question"]
+        for _ in range(1 + number):
+            await asyncio.sleep(int.from_bytes(os.urandom(1), "big") / 5000)
+            said = (await agents["solver"].chat(said)).text or "?"
+        return said
+
+    ends = await asyncio.gather(*(line(number) for number in range(3)))
+    critique = await agents["checker"].chat("".join(ends))
+    score = share_of_a("".join(ends))
+    return {"solver": score, "checker": share_of_a(critique.text), "team": score}
 
 
 async def raises(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
@@ -95,8 +95,13 @@ def print_rehearsed(console: Console, one: Rehearsed) -> None:
         say("  " + " ".join(f"{one.failure.message} {one.failure.remedy}".split()), "red")
 
 
-def print_totals(console: Console, ended: Sequence[Rehearsed], groups: Counter[str]) -> None:
-    """Counts, and what would teach nothing."""
+def print_totals(
+    console: Console,
+    ended: Sequence[Rehearsed],
+    groups: Counter[str],
+    agents: Collection[str] = (),
+) -> None:
+    """Counts, and what would teach nothing; `agents`: those of the job."""
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
@@ -116,6 +121,8 @@ def print_totals(console: Console, ended: Sequence[Rehearsed], groups: Counter[s
             "`algorithm.group_by` and `--group-size`",
             "yellow",
         )
+    for name in sorted(set(agents) - turns.keys()):
+        say(f"note: agent {name} was never asked", "yellow")
     if broken := sum(turn.prefix_broken for one in ended for turn in one.turns):
         say(
             f"note: {broken} turns changed an earlier reply of their agent, so that its tokens "

@@ -112,7 +112,7 @@ def try_workflow(
         }
         print(json.dumps(record, indent=2))
     else:
-        print_totals(console, ended, groups)
+        print_totals(console, ended, groups, setting.roles or ())
     raise typer.Exit(FAILED if failed else 0)
 
 

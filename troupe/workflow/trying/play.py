@@ -64,12 +64,14 @@ class Trial:
         seed: int = 0,
         seconds: float = 60.0,
         trajectory_id: str = "",
+        contexts: Mapping[str, int] | None = None,
     ) -> None:
-        """As `play`; `functions` instead of those over `tools` and `rewards`."""
+        """As `play`; `functions` instead of those over `tools` and `rewards`, `contexts` as in
+        `PolicyBackend`."""
         self.query = query if isinstance(query, Query) else Query("q0", "train", 0, query)
         self.trajectory_id = trajectory_id or f"{self.query.id}-t0"
         self._workflow = workflow
-        self._backend = PolicyBackend(RandomPolicy() if policy is None else policy)
+        self._backend = PolicyBackend(RandomPolicy() if policy is None else policy, contexts)
         self.agents = _agents(agents, self._backend, seed)
         self._backend.agents = self.agents
         self._rewards = tuple(rewards or ())

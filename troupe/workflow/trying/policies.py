@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 import random
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from troupe.workflow.agents import Agents
 from troupe.workflow.backend import Sampling, Span
 from troupe.workflow.conversation import ChatTokenizer, Message
-from troupe.workflow.errors import TurnError, WorkflowError, shown
+from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError, shown
 from troupe.workflow.turns import Turn, digest_of
 
 
@@ -138,18 +139,26 @@ class Said:
 class PolicyBackend:
     """`troupe.workflow.Backend` of one trajectory over policies."""
 
-    def __init__(self, policy: Policy | Mapping[str, Policy]) -> None:
-        """`policy`: that of all agents, or by agent."""
+    def __init__(
+        self,
+        policy: Policy | Mapping[str, Policy],
+        contexts: Mapping[str, int] | None = None,
+    ) -> None:
+        """`policy`: that of all agents, or by agent. `contexts`: tokens of prompt and response
+        that an engine of a policy has room for, by the policy's name; others have endless room."""
         self._policy = policy
+        self._contexts = contexts or {}
         self.agents: Agents | None = None
         """The trajectory's, to be set before its first turn."""
 
     async def generate(self, agent: str, prompt_ids: Sequence[int], sampling: Sampling) -> Said:
-        """What the agent's policy says, cut to `max_new_tokens`. Raises `TurnError`."""
+        """What the agent's policy says, cut to `max_new_tokens` and to the room that the prompt
+        leaves. Raises `TurnError`, and `ContextOverflowError` where it leaves none."""
         assert self.agents is not None
         # Every turn has a `Sampling` of its own.
         turn = next(turn for turn in reversed(self.agents.begun) if turn.sampling is sampling)
         role = turn.role
+        room = min(sampling.max_new_tokens, self._room(role.policy, len(prompt_ids)))
         answer = self._of(agent)(_prompt(turn))
         given = await answer if inspect.isawaitable(answer) else answer
         spoken = Spoken(role.tokenizer.encode(given)) if isinstance(given, str) else given
@@ -163,12 +172,25 @@ class PolicyBackend:
         ids = list(spoken.ids)
         logprobs = [0.0] * len(ids) if spoken.logprobs is None else list(spoken.logprobs)
         stops = role.sampling.stop_token_ids
-        stopped = spoken.stopped and bool(stops) and len(ids) < sampling.max_new_tokens
+        stopped = spoken.stopped and bool(stops) and len(ids) < room
         if stopped:
             ids.append(stops[0])
             logprobs.append(0.0)
-        room = sampling.max_new_tokens
         return Said(ids[:room], logprobs[:room], "stop" if stopped else "length")
+
+    def _room(self, policy: str, prompt_tokens: int) -> int:
+        context = self._contexts.get(policy)
+        if context is None:
+            return sys.maxsize
+        if prompt_tokens >= context:
+            raise ContextOverflowError(
+                f"a prompt of {prompt_tokens} tokens leaves no room for a response in a context of "
+                f"{context} tokens",
+                field=f"policies.{policy}.engine.max_context",
+                value=context,
+                remedy="Shorten the conversation, or raise `max_context`.",
+            )
+        return context - prompt_tokens
 
     def _of(self, agent: str) -> Policy:
         if not isinstance(self._policy, Mapping):

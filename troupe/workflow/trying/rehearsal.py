@@ -88,6 +88,7 @@ class Rehearsal:
             seed=seed_of(self.seed, query.split, query.index, number),
             seconds=self.seconds,
             trajectory_id=f"{query.id}-t{number}",
+            contexts=setting.contexts,
         )
         played, failure = None, None
         try:

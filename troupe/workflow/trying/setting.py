@@ -45,6 +45,8 @@ class Setting:
     tasks: Tasks | None = None
     tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    """Tokens that an engine has room for, by policy; not where bytes are the tokens."""
     notes: tuple[str, ...] = ()
     """What a job would do otherwise."""
 
@@ -109,6 +111,11 @@ def _of_job(spec: JobSpec, entrypoint: str, workflow: Workflow, split: str) -> S
         tasks=load_tasks(spec.tasks.source, split, spec.tasks.args),
         tools=_functions(spec.tools, "tools"),
         rewards=_functions(spec.rewards, "rewards"),
+        contexts={
+            name: spec.policies[name].engine.max_context
+            for name, language in languages.items()
+            if not isinstance(language, _Bytes)
+        },
         notes=tuple(notes[:1] if bytes_only and len(notes) > 1 else notes),
     )
 
