@@ -57,11 +57,12 @@ def spec(directory: Path, workflow: str, policy: dict[str, Any], **sections: Any
     """A job whose trajectories are turns and nothing else."""
     args = sections.pop("args", {})
     tokens = sections.pop("max_new_tokens", RESPONSE)
+    module = f"benchmarks.workloads.{sections.pop('module', 'plain_turns')}"
     return JobSpec.model_validate(
         {
             "name": JOB,
-            "workflow": f"benchmarks.workloads.plain_turns:{workflow}",
-            "tasks": {"source": "benchmarks.workloads.plain_turns:Queries", "args": args},
+            "workflow": f"{module}:{workflow}",
+            "tasks": {"source": f"{module}:Queries", "args": args},
             "agents": {POLICY: {"policy": POLICY, "sampling": {"max_new_tokens": tokens}}},
             "policies": {POLICY: {"model": model(directory), **policy}},
             "pipeline": {"steps": 1, "queries_per_step": 1},

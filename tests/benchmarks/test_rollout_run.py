@@ -1,4 +1,4 @@
-"""The rollout benchmark from its command line to its object, on a real service."""
+"""The benchmarks of rollout from their command line to their object, on a real service."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import sys
 import pytest
 
 
-@pytest.mark.slow
-def test_a_quick_run_measures_everything() -> None:
+def run(module: str) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.rollout", "--quick", "--json"],
+        [sys.executable, "-m", module, "--quick", "--json"],
         check=False,
         capture_output=True,
         text=True,
@@ -21,9 +20,22 @@ def test_a_quick_run_measures_everything() -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_a_quick_run_measures_what_lies_before_the_engine() -> None:
+    found = run("benchmarks.rollout")
     # A busy machine says little about speed; that all of it is there, it does.
     assert found["ratio_vs_engine"] > 0.3
     assert 0 < found["turn_p50_ms"] <= found["turn_p99_ms"]
     assert found["in_flight"] == 100
     assert found["rss_mib_2000"] < 1536
+
+
+@pytest.mark.slow
+def test_a_quick_run_measures_device_classes() -> None:
+    found = run("benchmarks.affinity")
+    assert found["affinity_over_one_class"] > 0.7
+    assert set(found) >= {"inferred_over_one_class", "mixed_over_one_class"}
