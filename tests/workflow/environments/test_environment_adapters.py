@@ -192,6 +192,12 @@ def test_textarena_judges_by_itself() -> None:
     assert (step.current, step.rewards) == ((), {"p0": -1.0, "p1": 1.0})
 
 
+def test_a_reward_that_is_a_text_is_refused() -> None:
+    """TextArena's Countdown gives its reason as the reward."""
+    report = check(lambda: TextArena("Countdown-v0", players=1), seeds=(0,))
+    assert "rewards_finite" in {finding.name for finding in report.broken}
+
+
 @pytest.mark.parametrize(
     ("make", "package"),
     [
@@ -217,6 +223,7 @@ def test_a_library_that_is_not_installed_is_named(
         lambda: OpenSpiel("mfg_crowd_modelling"),
         lambda: Gymnasium("NoSuchGame-v0"),
         lambda: TextArena("NoSuchGame-v0"),
+        lambda: TextArena("UsedCar-v0-balanced"),  # registered, but not in the package
         lambda: Parallel("pettingzoo.classic.no_such_game:parallel_env"),
     ],
 )

@@ -155,10 +155,12 @@ class OpenSpiel(Environment):
 
     def _legal(self, player: int) -> dict[str, Action]:
         state, mover = self._state, _MOVER.format(player)
-        return {
-            state.action_to_string(player, action).removeprefix(mover): action
-            for action in state.legal_actions(player)
-        }
+        legal: dict[str, Action] = {}
+        for action in state.legal_actions(player):
+            label = state.action_to_string(player, action).removeprefix(mover)
+            # No move may be lost because another one bears its name.
+            legal[label if label not in legal else f"{label} #{action}"] = action
+        return legal
 
     def _arrays(self, player: int) -> dict[str, Any]:
         kind, arrays = self._game.get_type(), {}

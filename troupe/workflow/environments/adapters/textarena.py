@@ -60,6 +60,16 @@ class TextArena(Environment):
         self._players = players
         self._seats = tuple(f"p{player}" for player in range(players))
         self._states: tuple[Any, Any] | None = None
+        try:
+            with self._randomness(0):
+                self._make()
+        except Exception as error:  # its games raise what they like
+            raise EntrypointError(
+                f"TextArena cannot make '{id}': {type(error).__name__}: {_line(error)}",
+                field="id",
+                value=id,
+                remedy="Some games need word lists of NLTK, a key, or a newer Python.",
+            ) from error
         self._properties = Properties(
             **{
                 "name": f"textarena/{id}",
@@ -97,7 +107,8 @@ class TextArena(Environment):
         ended = dict.fromkeys(self._seats, True)
         return Step(
             {},
-            {seat: float((rewards or {}).get(p, 0.0)) for p, seat in enumerate(self._seats)},
+            # Some of its games mix up reason and reward: the contract tells.
+            {seat: (rewards or {}).get(p, 0.0) for p, seat in enumerate(self._seats)},
             ended,
             dict.fromkeys(self._seats, False),
             (),
@@ -125,6 +136,10 @@ class TextArena(Environment):
             self._states = random.getstate(), np.random.get_state()
             random.setstate(others[0])
             np.random.set_state(others[1])
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _speaks(env: Any) -> bool:
