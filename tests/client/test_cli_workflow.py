@@ -138,6 +138,9 @@ def test_what_the_workflow_raises_is_shown_with_its_own_frames(run: Run) -> None
         ("solve", {}, "has no 'question'; it has: "),
         ("solve", {"question": "1", "answer": "1"}, "the job has no tool 'score'"),
         ("sleeps", {}, "not done within 0.5 s, after 1 turns"),
+        ("exits", {}, "SystemExit: 3"),
+        ("cancels_itself", {}, "CancelledError"),
+        ("refuses_to_end", {}, "it held the event loop, or refused to end, after 2.5 s"),
         ("blocks", {}, "it held the event loop, or refused to end, after 2.5 s"),
     ],
 )

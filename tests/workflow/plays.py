@@ -51,6 +51,23 @@ async def blocks(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     return {}
 
 
+async def exits(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat("begin")
+    raise SystemExit(3)
+
+
+async def cancels_itself(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    raise asyncio.CancelledError
+
+
+async def refuses_to_end(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            continue
+
+
 async def uses(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     await agents["solver"].chat("begin")
     await tools.call(query["tool"])

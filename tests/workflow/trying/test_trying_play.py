@@ -81,6 +81,15 @@ async def test_agents_are_those_that_were_named() -> None:
         await play(workflow, {}, agents=["solver"])
 
 
+async def test_without_names_any_agent_is_one() -> None:
+    async def workflow(query: Any, agents: Agents, tools: Any) -> dict[str, float]:
+        assert "critic" in agents
+        await agents["solver"].chat("x")
+        return {"solver": 1.0, "critic": 2.0}
+
+    assert (await play(workflow, {})).rewards == {"solver": 1.0, "critic": 2.0}
+
+
 async def test_a_role_may_say_more_about_an_agent() -> None:
     async def workflow(query: Any, agents: Agents, tools: Any) -> dict[str, float]:
         await agents["solver"].chat("x")

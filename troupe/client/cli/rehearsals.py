@@ -92,7 +92,8 @@ def print_rehearsed(console: Console, one: Rehearsed) -> None:
         say(f"  FAILED after {len(one.turns)} turns: {one.failure.kind}", "bold red")
         if one.failure.traceback:
             say(one.failure.traceback)
-        say("  " + " ".join(f"{one.failure.message} {one.failure.remedy}".split()), "red")
+        said = f"{one.failure.message.rstrip('.')}. {one.failure.remedy}"
+        say("  " + " ".join(said.split()), "red")
 
 
 def print_totals(

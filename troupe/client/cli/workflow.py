@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import traceback
 from enum import StrEnum
 from pathlib import Path
@@ -90,6 +91,8 @@ def try_workflow(
     chosen = _policy(policy, script)
     setting = _open(source, job, split)
     asked = _queries(setting, query or [], queries, split)
+    # What a workflow leaves behind is not for the log; how it ended is shown.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     rehearsal = Rehearsal(setting, asked, chosen, group_size, seed, timeout)
     console = Console()
     if not as_json:
