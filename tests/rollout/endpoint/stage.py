@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.rollout.endpoint import plays
 from tests.rollout.house import House, evaluation, make_spec, open_house, training
 from tests.support.scripted_engine import Script
 from tests.workflow.stage import make_tokenizer
 from troupe import tensors
+from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
 
+Event = pb.TrajectoryEvent
 # As Qwen2.5's, in short.
 TOOLED = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
@@ -87,6 +89,15 @@ def text_of(ids: list[int]) -> str:
     return str(TOKENIZER.decode(ids, clean_up_tokenization_spaces=False))
 
 
+class Row(NamedTuple):
+    """A sample."""
+
+    prompt: list[int]
+    response: list[int]
+    logprobs: list[float]
+    reward: float
+
+
 async def until(happened: Callable[[], object]) -> None:
     """Wait for it, for half a minute at most."""
     async with asyncio.timeout(30):
@@ -97,36 +108,48 @@ async def until(happened: Callable[[], object]) -> None:
 class Stage:
     """A house with a scripted engine, in which a test's own function is the workflow."""
 
-    def __init__(self, house: House, script: Script) -> None:
+    def __init__(self, house: House, script: Script, spec: dict[str, Any]) -> None:
         self.house = house
         self.script = script
+        self._spec = spec
 
-    async def play(
-        self, act: Callable[[Any, Any], Awaitable[dict[str, float]]], *, train: bool = False
-    ) -> pb.TrajectoryEvent:
-        """One trajectory."""
-        plays.ACT = act
-        tickets = training(1, 1) if train else evaluation(1)
-        [event] = (await self.house.run(tickets)).values()
-        return event
+    def begin_anew(self) -> None:
+        """Engines say "ok" and hold nothing back."""
+        self.script.speak = lambda prompt: says("ok")
+        self.script.hold = None
+        self.script.asked.clear()
+        self.script.aborted = 0
 
-    async def rows(self) -> list[tuple[list[int], list[int], list[float], float]]:
-        """Prompt, response, log-probs and reward of all samples, by turn."""
+    async def play(self, act: Callable[[Any, Any], Awaitable[dict[str, float]]]) -> Event:
+        """One trajectory that is not trained."""
+        return await self._play(act, evaluation(1))
+
+    async def train(
+        self, act: Callable[[Any, Any], Awaitable[dict[str, float]]]
+    ) -> tuple[Event, list[Row]]:
+        """One trajectory of a new job, and the samples that it left in the store."""
+        self.house.job_id = new_id("job")
+        await self.house.prepare_raw(self._spec)
+        await self.house.open_step(queries=1, group_size=1)
+        event = await self._play(act, training(1, 1))
         samples = sorted(await self.house.samples("big"), key=lambda sample: sample.turn)
-        return [
-            (_ids(s.prompt_ids), _ids(s.response_ids), _floats(s.logprobs), s.reward)
+        return event, [
+            Row(_ids(s.prompt_ids), _ids(s.response_ids), _floats(s.logprobs), s.reward)
             for s in samples
         ]
 
+    async def _play(
+        self, act: Callable[[Any, Any], Awaitable[dict[str, float]]], tickets: Sequence[pb.Ticket]
+    ) -> Event:
+        plays.ACT = act
+        [event] = (await self.house.run(tickets)).values()
+        return event
+
 
 @asynccontextmanager
-async def open_stage(
-    directory: Path,
-    speak: Callable[[list[int]], list[int]] = lambda prompt: says("ok"),
-    **options: Any,
-) -> AsyncIterator[Stage]:
+async def open_stage(directory: Path, **options: Any) -> AsyncIterator[Stage]:
     """A prepared job on a house of its own; `options` are for `open_house`."""
-    script = Script(speak)
+    script = Script(lambda prompt: says("ok"))
     changes = {
         "agents": {name: {"sampling": {"max_new_tokens": 200}} for name in ("solver", "checker")},
         "policies": {
@@ -137,7 +160,7 @@ async def open_stage(
     async with open_house(directory, make=script.make, **options) as house:
         spec = {**make_spec("one_turn", **changes), "workflow": f"{plays.__name__}:acts"}
         await house.prepare_raw(spec)
-        yield Stage(house, script)
+        yield Stage(house, script, spec)
 
 
 def _ids(tensor: common.Tensor) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,9 @@ import pytest
 
 from tests.rollout.endpoint.stage import ADD, Stage, open_stage, until
 from tests.rollout.endpoint.test_endpoint_client import ASKED, COMPLETED, client_of
-from tests.rollout.processes import ServiceProcess
 from troupe.v1 import common_pb2 as common
 
-
-@pytest.fixture
-async def stage(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[Stage]:
-    async with open_stage(tmp_path, store=store_process.address) as stage:
-        yield stage
-
-
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": []}, "messages", "invalid_value"),
     ({"messages": "hello"}, "messages", "invalid_value"),
@@ -146,11 +138,10 @@ async def test_only_the_address_of_a_running_trajectory_is_served(stage: Stage) 
 
 async def test_a_body_that_is_too_large_is_refused(stage: Stage) -> None:
     answers: list[httpx.Response] = []
-    stage.house.service._endpoints._max_body = 10_000  # before it serves
 
     async def act(query: Any, agents: Any) -> dict[str, float]:
         url = agents["solver"].endpoint().base_url + "/chat/completions"
-        message = {"role": "user", "content": "x" * 20_000}
+        message = {"role": "user", "content": "x" * (17 << 20)}
         async with httpx.AsyncClient() as client:
             answers.append(await client.post(url, json={"messages": [message]}))
         return {"solver": 0.0}
@@ -163,7 +154,6 @@ async def test_a_body_that_is_too_large_is_refused(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_goes_away_takes_its_turn_with_it(stage: Stage, stream: bool) -> None:
-    await stage.house.open_step(queries=1, group_size=1)
     stage.script.hold = asyncio.Event()
 
     async def act(query: Any, agents: Any) -> dict[str, float]:
@@ -178,11 +168,11 @@ async def test_a_client_that_goes_away_takes_its_turn_with_it(stage: Stage, stre
             await client.chat.completions.create(model="m", messages=[ASKED])
         return {"solver": 1.0}
 
-    event = await stage.play(act, train=True)
+    event, rows = await stage.train(act)
 
     assert event.state == COMPLETED, event.reason
     assert len(event.turns) == 1
-    assert len(await stage.rows()) == 1, "the aborted turn is not trained"
+    assert len(rows) == 1, "the aborted turn is not trained"
 
 
 async def test_the_end_of_a_trajectory_ends_its_calls(stage: Stage) -> None:

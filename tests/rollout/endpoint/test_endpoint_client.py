@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,22 +14,15 @@ from tests.rollout.endpoint.stage import (
     Stage,
     calls,
     in_turn,
-    open_stage,
     says,
     text_of,
     until,
 )
-from tests.rollout.processes import ServiceProcess
 from troupe.v1 import common_pb2 as common
 
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASKED = {"role": "user", "content": "what is 3+4?"}
-
-
-@pytest.fixture
-async def stage(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[Stage]:
-    async with open_stage(tmp_path, store=store_process.address) as stage:
-        yield stage
 
 
 def client_of(agents: Any, agent: str = "solver", **options: Any) -> AsyncOpenAI:
@@ -42,7 +33,6 @@ def client_of(agents: Any, agent: str = "solver", **options: Any) -> AsyncOpenAI
 async def test_a_tool_round_trip_is_trained_as_it_was_sampled(stage: Stage) -> None:
     asks = "I ask. " + calls(a=3, b=4)  # "add" inside is spelled as nobody would tokenise it
     stage.script.speak = in_turn(says(asks), says("it is 7"))
-    await stage.house.open_step(queries=1, group_size=1)
     seen: dict[str, Any] = {}
 
     async def act(query: Any, agents: Any) -> dict[str, float]:
@@ -59,7 +49,7 @@ async def test_a_tool_round_trip_is_trained_as_it_was_sampled(stage: Stage) -> N
             )
         return {"solver": 1.5}
 
-    event = await stage.play(act, train=True)
+    event, [one, two] = await stage.train(act)
 
     assert event.state == COMPLETED, event.reason
     first, second = seen["first"], seen["second"]
@@ -70,18 +60,19 @@ async def test_a_tool_round_trip_is_trained_as_it_was_sampled(stage: Stage) -> N
     assert second.choices[0].message.content == "it is 7"
     assert second.choices[0].finish_reason == "stop"
 
-    [one, two] = await stage.rows()
-    assert one[1] == says(asks)
-    assert two[0][: len(one[0] + one[1])] == one[0] + one[1], "the sampled ids, not new ones"
-    assert text_of(two[0]).endswith(
+    assert one.response == says(asks)
+    assert two.prompt[: len(one.prompt + one.response)] == one.prompt + one.response, (
+        "the sampled ids, not new ones"
+    )
+    assert text_of(two.prompt).endswith(
         "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert two[1] == says("it is 7")
-    assert one[2] == [round(-n / 10, 4) for n in range(1, len(one[1]) + 1)]
-    assert [row[3] for row in (one, two)] == [1.5, 1.5]
-    assert first.usage.prompt_tokens == len(one[0])
-    assert first.usage.completion_tokens == len(one[1])
+    assert two.response == says("it is 7")
+    assert one.logprobs == [round(-n / 10, 4) for n in range(1, len(one.response) + 1)]
+    assert [one.reward, two.reward] == [1.5, 1.5]
+    assert first.usage.prompt_tokens == len(one.prompt)
+    assert first.usage.completion_tokens == len(one.response)
     assert event.metrics["prefix_breaks"] == 0
     assert [t.agent for t in event.turns] == ["solver", "solver"]
 

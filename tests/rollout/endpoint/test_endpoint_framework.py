@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.rollout.endpoint.stage import calls, in_turn, open_stage, says, text_of
-from tests.rollout.processes import ServiceProcess
+from tests.rollout.endpoint.stage import Stage, calls, in_turn, says, text_of
 from troupe.v1 import common_pb2 as common
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # An agent as its author wrote it: nothing of it knows Troupe.
 assistant = Agent(instructions="You add with your tools.")
@@ -47,10 +48,8 @@ SAID = [
 ]
 
 
-async def test_a_conversation_with_tools_is_trained_on_the_sampled_ids(
-    tmp_path: Path, store_process: ServiceProcess
-) -> None:
-    speak = in_turn(*(says(text) for text in SAID))
+async def test_a_conversation_with_tools_is_trained_on_the_sampled_ids(stage: Stage) -> None:
+    stage.script.speak = in_turn(*(says(text) for text in SAID))
     outputs: list[str] = []
 
     async def act(query: Any, agents: Any) -> dict[str, float]:
@@ -61,30 +60,25 @@ async def test_a_conversation_with_tools_is_trained_on_the_sampled_ids(
         outputs.extend((first.output, second.output))
         return {"solver": 2.0}
 
-    async with open_stage(tmp_path, speak, store=store_process.address) as stage:
-        await stage.house.open_step(queries=1, group_size=1)
-        event = await stage.play(act, train=True)
-        rows = await stage.rows()
+    event, rows = await stage.train(act)
 
     assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
     assert outputs == ["It is 49.", "Added: 2."]
     assert event.metrics["prefix_breaks"] == 0
-    assert [response for _, response, _, _ in rows] == [says(text) for text in SAID]
+    assert [row.response for row in rows] == [says(text) for text in SAID]
     for (prompt, response, logprobs, reward), (later, *_) in pairwise(rows):
         assert later[: len(prompt + response)] == prompt + response
         assert logprobs == [round(-n / 10, 4) for n in range(1, len(response) + 1)]
         assert reward == 2.0
-    last = text_of(rows[-1][0])
+    last = text_of(rows[-1].prompt)
     assert last.startswith("<|im_start|>system\n{")  # the tools
     assert "<tool_response>\n7\n</tool_response>" in last
     assert "<tool_response>\n42\n</tool_response>" in last
     assert "You add with your tools." in last
 
 
-async def test_it_streams_and_runs_in_a_thread_of_its_own_too(
-    tmp_path: Path, store_process: ServiceProcess
-) -> None:
-    speak = in_turn(says(calls("add", a=3, b=4)), says("7"), says("7"))
+async def test_it_streams_and_runs_in_a_thread_of_its_own_too(stage: Stage) -> None:
+    stage.script.speak = in_turn(says(calls("add", a=3, b=4)), says("7"), says("7"))
 
     async def act(query: Any, agents: Any) -> dict[str, float]:
         model = model_of(agents, "solver")
@@ -100,7 +94,6 @@ async def test_it_streams_and_runs_in_a_thread_of_its_own_too(
         assert await asyncio.to_thread(elsewhere) == "7"
         return {"solver": 1.0, "checker": 1.0}
 
-    async with open_stage(tmp_path, speak, store=store_process.address) as stage:
-        event = await stage.play(act)
+    event = await stage.play(act)
     assert event.state == common.TRAJECTORY_STATE_COMPLETED, event.reason
     assert [turn.agent for turn in event.turns] == ["solver", "solver", "checker"]

@@ -1,0 +1,27 @@
+"""One rollout service with scripted engines for all tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.rollout.endpoint.stage import Stage, open_stage
+from tests.rollout.processes import ServiceProcess
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_stage(
+    tmp_path_factory: pytest.TempPathFactory, store_process: ServiceProcess
+) -> AsyncIterator[Stage]:
+    directory = tmp_path_factory.mktemp("stage")
+    async with open_stage(directory, store=store_process.address) as stage:
+        yield stage
+
+
+@pytest.fixture
+def stage(shared_stage: Stage) -> Stage:
+    """The shared one with a script that nobody has written in."""
+    shared_stage.begin_anew()
+    return shared_stage
