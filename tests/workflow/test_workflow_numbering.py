@@ -141,6 +141,42 @@ async def test_a_task_factory_that_was_there_is_kept() -> None:
     assert any(name.endswith("line") for name in made)
 
 
+# A workflow at random: turns of agents, alone or several at once, and branches that run together.
+programs = st.recursive(
+    st.sampled_from(["a", "b", "a*2"]),
+    lambda inner: st.lists(st.lists(inner, max_size=3), min_size=1, max_size=3),
+    max_leaves=8,
+)
+
+
+def workflow_of(program: list[Any]) -> Any:
+    async def walk(agents: Agents, lines: list[Any], said: str) -> str:
+        for item in lines:
+            if isinstance(item, str):
+                agent, _, many = item.partition("*")
+                replies = await agents[agent].chat(said, n=int(many or 1))
+                said = replies[-1].text
+            else:
+                ends = await asyncio.gather(*(walk(agents, line, said) for line in item))
+                said = "".join(ends)
+        return said
+
+    async def workflow(query: Any, agents: Agents, tools: Any) -> dict[str, float]:
+        await walk(agents, program, "begin")
+        return {"a": 1.0, "b": 1.0}
+
+    return workflow
+
+
+@given(st.lists(programs, min_size=1, max_size=3))
+@settings(max_examples=30, deadline=None)
+def test_any_workflow_stores_the_same_whoever_is_faster(program: list[Any]) -> None:
+    workflow = workflow_of(program)
+    rows = asyncio.run(outcome(workflow, 0))
+    assert rows == asyncio.run(outcome(workflow, 1))
+    assert [row[0] for row in rows] == [f"q0_{n}_q0-t0" for n in range(len(rows))]
+
+
 paths = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=8)
 
 
