@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.workflow.environments.zoo import Nim, Pennies
 from troupe.workflow import EntrypointError, ScriptedPolicy, load_workflow, play
@@ -206,6 +208,31 @@ async def test_hosted_games_are_the_same_games(workflow: GameWorkflow) -> None:
         local = await game(here, seed=seed)
         assert (hosted.rewards, hosted.metrics) == (local.rewards, local.metrics)
     assert COUNTERS.of("starts", "tests.workflow.environments.zoo:Nim") >= 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 50),
+    answers=st.lists(st.sampled_from(["1", "2", "3", "I take [2]", "hm", ""]), min_size=1),
+    rule=st.sampled_from(["lose", "resample", "random_legal"]),
+    solo=st.booleans(),
+)
+def test_whatever_is_answered_the_game_ends_and_every_turn_is_rewarded(
+    seed: int, answers: list[str], rule: IllegalRule, solo: bool
+) -> None:
+    workflow = GameWorkflow(Nim, rules=PlayRules(illegal=rule))
+    agents = ["x"] if solo else ["x", "y"]
+    played = asyncio.run(
+        game(workflow, lambda p: answers[p.position % len(answers)], agents, seed=seed)
+    )
+    figures = played.metrics
+    assert figures["return_left"] == -figures["return_right"]
+    assert 0 < figures["game_steps"] <= Nim.declared.max_steps
+    rewards = [reward for _, reward in rewards_of(played)]
+    assert set(rewards) <= {-1.0, 1.0}
+    assert len(rewards) == len(played.turns)
+    if figures["illegal_moves"] == 0:
+        assert figures["game_steps"] == len(played.turns)
 
 
 def test_only_a_named_environment_is_hosted() -> None:

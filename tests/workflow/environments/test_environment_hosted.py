@@ -267,6 +267,35 @@ async def test_waiting_for_a_process_has_a_deadline() -> None:
     await pool.close()
 
 
+async def test_killed_processes_cost_their_episode_and_no_place_in_the_pool(
+    pool: EnvironmentPool,
+) -> None:
+    """Five players share two processes; those of one player are killed under it."""
+    played = lost = 0
+
+    async def play_some(player: int) -> None:
+        nonlocal played, lost
+        for number in range(4):
+            environment = Hosted(pool)
+            try:
+                reset = await environment.reset(number)
+                if player == 0 and environment.pid is not None:
+                    os.kill(environment.pid, signal.SIGKILL)
+                seats = reset.current
+                while seats:
+                    seats = (await environment.step(dict.fromkeys(seats, 1))).current
+                played += 1
+            except EnvironmentFault:
+                lost += 1
+            finally:
+                await environment.close()
+
+    await asyncio.gather(*(play_some(player) for player in range(5)))
+    assert (played, lost) == (16, 4)
+    assert pool.lent == 0
+    assert 1 <= pool.idle <= 2
+
+
 async def test_an_idle_process_ends() -> None:
     pool = EnvironmentPool(f"{ZOO}:Nim", limits=QUICK, idle_seconds=0.05)
     environment = Hosted(pool)

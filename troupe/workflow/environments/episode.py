@@ -165,11 +165,11 @@ class Episode:
     async def _replies(self, seats: list[str]) -> list[Reply]:
         """One answer of each seat, generated at once; numbered in the order of `seats`."""
         agent_of = self._outcome.seating.agent_of
-        asked = [
-            asyncio.ensure_future(self._agents[agent_of[seat]].chat(self._talks[seat].lines))
-            for seat in seats
-        ]
+        asked: list[asyncio.Future[Reply]] = []
         try:
+            for seat in seats:
+                turn = self._agents[agent_of[seat]].chat(self._talks[seat].lines)
+                asked.append(asyncio.ensure_future(turn))
             return list(await asyncio.gather(*asked))
         finally:
             for task in asked:
