@@ -54,13 +54,19 @@ def interpreter(directory: Path) -> str:
 
 
 @contextmanager
-def running(directory: Path) -> Iterator[RealServer]:
-    """Launch a server of the tiny model with random weights; ends it afterwards."""
+def running(directory: Path, load_format: str = "dummy") -> Iterator[RealServer]:
+    """Launch a server of the tiny model with random weights; ends it afterwards.
+
+    `load_format` "auto": with the weights that lie in `directory/model`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
     python = interpreter(directory)
     model = make_model(0)
-    config = launch.write_config(model.config, type(model).__name__, directory / "model")
+    config = directory / "model"
+    if load_format == "dummy":
+        launch.write_config(model.config, type(model).__name__, config)
     port = free_port()
-    spec = policy_spec(kind="sglang", python=python)
+    spec = policy_spec(kind="sglang", python=python, launch=["--load-format", load_format])
     command = launch.command(spec, str(config), port, 256)
     with (directory / "server.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

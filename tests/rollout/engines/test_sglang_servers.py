@@ -1,0 +1,322 @@
+"""Which servers are taken, how weights and adapters reach them, and how silent ones are found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.rollout.engines.base import Adapter, SamplingParams
+from services.rollout.engines.errors import (
+    AdapterRefused,
+    BadTurn,
+    EngineStartFailed,
+    ReplyBroken,
+    UpdateFailed,
+)
+from services.rollout.engines.sglang import health, loading, server
+from services.rollout.engines.sglang.client import SglangClient
+from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.sglang.features import Features, ServerLoad
+from services.rollout.engines.sglang.loading import (
+    DiskLoader,
+    EitherLoader,
+    TensorLoader,
+    choose_loader,
+)
+from tests.rollout.engines.asking import ask, until
+from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
+from tests.support.fake_sglang import FakeSglang, serve
+from tests.workflow.stage import make_tokenizer
+from troupe.job import PolicySpec
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as pb
+
+TWO = SamplingParams(max_new_tokens=2)
+PAUSE = {"PauseGenerationReqInput": {"properties": {"mode": {}}}}
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeSglang]:
+    fake = FakeSglang(CONFIG)
+    async with serve(fake):
+        yield fake
+
+
+@pytest.fixture
+def transfer(tmp_path: Path) -> Transfer:
+    return transfer_in(tmp_path)
+
+
+def engine_of(fake: FakeSglang, **engine: object) -> SglangEngine:
+    url = f"http://127.0.0.1:{fake.server.port}"
+    return SglangEngine("e0", "solver", policy_spec(kind="sglang", urls=[url], **engine))
+
+
+async def up(fake: FakeSglang, transfer: Transfer, **engine: object) -> SglangEngine:
+    made = engine_of(fake, **engine)
+    await made.start()
+    await made.update_weights(publish(transfer, make_model(0), 0), transfer)
+    return made
+
+
+async def test_a_server_with_another_vocabulary_is_refused(fake: FakeSglang) -> None:
+    fake.vocabulary = 97
+    engine = engine_of(fake)
+    with pytest.raises(EngineStartFailed, match="97 tokens, the policy one of 96") as info:
+        await engine.start()
+    assert info.value.field == "policies.solver.engine.urls"
+    assert engine.state == pb.ENGINE_STATE_DEAD
+    assert fake.calls == {}
+    fake.vocabulary = 96
+    await engine.start()
+    assert engine.state == pb.ENGINE_STATE_STALE
+    await engine.stop()
+
+
+async def test_a_server_with_another_tokenizer_is_refused(fake: FakeSglang, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    spec = policy_spec(kind="sglang", urls=[f"http://127.0.0.1:{fake.server.port}"])
+    model = spec.model.model_copy(update={"tokenizer": str(tmp_path)})
+    spec = PolicySpec.model_validate({**spec.model_dump(), "model": model.model_dump()})
+    fake.tokenizer = lambda text: [ord(char) % 96 for char in text]
+    engine = SglangEngine("e0", "solver", spec)
+    with pytest.raises(EngineStartFailed, match="another tokenizer") as info:
+        await engine.start()
+    assert info.value.field == "policies.solver.engine.urls"
+    fake.tokenizer = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    await engine.start()
+    await engine.stop()
+
+
+async def test_two_engines_cannot_have_one_server(fake: FakeSglang) -> None:
+    first, second = engine_of(fake), engine_of(fake)
+    await first.start()
+    with pytest.raises(EngineStartFailed, match="another engine of this worker") as info:
+        await second.start()
+    assert info.value.field == "policies.solver.engine.urls"
+    await second.stop()
+    await first.start()  # alive: nothing to do
+    await first.stop()
+    third = engine_of(fake)
+    await third.start()
+    await third.stop()
+
+
+async def test_a_server_on_our_port_that_is_not_ours_is_left_alone(
+    fake: FakeSglang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "free_port", lambda: fake.server.port)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    spec = policy_spec(kind="sglang", python=str(python))
+    engine = SglangEngine("e0", "solver", spec, work_dir=tmp_path)
+    with pytest.raises(EngineStartFailed, match="is held by another server, 'm'"):
+        await engine.start()
+    assert set(fake.seen) <= {"/model_info", "/server_info"}
+    assert engine._server._process is None
+
+
+async def test_a_reply_whose_connection_breaks_fails_its_turn_only(
+    fake: FakeSglang, transfer: Transfer
+) -> None:
+    engine = await up(fake, transfer)
+    fake.faults.cut_connection = True
+    with pytest.raises(ReplyBroken, match="RemoteProtocolError"):
+        await ask(engine, "r", [1])
+    fake.faults.cut_connection = False
+    assert len((await ask(engine, "r", [1])).token_ids) == 8
+    assert engine.state == pb.ENGINE_STATE_HEALTHY
+    await engine.stop()
+
+
+async def test_zero_tokens_and_a_stop_token_that_never_comes(
+    fake: FakeSglang, transfer: Transfer
+) -> None:
+    engine = await up(fake, transfer)
+    fake.bodies.clear()
+    with pytest.raises(BadTurn, match="max_new_tokens = 0"):
+        await ask(engine, "r", [1], max_new_tokens=0)
+    assert fake.bodies == []
+    free = await ask(engine, "free", [1], temperature=0.0, max_new_tokens=20)
+    never = next(token for token in range(96) if token not in free.token_ids)
+    answer = await ask(
+        engine, "r", [1], temperature=0.0, max_new_tokens=20, stop_token_ids=(never,)
+    )
+    assert (answer.token_ids, answer.finish_reason) == (free.token_ids, "length")
+    await engine.stop()
+
+
+async def test_a_server_that_is_healthy_and_generates_nothing_is_found(
+    fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await up(fake, transfer)
+    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    fake.faults.never_answer = True
+    assert await engine.check() == pb.ENGINE_STATE_HEALTHY  # it says so
+    monkeypatch.setattr(health, "PROBE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("services.rollout.engines.sglang.client.PROBE_SECONDS", 1.0)
+    assert await engine.check() == pb.ENGINE_STATE_SUSPECT
+    fake.faults.never_answer = False
+    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    fake.faults.never_answer = True
+    for _ in range(3):
+        state = await engine.check()
+    assert state == pb.ENGINE_STATE_DEAD
+    await engine.stop()
+
+
+async def test_turns_that_never_end_where_there_is_room_bring_a_probe(
+    fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await up(fake, transfer)
+    monkeypatch.setattr(health, "STALL_SECONDS", 0.0)
+    await engine.check()  # counts the turn of the update's proof, if any
+    task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=250))
+    await until(lambda: len(fake.calls) == 1)
+    fake.bodies.clear()
+    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    assert [body["sampling_params"]["max_new_tokens"] for body in fake.bodies] == [1]
+    await task
+    await engine.stop()
+
+
+async def test_priorities_go_only_to_servers_that_know_them(
+    fake: FakeSglang, transfer: Transfer
+) -> None:
+    for knows in (False, True):
+        fake.info["enable_priority_scheduling"] = knows
+        engine = await up(fake, transfer)
+        fake.bodies.clear()
+        await engine.generate("r", [1], TWO, deadline_seconds=20, priority=3)
+        assert [body.get("priority") for body in fake.bodies] == [3 if knows else None]
+        await engine.stop()
+
+
+async def test_an_adapter_is_loaded_used_and_forgotten(
+    fake: FakeSglang, transfer: Transfer, tmp_path: Path
+) -> None:
+    fake.info["enable_lora"] = True
+    engine = await up(fake, transfer)
+    config = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    tensors = {"base_model.model.q_proj.lora_A.weight": torch.ones(2, 32)}
+    await engine.load_adapter("own", Adapter(config, tensors))
+    assert engine.adapters == {"own"}
+    assert fake.adapters["own"]["config"] == config
+    assert torch.equal(next(iter(fake.adapters["own"]["tensors"].values())), torch.ones(2, 32))
+    await engine.load_adapter("own", Adapter({**config, "r": 3}, tensors))  # replaced
+    assert fake.adapters["own"]["config"]["r"] == 3
+    (tmp_path / "adapter_config.json").write_text("{}")
+    await engine.load_adapter("disk", tmp_path)
+    fake.bodies.clear()
+    await engine.generate("r", [1], TWO, deadline_seconds=20, adapter="disk")
+    assert fake.bodies[0]["lora_path"] == "disk"
+    with pytest.raises(BadTurn, match="adapter = nobody"):
+        await engine.generate("r", [1], TWO, deadline_seconds=20, adapter="nobody")
+    with pytest.raises(AdapterRefused, match="Failed to load"):
+        await engine.load_adapter("broken", tmp_path / "nothing")
+    await engine.unload_adapter("own")
+    await engine.unload_adapter("own")
+    assert engine.adapters == {"disk"}
+    assert set(fake.adapters) == {"disk"}
+    await engine.stop()
+
+
+async def test_a_server_launched_without_lora_refuses_adapters(
+    fake: FakeSglang, transfer: Transfer, tmp_path: Path
+) -> None:
+    engine = await up(fake, transfer)
+    with pytest.raises(AdapterRefused, match="LoRA is not enabled") as info:
+        await engine.load_adapter("a", Adapter({}, {}))
+    assert "--enable-lora" in (info.value.remedy or "")
+    assert engine.adapters == frozenset()
+    await engine.stop()
+
+
+async def test_a_server_that_does_not_see_our_files_gets_tensors(
+    fake: FakeSglang, transfer: Transfer
+) -> None:
+    fake.faults.blind = True
+    engine = await up(fake, transfer)
+    assert "/update_weights_from_tensor" in fake.seen
+    fake.seen.clear()
+    await engine.update_weights(publish(transfer, make_model(1), 1), transfer)
+    assert "/update_weights_from_disk" not in fake.seen  # once was enough
+    await engine.stop()
+    strict = engine_of(fake, update="disk")
+    await strict.start()
+    with pytest.raises(UpdateFailed, match="Failed to get weights"):
+        await strict.update_weights(publish(transfer, make_model(1), 2), transfer)
+    await strict.stop()
+
+
+async def test_tensors_go_in_buckets_and_are_named_when_all_are_in(
+    fake: FakeSglang, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_VALUE_BUCKET_BYTES", 8 << 10)
+    engine = engine_of(fake, update="tensor")
+    await engine.start()
+    fake.seen.clear()
+    await engine.update_weights(publish(transfer, make_model(0), 0), transfer)
+    calls = [path for path in fake.seen if "update" in path]
+    assert calls.count("/update_weights_from_tensor") > 3
+    assert calls[0] == "/begin_weight_update"
+    assert calls[-2:] == ["/end_weight_update", "/update_weight_version"]
+    assert (await ask(engine, "r", [1])).versions[0].version == 0
+    await engine.stop()
+
+
+def test_the_way_of_weights_follows_setting_place_and_release(tmp_path: Path) -> None:
+    new = Features.of(
+        {"paths": {"/update_weights_from_tensor": {}}, "components": {"schemas": PAUSE}}
+    )
+    old = Features.of({})
+    disk = DiskLoader(tmp_path, make_model(0).config)
+
+    def way(setting: loading.UpdateSetting, features: Features, place: str) -> type:
+        chosen = choose_loader(
+            setting,
+            features,
+            disk,
+            ranks=1,
+            launched=place == "launched",
+            near=place != "far",
+            policy="solver",
+        )
+        return type(chosen)
+
+    assert way("auto", new, "launched") is TensorLoader
+    assert way("auto", new, "near") is EitherLoader
+    assert way("auto", new, "far") is TensorLoader
+    assert way("auto", old, "launched") is DiskLoader
+    assert way("disk", new, "launched") is DiskLoader
+    assert way("tensor", new, "near") is TensorLoader
+    with pytest.raises(EngineStartFailed, match=r"engine.update = tensor"):
+        way("tensor", old, "launched")
+
+
+def test_load_reports_of_all_releases() -> None:
+    new = {"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1, "token_usage": 0.5}]}
+    assert ServerLoad.of(new) == ServerLoad(running=2, waiting=1, kv_usage=0.5)
+    old = {"loads": [{"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 2, "num_tokens": 9}]}
+    assert ServerLoad.of(old) == ServerLoad(running=3, waiting=2)
+    assert ServerLoad.of({"loads": []}) == ServerLoad()
+
+
+async def test_a_load_report_reaches_the_engines_load(fake: FakeSglang, transfer: Transfer) -> None:
+    engine = await up(fake, transfer)
+    client = SglangClient(f"http://127.0.0.1:{fake.server.port}")
+    tasks = [asyncio.ensure_future(ask(engine, f"r{i}", [1], max_new_tokens=100)) for i in range(2)]
+    await until(lambda: len(fake.calls) == 2)
+    await client.pause("retract")
+    engine._reported = await engine._server.load()
+    assert (engine.load().waiting, engine.load().uncached_tokens) == (2, 14)
+    await client.resume()
+    await asyncio.gather(*tasks)
+    await client.close()
+    await engine.stop()
