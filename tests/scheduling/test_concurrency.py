@@ -54,7 +54,7 @@ def test_an_engine_that_gains_from_every_turn_gets_all(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_it_finds_where_throughput_hardly_grows(seed: int) -> None:
     base, slope = 0.02, 0.01
-    best = base * (1 - LEAST_GAIN) / (slope * LEAST_GAIN)  # 18
+    best = base * (1 - LEAST_GAIN) / (slope * LEAST_GAIN)  # 65
     seen = drive(AdaptiveLimit(128), lambda n: base + slope * n, 8000, seed)
     settled = seen[len(seen) // 2 :]
     mean = sum(settled) / len(settled)
@@ -72,7 +72,7 @@ def test_it_leaves_the_range_where_the_engine_thrashes(seed: int) -> None:
 
 def test_it_comes_back_when_the_engine_recovers() -> None:
     limit = AdaptiveLimit(64)
-    drive(limit, lambda n: 0.02 * n, 3000)
+    drive(limit, lambda n: 0.02 * (n / 8) ** 2, 3000)
     assert limit.now < 32
     drive(limit, lambda n: 0.02, 6000)
     assert limit.now > 48

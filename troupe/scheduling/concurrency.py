@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import Final
 
 # A further 1 % of turns must raise throughput by this part of a percent.
-LEAST_GAIN: Final = 0.1
+LEAST_GAIN: Final = 0.03
 # Of the weight of earlier observations, what is left after a window.
 MEMORY: Final = 0.8
 # Below this spread of n (its standard deviation over its mean) its effect on t is unknown.
