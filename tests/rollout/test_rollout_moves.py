@@ -99,7 +99,7 @@ async def test_an_engine_moves_under_load_and_nothing_is_lost(house: House, work
     await house.prepare("team", **TWO)
     await house.update(house.publish("small", 1, seed=2))
     first, second = workshop.engines["big"]
-    running = asyncio.create_task(house.run(evaluation(40)))
+    running = asyncio.create_task(house.run(evaluation(16)))
     await until(lambda: second.load().generated_tokens > 0)
     moved = await move(house, second, "small")
     assert (moved.source, moved.engine.policy, moved.engine.state) == ("big", "small", HEALTHY)
@@ -107,11 +107,11 @@ async def test_an_engine_moves_under_load_and_nothing_is_lost(house: House, work
     assert moved.seconds >= moved.drain_seconds >= 0
     ended = await running
     assert {event.state for event in ended.values()} == {COMPLETED}
-    assert len(ended) == 40
+    assert len(ended) == 16
     small = workshop.engines["small"][0]
     assert second.checksum == small.checksum != first.checksum
     before = second.load().generated_tokens
-    again = await house.run(evaluation(12, index=50))
+    again = await house.run(evaluation(6, index=50))
     assert {event.state for event in again.values()} == {COMPLETED}
     assert second.load().generated_tokens > before
     assert {policy for policy, _ in (await listed(house)).values()} == {"big", "small"}
@@ -120,10 +120,10 @@ async def test_an_engine_moves_under_load_and_nothing_is_lost(house: House, work
 async def test_turns_that_do_not_end_in_time_go_on_elsewhere_and_say_the_same(
     house: House, workshop: Made
 ) -> None:
-    await house.prepare("team", **TWO, agents={"solver": {"sampling": {"max_new_tokens": 150}}})
-    undisturbed = await house.run(evaluation(6))
+    await house.prepare("team", **TWO, agents={"solver": {"sampling": {"max_new_tokens": 60}}})
+    undisturbed = await house.run(evaluation(4))
     _, second = workshop.engines["big"]
-    running = asyncio.create_task(house.run(evaluation(6)))
+    running = asyncio.create_task(house.run(evaluation(4)))
     await until(lambda: second.load().running > 0)
     moved = await move(house, second, "small", drain_seconds=0)
     assert moved.handed_back > 0
@@ -188,9 +188,9 @@ async def test_an_engine_that_does_not_get_the_other_weights_goes_back(
 async def test_one_that_dies_on_its_way_arrives_through_a_restart(
     house: House, workshop: Made
 ) -> None:
-    await house.prepare("team", **TWO, agents={"solver": {"sampling": {"max_new_tokens": 150}}})
+    await house.prepare("team", **TWO, agents={"solver": {"sampling": {"max_new_tokens": 60}}})
     _, second = workshop.engines["big"]
-    running = asyncio.create_task(house.run(evaluation(6)))
+    running = asyncio.create_task(house.run(evaluation(4)))
     await until(lambda: second.load().running > 0)
     moving = asyncio.create_task(move(house, second, "small"))
     await until(lambda: second.state == common.ENGINE_STATE_DRAINING)
@@ -208,7 +208,7 @@ async def test_an_engine_of_another_make_is_refused_or_made_anew(
     assert error.kind == "engine_not_movable"
     await house.prepare("team", **UNLIKE, balancing={"rebuild": True})
     _, second = workshop.engines["big"][-2:]
-    running = asyncio.create_task(house.run(evaluation(20)))
+    running = asyncio.create_task(house.run(evaluation(8)))
     await until(lambda: second.load().generated_tokens > 0)
     moved = await move(house, second, "small")
     assert moved.rebuilt
