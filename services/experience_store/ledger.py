@@ -105,6 +105,9 @@ class Ledger:
                 self._say(f"step {step}: {number} of {size} trajectories of query {query} ended")
         for trajectory, ending in roster.endings.items():
             self._report.trajectories_by_state[ending.state] += 1
+            if "\t" in trajectory:
+                # Nobody told its name; a query may be taken again in another step.
+                continue
             name = xxhash.xxh3_64_intdigest(trajectory.encode())
             earlier = self._ended.setdefault(name, step)
             if earlier != step:

@@ -77,11 +77,17 @@ class Life(RuleBasedStateMachine):
         self.do(self.database.close())
         self.runner.close()
 
-    @initialize(queries=st.integers(1, 2), group_size=st.integers(1, 2))
-    def open(self, queries: int, group_size: int) -> None:
+    @initialize(
+        queries=st.integers(1, 2),
+        group_size=st.integers(1, 2),
+        redundant=st.sampled_from([0, 0, 1]),
+    )
+    def open(self, queries: int, group_size: int, redundant: int) -> None:
         names = tuple(f"q{number}" for number in range(queries))
-        self.stage = Stage(self.store, new_id("job"), (POLICY,), names, group_size)
-        self.model = Model(names, group_size)
+        self.stage = Stage(
+            self.store, new_id("job"), (POLICY,), names, group_size, redundant=redundant
+        )
+        self.model = Model(names, group_size, redundant=redundant)
         self.do(self.store.tables.create(self.stage.job, [POLICY], []))
         self.do(self.stage.open(0))
 
@@ -132,9 +138,8 @@ class Life(RuleBasedStateMachine):
             accepted = self.do(self.stage.fail(query, trajectory))
         else:
             accepted = self.do(self.stage.append(query, trajectory, rows))
-        assert accepted == (trajectory not in self.model.ended)
+        assert accepted == self.model.end(query, trajectory, completed=rewards is not None)
         if accepted:
-            self.model.ended[trajectory] = query
             for row in rows:
                 reward = row.reward if row.HasField("reward") else None
                 self.model.rows[row.sample_id] = Row(query, reward)
@@ -302,7 +307,8 @@ class Life(RuleBasedStateMachine):
     def next_step(self, data: st.DataObject) -> None:
         """Trajectories and samples of a step have names of their own."""
         self.seen.clear()
-        self.model = Model(self.model.queries, self.model.group_size)
+        model = self.model
+        self.model = Model(model.queries, model.group_size, redundant=model.redundant)
         self.do(self.stage.open(self.stage.step + 1, self.version))
 
     # -- what holds at any time

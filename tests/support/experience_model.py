@@ -27,20 +27,45 @@ class Model:
     fenced: dict[str, str] = field(default_factory=dict)
     owner: str | None = None
     committed: str | None = None
+    redundant: int = 0
+    failed: set[str] = field(default_factory=set)
+    """Trajectories that ended without completing."""
+    spared: dict[str, int] = field(default_factory=dict)
+    """Query whose group was complete -> trajectories that had not ended."""
+
+    @property
+    def size(self) -> int:
+        """Trajectories that a query begins with."""
+        return self.group_size + self.redundant
+
+    def ended_of(self, query: str) -> int:
+        own = sum(1 for of in self.ended.values() if of == query)
+        return own + self.spared.get(query, 0)
+
+    def end(self, query: str, trajectory: str, *, completed: bool) -> bool:
+        """A trajectory ends; whether that counts."""
+        if trajectory in self.ended or query in self.spared:
+            return False
+        self.ended[trajectory] = query
+        if not completed:
+            self.failed.add(trajectory)
+        members = sum(of == query for t, of in self.ended.items() if t not in self.failed)
+        if completed and members == self.group_size and self.ended_of(query) < self.size:
+            self.spared[query] = self.size - self.ended_of(query)
+        return True
 
     def ripen(self) -> None:
         """Complete groups become ready."""
         for query in self.queries:
             members = [row for row in self.rows.values() if row.query == query]
-            ended = sum(1 for of in self.ended.values() if of == query)
             pending = [row for row in members if row.state == "P"]
-            if ended == self.group_size and all(row.reward is not None for row in pending):
+            if self.ended_of(query) == self.size and all(row.reward is not None for row in pending):
                 for row in pending:
                     row.state = "R"
 
     @property
     def sealed(self) -> bool:
-        return len(self.ended) == len(self.queries) * self.group_size
+        return sum(map(self.ended_of, self.queries)) == len(self.queries) * self.size
 
     def ids(self, state: str) -> list[str]:
         return sorted(name for name, row in self.rows.items() if row.state == state)
