@@ -22,8 +22,6 @@ from troupe.workflow import Agent, Reply, WorkflowError
 
 log = structlog.get_logger(__name__)
 
-# A stream says this often that its turn is still being generated.
-KEEP_ALIVE_SECONDS: Final = 5.0
 _BODY_SECONDS: Final = 30.0
 # A client that sends too much is read on for so many times the limit: it only then hears why.
 _PATIENCE: Final = 4
@@ -47,10 +45,10 @@ def create_app(
     count: Callable[[str, int], None],
     *,
     max_body: int,
-    keep_alive: float = KEEP_ALIVE_SECONDS,
+    keep_alive: float,
 ) -> Starlette:
     """The application. `find(token, agent)` knows who is served; `count(call, status)` is told of
-    every answer; `max_body` is in bytes."""
+    every answer; `max_body` is in bytes, `keep_alive` in seconds between a stream's comments."""
 
     async def body(request: Request) -> Any:
         return check_object(await _read_json(request, max_body))

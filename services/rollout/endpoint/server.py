@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import socket
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ log = structlog.get_logger(__name__)
 _TOKEN_BYTES: Final = 24
 _BACKLOG: Final = 2048
 _STOP_SECONDS: Final = 3.0
+_CLIENTS: Final = ("httpx", "httpx2", "openai")
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,14 @@ class EndpointServer:
         *,
         url: str | None = None,
         max_body: int = 16 << 20,
+        keep_alive: float = 5.0,
         count: Callable[[str, int], None] = lambda call, status: None,
     ) -> None:
         """`url`: how clients reach this server, where it is not `http://host:port`; `max_body`: in
-        bytes; `count(call, status)` is told of every answer."""
+        bytes; `keep_alive`: seconds after which a stream says that its turn is still generated;
+        `count(call, status)` is told of every answer."""
         self._host, self._port, self._url = host, port, url
-        self._max_body = max_body
+        self._max_body, self._keep_alive = max_body, keep_alive
         self._count = count
         self._doors: dict[str, Doorway] = {}
         self._server: uvicorn.Server | None = None
@@ -71,6 +75,8 @@ class EndpointServer:
         except OSError as error:
             raise port_error(self._host, self._port, "TROUPE_ENDPOINT_PORT", error) from error
         self._port = listener.getsockname()[1]
+        for client in _CLIENTS:  # they would write the addresses, which are secrets, into the log
+            logging.getLogger(client).setLevel(logging.WARNING)
         # Clients may connect from now on, and wait until it serves. In no context: that of the
         # workflow that asked first is not the one of all who come.
         self._serving = asyncio.get_running_loop().create_task(
@@ -115,39 +121,37 @@ class EndpointServer:
     async def _serve(self, listener: socket.socket) -> None:
         try:
             # Most workers never serve this: the libraries are imported when one does.
-            self._server = await asyncio.to_thread(
-                _make_server, self._find, self._count, self._max_body
-            )
+            self._server = await asyncio.to_thread(self._make_server)
             await self._server.serve(sockets=[listener])
         except Exception:
             log.exception("the endpoint cannot be served")
         finally:
             listener.close()
 
+    def _make_server(self) -> uvicorn.Server:
+        import uvicorn
 
-def _make_server(
-    find: Callable[[str, str], Doorway | None], count: Callable[[str, int], None], max_body: int
-) -> uvicorn.Server:
-    import uvicorn
+        from services.rollout.endpoint.app import create_app
 
-    from services.rollout.endpoint.app import create_app
+        class Server(uvicorn.Server):
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield  # the chassis has them
 
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # the chassis has them
-
-    config = uvicorn.Config(
-        create_app(find, count, max_body=max_body),
-        http="h11",
-        ws="none",
-        loop="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,  # addresses are secrets
-        server_header=False,
-        timeout_keep_alive=60,
-        timeout_graceful_shutdown=1,
-    )
-    return Server(config)
+        app = create_app(
+            self._find, self._count, max_body=self._max_body, keep_alive=self._keep_alive
+        )
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,  # addresses are secrets
+            server_header=False,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=1,
+        )
+        return Server(config)
