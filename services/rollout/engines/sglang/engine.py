@@ -81,11 +81,18 @@ class SglangEngine(EngineFront):
         self._open.set()
         # The version that the server held when the gate was opened last, verified or not.
         self._loaded: int | None = None
+        # Checksum of what it holds of the policy that it has left, intact but not served.
+        self._held = ""
         self._updates = 0
         self._misses = 0
         self._reported = ServerLoad()
         self._finished_since_check = 0
         self._health: Health
+
+    @property
+    def url(self) -> str:
+        """Where the server listens; after `start`."""
+        return self._server.client.url
 
     async def start(self) -> None:
         """Launch or attach, within `start_timeout_seconds`; STALE afterwards.
@@ -98,8 +105,16 @@ class SglangEngine(EngineFront):
                 return
             if self.state == pb.ENGINE_STATE_STOPPED:
                 raise EngineDied(self.engine_id, "it was stopped")
+            self._held = ""
             await self._bring_up()
             self._life.started()
+
+    def assign(self, policy: str) -> None:
+        """Serve another policy of the same model from now on; see `base.Engine.assign`."""
+        held = self.checksum
+        super().assign(policy)
+        # That the next update really replaces it is looked at, as at any other update.
+        self._held = held
 
     async def abort(self, request_id: str) -> None:
         """End a request early: its `generate` returns what it has."""
@@ -273,7 +288,8 @@ class SglangEngine(EngineFront):
         check_fit(tensors, self._server.layout, ref.key)
 
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
-        changed = bool(self.checksum) and self.checksum != ref.checksum
+        known, self._held = self.checksum or self._held, ""
+        changed = bool(known) and known != ref.checksum
         self._updates += 1
         try:
             return await self._server.updater.run(
