@@ -97,6 +97,8 @@ class FakeSglang:
         self.model_type = config["model_type"]
         self.vocabulary = config["vocab_size"]
         self.tokenizer: Callable[[str], list[int]] | None = None
+        self.has_cuda = False
+        """Its own checksums of its weights can be had."""
         self.released: set[str] = set()
         self.adapters: dict[str, dict[str, Any]] = {}
         torch.manual_seed(99)
@@ -263,7 +265,10 @@ class FakeSglang:
 
         @app.post("/weights_checker")
         async def checker() -> Response:
-            return _outcome(False, "Torch not compiled with CUDA enabled")
+            if not self.has_cuda:
+                return _outcome(False, "Torch not compiled with CUDA enabled")
+            total = sum(float(p.detach().double().abs().sum()) for p in self._model.parameters())
+            return JSONResponse({"per_engine_checksum": [f"{total:.12g}"]})
 
         if not self.old:
             self._new_routes()

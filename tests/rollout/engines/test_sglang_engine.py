@@ -25,7 +25,7 @@ from services.rollout.engines.errors import (
     WeightsRefused,
 )
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.sglang import launch
+from services.rollout.engines.sglang import launch, update
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.models import (
     CONFIG,
@@ -133,6 +133,23 @@ async def test_a_server_that_keeps_its_old_weights_is_found_out(stage: Stage) ->
     stage.fake.faults.ignore_weights = False
     await stage.update(1, 1)
     assert (await stage.ask("again", [1])).versions[0].version == 1
+
+
+async def test_one_that_keeps_the_weights_of_the_policy_that_it_left_is_found_out(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the model is too large for a probe, and the two versions have one number."""
+    monkeypatch.setattr(update, "PROBE_BYTES", 0)
+    stage.fake.has_cuda = stage.fake.faults.ignore_weights = True
+    ref = publish(stage.transfer, make_model(1), 0, policy="checker")
+    await stage.engine.drain("moves", deadline_seconds=1)
+    stage.engine.assign("checker")
+    with pytest.raises(UpdateFailed, match="its weights did not change"):
+        await stage.engine.update_weights(ref, stage.transfer)
+    assert stage.engine.state == pb.ENGINE_STATE_STALE
+    stage.fake.faults.ignore_weights = False
+    await stage.engine.update_weights(ref, stage.transfer)
+    assert (stage.engine.state, stage.engine.checksum) == (pb.ENGINE_STATE_HEALTHY, ref.checksum)
 
 
 async def test_a_refused_update_leaves_the_server_generating_and_stale(stage: Stage) -> None:
