@@ -38,11 +38,12 @@ class Place:
 @dataclass(frozen=True)
 class End:
     """How a trajectory ended, and why. `group_complete`: its group has all its members, and the
-    redundant trajectories of its query were ended."""
+    redundant trajectories of its query were ended. `repeated`: it had ended before."""
 
     state: State
     reason: str = ""
     group_complete: bool = False
+    repeated: bool = False
 
 
 class TrajectoryLog:
@@ -73,13 +74,14 @@ class TrajectoryLog:
         """Store that the trajectory has no rows, and why."""
         return await self._end(at, _FAILED, reason)
 
-    async def abort(self, at: Place, reason: str) -> None:
-        """Store that the trajectory was aborted, unless it has ended already."""
+    async def abort(self, at: Place, reason: str) -> bool:
+        """Store that the trajectory was aborted. False when it had ended already, by itself."""
         try:
-            await self._end(at, _ABORTED, reason)
+            return not (await self._end(at, _ABORTED, reason)).repeated
         except (FailedPrecondition, NotFound) as error:
             # Who drops a query, or a whole job, does so before he aborts what runs of it.
             log.info("nothing to abort in the store", error=str(error))
+            return True
 
     async def _end(
         self, at: Place, state: State, reason: str, samples: Sequence[pb.Sample] = ()
@@ -99,9 +101,10 @@ class TrajectoryLog:
         )
         if response.step != at.step:
             log.info("its query was carried over", asked=at.step, step=response.step)
-        if response.drop_reason and state != _ABORTED:
+        if response.drop_reason:
             # Its query has left the step, or its group was complete without it.
-            return End(_ABORTED, response.drop_reason, response.group_complete)
+            reason = reason if state == _ABORTED else response.drop_reason
+            return End(_ABORTED, reason, response.group_complete)
         if not response.accepted:
             log.info("the trajectory had ended before")
-        return End(state, reason, response.group_complete)
+        return End(state, reason, response.group_complete, repeated=not response.accepted)

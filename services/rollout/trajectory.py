@@ -66,6 +66,8 @@ class Trajectory:
         self._shelf = Shelf(job.transfer, job.job_id)
         self._began: float | None = None
         self._start_versions: dict[str, int] = {}
+        # The end that was sent to the store; whether it came through is known when it answers.
+        self._sent: tuple[pb.TrajectoryState.ValueType, str] | None = None
         self._group_complete = False
 
     async def run(self) -> None:
@@ -87,11 +89,13 @@ class Trajectory:
                 problem = _problem(error) if error.kind in FATAL else None
                 log.info("a trajectory failed", reason=reason)
                 if self._stored:
+                    self._sent = state, reason
                     state, reason = self._ended(await self._store.fail(self._place, reason))
             else:
                 state, reason = pb.TRAJECTORY_STATE_COMPLETED, ""
                 if self._stored:
                     await self._shelf.put()
+                    self._sent = state, reason
                     state, reason = self._ended(await self._store.complete(self._place, samples))
                     if state == pb.TRAJECTORY_STATE_ABORTED:
                         await self._shelf.discard()
@@ -101,9 +105,11 @@ class Trajectory:
     async def abort(self, reason: str) -> None:
         """Store and report that it was aborted, after `run` was cancelled. Raises `TroupeError`."""
         log.info("a trajectory was aborted", reason=reason)
-        if self._stored:
-            await self._store.abort(self._place, reason)
-        self._move(pb.TRAJECTORY_STATE_ABORTED)
+        state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_ABORTED
+        if self._stored and not await self._store.abort(self._place, reason) and self._sent:
+            # It was cancelled while it waited to hear that its end was stored.
+            state, reason = self._sent
+        self._move(state)
         self._emit(self._event(reason=reason))
 
     def _ended(self, end: End) -> tuple[pb.TrajectoryState.ValueType, str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from services.rollout.attempts import Attempts, is_environments
 from services.rollout.clock import TrajectoryClock
+from services.rollout.store import Place
 from tests.rollout import worlds
 from tests.rollout.house import House, make_spec, open_house, training
 from tests.rollout.processes import ServiceProcess
@@ -169,3 +171,28 @@ async def test_a_full_group_is_told_to_whoever_ends_a_trajectory(house: House) -
     assert states == [(COMPLETED, "", True), (ABORTED, "redundant", True)]
     assert (await house.step()).sealed
     assert len({row.trajectory_id for row in await house.samples("big")}) == 2
+
+
+async def test_who_is_aborted_while_its_end_is_stored_ended_as_the_store_says(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await house.prepare("one_turn")
+    await house.open_step(queries=1, group_size=1)
+    log = house.service._runner._store
+    end, stored = log._end, asyncio.Event()
+
+    async def answers_late(at: Place, state: int, *more: Any) -> Any:
+        done = await end(at, state, *more)
+        if state == COMPLETED:
+            stored.set()
+            await asyncio.sleep(3600)
+        return done
+
+    monkeypatch.setattr(log, "_end", answers_late)
+    running = asyncio.create_task(house.run(training(1, 1)))
+    async with asyncio.timeout(20):
+        await stored.wait()
+        assert await abort(house, "q0-s0-t0") == ["q0-s0-t0"]
+        [event] = (await running).values()
+    assert (event.state, event.reason) == (COMPLETED, "")
+    assert len(await house.samples("big")) == 1
