@@ -144,3 +144,38 @@ async def test_the_metrics_of_a_step_say_what_moved(cluster: Cluster) -> None:
     assert done.state == pb.JOB_STATE_SUCCEEDED
     assert done.metrics["balancing/moves"] == 1
     assert done.metrics["balancing/disparity"] > 0
+
+
+async def test_a_worker_that_dies_in_a_move_is_replaced_and_the_job_ends(
+    cluster: Cluster,
+) -> None:
+    [worker] = cluster.rollouts
+    worker.script.waiting = {"checker": 6}
+    worker.script.move_seconds = 30
+    job_id, worker = await running(cluster, job(balancing={**EAGER, "minimum": {"solver": 2}}))
+    await until(lambda: worker.calls["MoveEngine"] == 1)
+    await worker.down()
+    # The next one begins where the specification says.
+    other = await cluster.add_rollout()
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert engines_of(other, job_id) == {"solver": 3, "checker": 1}
+    assert other.moves == []
+
+
+async def test_workers_are_balanced_each_by_itself_and_those_that_leave_not_at_all(
+    cluster: Cluster,
+) -> None:
+    job_id, first = await running(cluster, job(balancing={**EAGER, "minimum": {"solver": 2}}))
+    second = await cluster.add_rollout()
+    await until(lambda: job_id in second.places)
+    second.script.waiting = {"checker": 6}
+    await until(lambda: second.moves == [("solver", "checker")])
+    assert first.moves == []
+    # It says that it leaves: what it does now is its own business.
+    first.draining = True
+    await asyncio.sleep(0.3)
+    first.script.waiting = {"checker": 30}
+    await asyncio.sleep(0.5)
+    assert first.calls["MoveEngine"] == 0
+    await cluster.cancel(job_id)
+    await cluster.wait(job_id)

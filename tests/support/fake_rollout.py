@@ -64,6 +64,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         # By job and engine: the policy served.
         self.places: dict[str, dict[str, str]] = {}
         self.leaving: set[str] = set()
+        self.draining = False
         self.moves: list[tuple[str, str]] = []
         self.calls: Counter[str] = Counter()
         self.ran: list[str] = []
@@ -97,7 +98,9 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             for job, versions in self.versions.items()
             for policy in versions
         ]
-        return orch.HeartbeatRequest(kind=self.kind, engines=engines, loads=loads)
+        return orch.HeartbeatRequest(
+            kind=self.kind, engines=engines, loads=loads, draining=self.draining
+        )
 
     async def PrepareJob(
         self, request: ro.PrepareJobRequest, context: Any
