@@ -110,8 +110,7 @@ def _title(one: Run) -> str:
 
 
 def _step(one: Run) -> float:
-    start, end = window(one)
-    return (end - start) / max(1, len(one.steps) - 1)
+    return figures(one).seconds
 
 
 if __name__ == "__main__":

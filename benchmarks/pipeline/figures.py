@@ -6,7 +6,7 @@ import itertools
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.pipeline.measure import Run
+from benchmarks.pipeline.measure import Run, StepEnd
 from troupe.timeline import Span, busy_within, union
 
 # What counts as work of an engine; loading weights does not.
@@ -35,18 +35,23 @@ class Figures:
 
 
 def window(run: Run) -> tuple[float, float]:
-    """What is measured of a row, in seconds of the wall clock: all but its first step, or its one
-    step."""
-    first, last = run.steps[0], run.steps[-1]
+    """What is measured of a row, in seconds of the wall clock: all but its first step and those
+    `Mode.after`, or its one step."""
+    first, last = run.steps[0], _steps(run)[-1]
     return first.at - (first.values["step/seconds"] if first is last else 0), last.at
+
+
+def _steps(run: Run) -> list[StepEnd]:
+    return run.steps[: max(1, len(run.steps) - run.mode.after)]
 
 
 def figures(run: Run) -> Figures:
     """The figures of a row that has at least one step."""
     start, end = window(run)
-    count = max(1, len(run.steps) - 1)
+    steps = _steps(run)
+    count = max(1, len(steps) - 1)
     total = end - start
-    ends = [start, *(step.at for step in run.steps if step.at > start)]
+    ends = [start, *(step.at for step in steps if step.at > start)]
     each = [later - earlier for earlier, later in itertools.pairwise(ends)]
     engines = [_work(spans) for spans in run.engines.values()]
     trainers = [_work(spans) for spans in run.trainers.values()]
@@ -56,7 +61,7 @@ def figures(run: Run) -> Figures:
     in_training = busy_within(training, start, end)
     either = busy_within([*rollout, *training], start, end)
     used = [busy_within(spans, start, end) / total for spans in trainers]
-    stale = [step.values.get("staleness/mean", 0.0) for step in run.steps[-count:]]
+    stale = [step.values.get("staleness/mean", 0.0) for step in steps[-count:]]
     return Figures(
         seconds=total / count,
         spread=statistics.pstdev(each),

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.pipeline import equality, report
 from benchmarks.pipeline.equality import Lesson
-from benchmarks.pipeline.figures import blocks, figures, levels
+from benchmarks.pipeline.figures import blocks, figures, levels, window
 from benchmarks.pipeline.measure import Run, StepEnd
 from benchmarks.pipeline.svg import Panel, draw
 from benchmarks.pipeline.workload import CA, MA, SETUPS, job, modes, quick
@@ -54,6 +54,10 @@ def test_a_row_of_one_step_is_measured_whole() -> None:
     found = figures(replace(run, steps=run.steps[1:2]))
     assert found.seconds == 10
     assert found.rollout_alone == pytest.approx(4)
+    # Of `async` the last step is not measured: nothing comes after it to overlap with.
+    late = replace(run, mode=modes()[-1])
+    assert window(late) == (100, 110)
+    assert figures(late).seconds == 10
 
 
 def test_ratios_stand_beside_what_was_published_and_what_is_aimed_at() -> None:
