@@ -14,8 +14,8 @@ from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.factory import make_engine
 from services.rollout.memory import settle
 from troupe.transfer import Transfer
-from troupe.workflow.conversation import parse_messages
 from troupe.workflow.languages import load_language
+from troupe.workflow.messages import parse_messages
 
 
 async def drive(directory: Path, concurrency: list[int], trajectories: int) -> dict[int, float]:

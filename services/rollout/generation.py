@@ -11,7 +11,7 @@ from troupe.rpc.ids import new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
 from troupe.workflow import InvalidMessagesError, WorkflowError
-from troupe.workflow.conversation import parse_messages
+from troupe.workflow.messages import parse_messages
 
 
 async def generate(

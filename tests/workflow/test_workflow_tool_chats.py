@@ -9,7 +9,7 @@ import pytest
 
 from tests.workflow.stage import CHATML, Script, make_agents, make_chat
 from troupe.workflow import ChatTemplateError, InvalidMessagesError, Reply, WorkflowError
-from troupe.workflow.conversation import parse_messages, plain
+from troupe.workflow.messages import parse_messages, plain
 
 TOOLED = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
     "{{ m.content }}",

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, overload
 
 from troupe.workflow import numbering
 from troupe.workflow.backend import Endpoint, EndpointBackend
-from troupe.workflow.conversation import (
+from troupe.workflow.errors import ChatTemplateError, InvalidMessagesError, WorkflowError
+from troupe.workflow.memory import ConversationMemory, Prompt
+from troupe.workflow.messages import (
     AnyMessage,
     ToolSet,
     parse_messages,
     parse_tools,
     plain,
 )
-from troupe.workflow.errors import ChatTemplateError, InvalidMessagesError, WorkflowError
-from troupe.workflow.memory import ConversationMemory, Prompt
 from troupe.workflow.reply import Reply
 from troupe.workflow.stopping import cut_at, with_stop_tokens
 from troupe.workflow.toolcalls import PARSERS, ToolCall, call_ids

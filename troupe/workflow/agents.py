@@ -15,9 +15,9 @@ import xxhash
 from troupe.workflow import numbering
 from troupe.workflow.agent import Agent
 from troupe.workflow.backend import Backend, Sampling
-from troupe.workflow.conversation import Message
 from troupe.workflow.errors import TurnError, UnknownAgentError
 from troupe.workflow.memory import Prompt
+from troupe.workflow.messages import Message
 from troupe.workflow.turns import Call, Role, Turn, digest_of, settle
 
 

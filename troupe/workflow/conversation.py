@@ -9,29 +9,12 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from troupe.workflow.errors import ChatTemplateError, InvalidMessagesError, shown
-from troupe.workflow.toolcalls import ToolCall
-
-Message = tuple[str, str]
-"""(role, content)."""
-
-
-class ToolMessage(NamedTuple):
-    """A message that calls tools (role `assistant`), or answers a call (role `tool`)."""
-
-    role: str
-    content: str
-    calls: tuple[ToolCall, ...] = ()
-    call_id: str = ""
-
-
-AnyMessage = Message | ToolMessage
+from troupe.workflow.errors import ChatTemplateError
+from troupe.workflow.messages import AnyMessage, as_template_takes
 
 # Stands for the last reply while a template is rendered: what comes after it is the new text.
 _REPLY = "\x02troupe-reply\x03"
@@ -133,7 +116,7 @@ class ChatTokenizer:
             )
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                [_as_template_takes(message) for message in messages],
+                [as_template_takes(message) for message in messages],
                 tools=json.loads(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=True,
@@ -157,136 +140,3 @@ class ChatTokenizer:
         while self._cached_tokens > _CACHED_TOKENS and len(self._cache) > 1:
             self._cached_tokens -= len(self._cache.popitem(last=False)[1])
         return ids
-
-
-@dataclass(frozen=True, slots=True)
-class ToolSet:
-    """The tools of a request: as they were given, and as one text that is equal for equal ones."""
-
-    given: tuple[Mapping[str, Any], ...] = ()
-    text: str = ""
-
-
-def parse_tools(given: Sequence[Any] | None) -> ToolSet:
-    """Tools as OpenAI's requests have them, checked. Raises `InvalidMessagesError`."""
-    for index, tool in enumerate(given or ()):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-        if not named or tool.get("type") != "function":
-            raise InvalidMessagesError(
-                f"tool {index} needs `type: function` and a `function` with a `name`",
-                field=f"tools[{index}]",
-                value=tool,
-                remedy='Pass {"type": "function", "function": {"name": ..., "parameters": {...}}}.',
-            )
-    if not given:
-        return ToolSet()
-    try:
-        text = json.dumps(list(given), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InvalidMessagesError(
-            f"tools are not JSON: {error}", field="tools", remedy="Pass JSON values only."
-        ) from error
-    return ToolSet(tuple(given), text)
-
-
-def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tuple[AnyMessage, ...]:
-    """What a workflow passed to `chat`, checked, with the agent's system prompt in front.
-
-    A string is one user message; an item is a mapping with `role` and `content` as in OpenAI's
-    chat (text only, `tool_calls` and `tool_call_id` included), or anything with a `.message` that
-    is one (a `Reply`). Raises `InvalidMessagesError`.
-    """
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    messages: list[AnyMessage] = []
-    for index, item in enumerate(items):
-        mapping = item if isinstance(item, Mapping) else getattr(item, "message", None)
-        role = mapping.get("role") if isinstance(mapping, Mapping) else None
-        if not isinstance(mapping, Mapping) or not isinstance(role, str):
-            raise _no_message(index, item)
-        calls = _calls(mapping.get("tool_calls"), index) if role == "assistant" else ()
-        content = _text(mapping.get("content"), f"messages[{index}].content")
-        if content is None and calls:
-            content = ""
-        if content is None:
-            raise _no_message(index, item)
-        call_id = str(mapping.get("tool_call_id") or "") if role == "tool" else ""
-        tooled = calls or call_id
-        messages.append(ToolMessage(role, content, calls, call_id) if tooled else (role, content))
-    if not messages:
-        raise InvalidMessagesError(
-            "chat() got no messages", field="messages", remedy="Pass at least one user message."
-        )
-    if system_prompt is not None and messages[0][0] != "system":
-        messages.insert(0, ("system", system_prompt))
-    return tuple(messages)
-
-
-def plain(message: AnyMessage) -> Message:
-    """The message for people and reward functions: calls of tools as JSON behind the text."""
-    if not isinstance(message, ToolMessage):
-        return message
-    calls = [f'{{"name": "{c.name}", "arguments": {c.arguments}}}' for c in message.calls]
-    return message.role, "\n".join(filter(None, [message.content, *calls]))
-
-
-def _no_message(index: int, item: Any) -> InvalidMessagesError:
-    return InvalidMessagesError(
-        f"message {index} needs `role` and `content`, both strings",
-        field=f"messages[{index}]",
-        value=item,
-        remedy='Pass {"role": "user", "content": "..."}.',
-    )
-
-
-def _text(content: Any, field: str) -> str | None:
-    """A message's text; that of its parts, one per line. None when there is no text at all."""
-    if not isinstance(content, list | tuple):
-        return content if isinstance(content, str) else None
-    texts = []
-    for number, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
-            raise InvalidMessagesError(
-                f"a part of type {shown(kind)} is no text",
-                field=f"{field}[{number}]",
-                value=kind,
-                remedy="Send text only: agents see no images, sounds or files.",
-            )
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _calls(given: Any, index: int) -> tuple[ToolCall, ...]:
-    calls = []
-    for number, item in enumerate(given or ()):
-        function = item.get("function") if isinstance(item, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        arguments = function.get("arguments") if isinstance(function, Mapping) else None
-        if isinstance(arguments, Mapping):
-            arguments = json.dumps(arguments)
-        if not isinstance(name, str) or not isinstance(arguments, str):
-            raise InvalidMessagesError(
-                "a call needs a `function` with `name` and `arguments`, both strings",
-                field=f"messages[{index}].tool_calls[{number}]",
-                value=item,
-                remedy="Send the reply's `tool_calls` back as they came.",
-            )
-        calls.append(ToolCall(str(item.get("id") or ""), name, arguments))
-    return tuple(calls)
-
-
-def _as_template_takes(message: AnyMessage) -> dict[str, Any]:
-    """As Hugging Face's templates read it: arguments of a call as an object, not as text."""
-    shaped: dict[str, Any] = {"role": message[0], "content": message[1]}
-    if not isinstance(message, ToolMessage):
-        return shaped
-    if message.call_id:
-        shaped["tool_call_id"] = message.call_id
-    if message.calls:
-        shaped["tool_calls"] = [call.message for call in message.calls]
-        for call in shaped["tool_calls"]:
-            with suppress(ValueError, RecursionError):
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-    return shaped

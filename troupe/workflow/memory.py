@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from troupe.workflow.conversation import AnyMessage, ChatTokenizer, ToolMessage
+from troupe.workflow.conversation import ChatTokenizer
+from troupe.workflow.messages import AnyMessage, ToolMessage
 from troupe.workflow.numbering import Path
 from troupe.workflow.toolcalls import ToolCall
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import xxhash
 
 from troupe.workflow.backend import Generation, Sampling
-from troupe.workflow.conversation import ChatTokenizer, Message
+from troupe.workflow.conversation import ChatTokenizer
+from troupe.workflow.messages import Message
 from troupe.workflow.numbering import Path, places
 from troupe.workflow.reply import Reply
 

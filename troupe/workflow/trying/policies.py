@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 from troupe.workflow.agents import Agents
 from troupe.workflow.backend import Sampling, Span
-from troupe.workflow.conversation import ChatTokenizer, Message
+from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError, shown
+from troupe.workflow.messages import Message
 from troupe.workflow.turns import Turn, digest_of
 
 
