@@ -1,0 +1,132 @@
+"""Bad input to engines, as it looks through the rollout service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.fragile import Workshop
+from tests.rollout.house import CONFIG, House, evaluation, make_spec, open_house, weights
+from tests.support.fake_sglang import FakeSglang, serve
+from troupe.rpc import FailedPrecondition, InvalidArgument
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import rollout_pb2 as pb
+
+COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+HEALTHY = common.ENGINE_STATE_HEALTHY
+
+
+@pytest.fixture
+def workshop() -> Workshop:
+    return Workshop()
+
+
+@pytest.fixture
+async def house(tmp_path: Path, workshop: Workshop) -> AsyncIterator[House]:
+    async with open_house(tmp_path, make=workshop) as house:
+        yield house
+
+
+async def generate(house: House, ids: list[int], **sampling: int) -> pb.GenerateResponse:
+    request = pb.GenerateRequest(
+        job_id=house.job_id,
+        policy="big",
+        input_ids=ids,
+        sampling=common.SamplingParams(**sampling),
+    )
+    answer: pb.GenerateResponse = await house.rollout.Generate(request, timeout=20)
+    return answer
+
+
+async def test_weights_that_do_not_fit_touch_no_engine_of_the_policy(
+    house: House, workshop: Workshop
+) -> None:
+    await house.prepare("long_winded", policies={"big": {"engine": {"replicas": 2}}})
+    engines = workshop.engines["big"]
+    # Even if an engine would have taken them: the other one would not.
+    narrow = {name: tensor.clone() for name, tensor in weights(1).items()}
+    narrow["model.norm.weight"] = narrow["model.norm.weight"].bfloat16()
+    key = f"{house.job_id}/big/weights@1"
+    checksum = house.transfer.set(key, narrow).checksum
+    ref = common.WeightsRef(
+        job_id=house.job_id, policy="big", version=1, key=key, checksum=checksum
+    )
+    running = asyncio.create_task(house.run(evaluation(2)))
+    with pytest.raises(FailedPrecondition, match=r"the model wants torch\.float32") as info:
+        await house.update(ref)
+    assert info.value.kind == "weights_refused"
+    assert [engine.updates for engine in engines] == [[0], [0]]
+    assert {(e.state, e.version) for e in engines} == {(HEALTHY, 0)}
+    assert {event.state for event in (await running).values()} == {COMPLETED}
+    # The version number is still free.
+    await house.update(house.publish("big", 2, seed=1))
+    assert {(e.state, e.version) for e in engines} == {(HEALTHY, 2)}
+
+
+async def test_a_sleeping_engine_misses_an_update_and_catches_up(
+    house: House, workshop: Workshop
+) -> None:
+    await house.prepare("long_winded", policies={"big": {"engine": {"replicas": 2}}})
+    first, second = workshop.engines["big"]
+    await first.sleep()
+    await house.update(house.publish("big", 1))
+    assert (first.asleep, second.version) == ({"weights", "kv_cache"}, 1)
+    ended = await house.run(evaluation(3))
+    assert {event.state for event in ended.values()} == {COMPLETED}
+    await asyncio.sleep(1.2)  # its keeper looks every second, and leaves it alone
+    assert first.asleep
+    await first.wake()
+    async with asyncio.timeout(20):
+        while first.state != HEALTHY:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert first.version == 1
+
+
+async def test_restarted_turns_complete_their_trajectories_in_one_version(
+    house: House, workshop: Workshop
+) -> None:
+    engine_spec = {"in_flight": "restart"}
+    await house.prepare("long_winded", policies={"big": {"engine": engine_spec}})
+    [engine] = workshop.engines["big"]
+    running = asyncio.create_task(house.run(evaluation(4)))
+    async with asyncio.timeout(20):
+        while engine.load().generated_tokens < 10:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    await house.update(house.publish("big", 1))
+    for event in (await running).values():
+        assert event.state == COMPLETED
+        for turn in event.turns:
+            assert len(turn.versions) == 1
+
+
+async def test_requests_that_no_engine_can_serve(house: House) -> None:
+    await house.prepare("long_winded")
+    with pytest.raises(InvalidArgument, match="leaves no room for a response") as info:
+        await generate(house, [5] * 384)
+    assert info.value.field == "policies.big.engine.max_context"
+    with pytest.raises(InvalidArgument, match="vocabulary"):
+        await generate(house, [CONFIG["vocab_size"]])
+    with pytest.raises(InvalidArgument, match="max_new_tokens = 0"):
+        await generate(house, [5], max_new_tokens=0)
+    answer = await generate(house, [5], max_new_tokens=7, seed=3)
+    assert answer.finish_reason in ("length", "stop")
+    assert len(answer.output_ids) <= 7
+
+
+async def test_a_job_on_a_server_with_another_vocabulary_is_not_prepared(tmp_path: Path) -> None:
+    fake = FakeSglang(CONFIG)
+    fake.vocabulary = 151_936
+    async with serve(fake) as url, open_house(tmp_path) as house:
+        spec = make_spec("long_winded")
+        engine = {"kind": "sglang", "urls": [url], "start_timeout_seconds": 20}
+        spec["policies"]["big"]["engine"] |= engine
+        with pytest.raises(FailedPrecondition, match="vocabulary of 151936 tokens") as info:
+            await house.prepare_raw(spec)
+        assert info.value.field == "policies.big.engine.urls"
+        fake.vocabulary = CONFIG["vocab_size"]
+        await house.prepare_raw(spec)
+        ended = await house.run(evaluation(2))
+        assert {event.state for event in ended.values()} == {COMPLETED}
