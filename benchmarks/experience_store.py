@@ -10,7 +10,8 @@ pipelined redis-py, in alternation with the store, in one run. The last line is 
   the best number of concurrent writers. Rewards come late, one call per trajectory.
 - `grpc_echo_ratio_4k`: bytes/s of bare gRPC (no protobuf, store or Redis) with the same messages
   over raw bytes/s, in the cell that `raw_ratio_4k` is from: what is left to a store behind gRPC.
-- `cpu_us_per_row_4k`: CPU of each process in that cell, in microseconds per row.
+- `cpu_us_per_row_4k`: CPU of each process in that cell, in microseconds per row; `echo` and
+  `echo_client` are what bare gRPC takes.
 - `ready_p99_ms`: from sending the last reward of a group to having the claim that waited for it.
 - `million_rows_latency_ratio`: median claim with 1,000,000 rows in the store over that with 1,000.
 - `memory_ratio`: bytes that Redis holds per byte of payload, the worst of all lengths.
@@ -67,7 +68,7 @@ class Cell:
     writers: int
     ratio: float
     echo_ratio: float
-    cpu_us: dict[str, float]
+    cpu_us: dict[str, int]
     """Per row of a step, by process."""
     store_mbs: float
     raw_mbs: float
@@ -94,11 +95,15 @@ async def throughput(servers: Servers, stub: Stub, plan: Plan, tokens: int, writ
             raw_seconds.append(await asyncio.to_thread(raw.round_trip, client, rows))
         requests = [append.SerializeToString() for append in appends]
         answers = echo.batches([len(row) for row in rows], served.MICRO_BATCH)
+        start = servers.cpu_seconds()
         echo_seconds.append(await echo.round_trip(servers.echo_address, requests, answers, writers))
-        before = servers.cpu_seconds()
+        echoed = servers.cpu_seconds()
         store_seconds.append(await served.run_step(stub, shape, job, appends, writers, timings))
-        for name, used in servers.cpu_seconds().items():
-            cpu[name].append((used - before[name]) / shape.rows * 1e6)
+        stored = servers.cpu_seconds()
+        for name in ("client", "store", "redis"):
+            cpu[name].append((stored[name] - echoed[name]) / shape.rows * 1e6)
+        cpu["echo"].append((echoed["echo"] - start["echo"]) / shape.rows * 1e6)
+        cpu["echo_client"].append((echoed["client"] - start["client"]) / shape.rows * 1e6)
         await served.drop(stub, job)
     taken, ideal = statistics.median(store_seconds), statistics.median(raw_seconds)
     return Cell(
@@ -179,7 +184,7 @@ def _table(cells: Sequence[Cell]) -> Table:
             f"{cell.raw_mbs:.0f}",
             f"{cell.ratio:.2f}",
             f"{cell.echo_ratio:.2f}",
-            " / ".join(f"{used:.0f}" for used in cell.cpu_us.values()),
+            " / ".join(f"{cell.cpu_us[name]}" for name in ("client", "store", "redis")),
             *(
                 f"{cell.p50_ms[name]:.1f} / {cell.p99_ms[name]:.1f}"
                 for name in ("append", "reward", "claim", "commit")

@@ -36,7 +36,7 @@ class Servers:
     echo_address: str
     """host:port of a bare gRPC server (echo.py)."""
     processes: Mapping[str, psutil.Process]
-    """`redis`, `store`, and `client`: this one."""
+    """`client` (this one), `store`, `redis` and `echo`."""
 
     def cpu_seconds(self) -> dict[str, float]:
         """What each of `processes` has used since its start."""
@@ -78,7 +78,8 @@ def started(directory: Path, fsync: Fsync = "everysec") -> Iterator[Servers]:
         _wait("the store", lambda: ports.read_text())
         echo = directory / "echo"
         with echo.open("wb") as out:
-            _run(stack, [sys.executable, "-m", "benchmarks.store.echo"], out.fileno(), {})
+            command = [sys.executable, "-m", "benchmarks.store.echo"]
+            echo_pid = _run(stack, command, out.fileno(), {})
         _wait("the echo", lambda: int(echo.read_text()))
         yield Servers(
             url,
@@ -88,6 +89,7 @@ def started(directory: Path, fsync: Fsync = "everysec") -> Iterator[Servers]:
                 "client": psutil.Process(),
                 "store": psutil.Process(store_pid),
                 "redis": psutil.Process(redis_pid),
+                "echo": psutil.Process(echo_pid),
             },
         )
 

@@ -21,6 +21,12 @@ def test_a_quick_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[st
         "million_rows_latency_ratio",
         "memory_ratio",
     }
-    assert set(results.pop("cpu_us_per_row_4k")) == {"client", "store", "redis"}
+    assert set(results.pop("cpu_us_per_row_4k")) == {
+        "client",
+        "store",
+        "redis",
+        "echo",
+        "echo_client",
+    }
     assert all(value > 0 for value in results.values())
     assert any("raw pipelined redis-py" in line for line in table)
