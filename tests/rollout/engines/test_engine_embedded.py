@@ -347,3 +347,43 @@ async def test_turns_wait_for_the_first_weights_only_while_they_come(
     assert engine.state == pb.ENGINE_STATE_STOPPED
     with pytest.raises(EngineDied):
         await ask(engine, "r", [1])
+
+
+async def test_an_idle_engine_that_would_not_generate_is_found(
+    engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.rollout.engines.embedded.PROBE_AFTER_SECONDS", 0.0)
+    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    assert engine.load().generated_tokens == 1  # a real one
+    assert engine.load().running == 0
+    monkeypatch.setattr("services.rollout.engines.embedded.PROBE_SECONDS", 0.05)
+    assert engine._batcher is not None
+    monkeypatch.setattr(engine._batcher, "submit", lambda *_: None)  # as a stuck thread does
+    assert await engine.check() == pb.ENGINE_STATE_SUSPECT
+    assert "no token for" in engine.message
+    monkeypatch.undo()
+    monkeypatch.setattr("services.rollout.engines.embedded.PROBE_AFTER_SECONDS", 0.0)
+    assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    monkeypatch.setattr("services.rollout.engines.embedded.PROBE_SECONDS", 0.05)
+    monkeypatch.setattr(engine._batcher, "submit", lambda *_: None)
+    states = [await engine.check() for _ in range(3)]
+    assert states[-1] == pb.ENGINE_STATE_DEAD
+
+
+async def test_a_conversation_reads_only_what_is_new(engine: EmbeddedEngine) -> None:
+    ids = prompt(random.Random(11), 60, 61)
+    for turn in range(4):
+        answer = await ask(engine, f"t{turn}", ids, max_new_tokens=16)
+        # All but the last page or so of what was said before is there already.
+        assert answer.cached_tokens >= (len(ids) - 40 if turn else 0)
+        ids = ids + answer.token_ids + prompt(random.Random(turn), 8, 9)
+
+
+async def test_a_stop_token_that_never_comes_ends_at_the_bound(engine: EmbeddedEngine) -> None:
+    free = await ask(engine, "free", [1], max_new_tokens=30)
+    never = next(token for token in range(VOCABULARY) if token not in free.token_ids)
+    answer = await ask(engine, "r", [1], max_new_tokens=30, stop_token_ids=(never,))
+    assert (answer.token_ids, answer.finish_reason) == (free.token_ids, "length")
+    # Nor does it hold the engine beyond the context's end.
+    whole = await ask(engine, "w", [1] * 200, max_new_tokens=10_000, stop_token_ids=(never,))
+    assert len(whole.token_ids) == 56 or whole.finish_reason == "stop"

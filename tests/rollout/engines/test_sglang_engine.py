@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.rollout.engines.base import Generation, SamplingParams
+from services.rollout.engines.base import Adapter, Generation, SamplingParams
 from services.rollout.engines.errors import (
+    AdapterRefused,
     BadTurn,
     EngineDied,
     EngineStale,
@@ -341,5 +342,17 @@ async def test_a_real_server_of_our_own(tmp_path: Path) -> None:
     assert engine.state == pb.ENGINE_STATE_STALE
     await engine.update_weights(publish(transfer, model, 4), transfer)
     assert len((await engine.generate("l", [1], params, deadline_seconds=60)).token_ids) == 200
+    # No memory saver on a CPU: it is ended, and launched again.
+    with pytest.raises(AdapterRefused, match="LoRA is not enabled"):
+        await engine.load_adapter("a", Adapter({"r": 1}, {"x": torch.ones(1)}))
+    await engine.sleep()
+    assert engine._server._process is None
+    await engine.wake()
+    assert engine.state == pb.ENGINE_STATE_STALE
+    await engine.update_weights(publish(transfer, model, 4), transfer)
+    again = await engine.generate("m", [1], params, deadline_seconds=60)
+    assert again.logprobs == pytest.approx(
+        reference_logprobs(model, [1], again.token_ids), abs=2e-4
+    )
     await engine.stop()
     assert engine._server._process is None
