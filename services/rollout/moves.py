@@ -16,12 +16,16 @@ import structlog
 
 from services.rollout.engines.base import Engine
 from services.rollout.policy import ServedPolicy
+from services.rollout.supervision import EngineKeeper
 from troupe.job import JobSpec
 from troupe.job.balancing import exchange
-from troupe.rpc.errors import FailedPrecondition, NotFound
+from troupe.rpc.errors import FailedPrecondition, NotFound, Unavailable
 from troupe.v1 import common_pb2 as pb
 
 log = structlog.get_logger(__name__)
+
+# Versions that may come, one after another, while an engine loads.
+_UPDATES = 10
 
 Remake = Callable[[str, str], Engine]
 
@@ -153,8 +157,7 @@ class EngineMoves:
             engine = await self._convert(engine, target, rebuilt)
             keeper = target.adopt(engine)
             source.forget(engine.engine_id)
-            while not keeper.serves_target:  # whatever version comes meanwhile
-                await keeper.reach_target()
+            await self._arrive(keeper)
             target.open_to_turns(engine.engine_id)
         except Exception as error:
             log.warning(
@@ -177,6 +180,17 @@ class EngineMoves:
         await engine.stop()
         # In a thread: it may import an engine's libraries.
         return await asyncio.to_thread(self._remake, engine.engine_id, policy.name)
+
+    async def _arrive(self, keeper: EngineKeeper) -> None:
+        for _ in range(_UPDATES):  # newer versions may come meanwhile
+            await keeper.reach_target()
+            if keeper.serves_target:
+                return
+        engine = keeper.engine
+        raise Unavailable(
+            f"engine {engine.engine_id} does not serve '{engine.policy}' after {_UPDATES} updates",
+            kind="engine_not_serving",
+        )
 
     async def _take_back(
         self, engine: Engine, source: ServedPolicy, target: ServedPolicy, rebuilt: bool
