@@ -7,6 +7,7 @@ whole text anew would be simpler and wrong: the ids could differ from those that
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._cache: OrderedDict[object, tuple[int, ...]] = OrderedDict()
+        self._cache: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
         self._cached_tokens = 0
 
     def first_ids(self, messages: tuple[AnyMessage, ...], tools: str = "") -> tuple[int, ...]:
@@ -130,7 +131,9 @@ class ChatTokenizer:
             ) from error
         return rendered
 
-    def _cached(self, key: object, compute: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    def _cached(self, of: object, compute: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        # A digest: the conversations themselves would take more than the ids that are counted.
+        key = hashlib.blake2b(repr(of).encode(), digest_size=16).digest()
         ids = self._cache.get(key)
         if ids is not None:
             self._cache.move_to_end(key)

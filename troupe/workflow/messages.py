@@ -51,7 +51,7 @@ def parse_tools(given: Sequence[Any] | None) -> ToolSet:
         return ToolSet()
     try:
         text = json.dumps(list(given), allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessagesError(
             f"tools are not JSON: {error}", field="tools", remedy="Pass JSON values only."
         ) from error

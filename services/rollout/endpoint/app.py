@@ -147,7 +147,10 @@ async def _read_json(request: Request, limit: int) -> Any:
             code="request_too_large",
         )
     try:
-        return json.loads(read)
+        value = json.loads(read)
+        if b"\\ud" in read.lower():  # half a character, perhaps, which no tokenizer takes
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}.", code="invalid_json") from None
 

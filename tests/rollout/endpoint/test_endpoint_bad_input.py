@@ -62,6 +62,8 @@ async def test_a_wrong_request_is_a_400_that_names_the_field(stage: Stage) -> No
             answers.append(await client.post(url, content=b"{not json"))
             answers.append(await client.post(url, content=b"[" * 100_000))
             answers.append(await client.post(url, json=["a list"]))
+            half = b'{"messages": [{"role": "user", "content": "\\uD800"}]}'
+            answers.append(await client.post(url, content=half))
         return {"solver": 0.0}
 
     event = await stage.play(act)
