@@ -156,7 +156,7 @@ class Preparation:
 def _resumes(spec: JobSpec, policy: PolicySpec) -> bool:
     """Whether turns may consist of what several engines drew. Not where the same bits are promised;
     nor where all of a turn must be of one version, which the next engine may not have."""
-    keeps = getattr(policy.engine, "in_flight", "keep") == "keep"
+    keeps = policy.engine.in_flight == "keep"
     return keeps and not spec.pipeline.deterministic
 
 
