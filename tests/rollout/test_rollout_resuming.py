@@ -22,6 +22,7 @@ from troupe.v1 import rollout_pb2 as pb
 
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
 TWO: dict[str, Any] = {"big": {"engine": {"replicas": 2}}}
+PATIENT = {"turn_seconds": 50, "trajectory_seconds": 55}
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ async def drain(engine: Any) -> None:
 async def test_a_lost_turn_goes_on_from_its_tokens_and_says_the_same(
     house: House, workshop: Workshop, disturb: Callable[[Any], Any]
 ) -> None:
-    await house.prepare("long_winded", policies=TWO)
+    await house.prepare("long_winded", policies=TWO, limits=PATIENT)
     quiet, loud, losses = await disturbed(house, workshop, disturb)
     assert losses.resumed_turns >= 1
     assert losses.resumed_tokens >= 1
@@ -100,7 +101,9 @@ async def test_a_lost_turn_goes_on_from_its_tokens_and_says_the_same(
 
 
 async def test_turns_of_a_deterministic_job_start_over(house: House, workshop: Workshop) -> None:
-    await house.prepare("long_winded", policies=TWO, pipeline={"deterministic": True})
+    await house.prepare(
+        "long_winded", policies=TWO, limits=PATIENT, pipeline={"deterministic": True}
+    )
     quiet, loud, losses = await disturbed(house, workshop, die)
     assert losses.restarted_turns >= 1
     assert losses.resumed_turns == 0
