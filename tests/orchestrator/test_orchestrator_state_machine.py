@@ -55,9 +55,7 @@ class JobLife(RuleBasedStateMachine):
         spare=st.sampled_from([0, 1]),
         redundant=st.sampled_from([0, 2]),
     )
-    def start(
-        self, mode: str, rollout: float, trainer: float, spare: int, redundant: int
-    ) -> None:
+    def start(self, mode: str, rollout: float, trainer: float, spare: int, redundant: int) -> None:
         async def start() -> None:
             await self._cluster.open()
             (await self._cluster.add_rollout()).script.seconds = rollout
