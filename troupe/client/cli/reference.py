@@ -38,14 +38,16 @@ def _sections(prefix: str, model: type[BaseModel]) -> list[_Section]:
             continue
         if get_origin(field.annotation) is dict:
             path += ".<name>"
+        elif get_origin(field.annotation) is list:
+            path += "[]"
         found.append((path, inner))
         found += _sections(f"{path}.", inner)
     return found
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds: directly, as the values of a mapping, or if at all."""
-    if get_origin(annotation) is dict:
+    """The section that a field holds: directly, as what a mapping or a list has, or if at all."""
+    if get_origin(annotation) in (dict, list):
         annotation = get_args(annotation)[-1]
     if get_origin(annotation) in (Union, types.UnionType):
         annotation = get_args(annotation)[0]
