@@ -97,6 +97,7 @@ async def test_a_call_that_comes_back_rewritten_keeps_its_sampled_ids(sent_back:
         lambda reply: _rewritten(reply, '{"a":3,"b":5}'),
         lambda reply: _message(reply, content="I said something else."),
         lambda reply: {"role": "assistant", "content": "no call"},
+        lambda reply: {"role": "assistant", "content": reply.content},
     ],
 )
 async def test_a_call_that_was_altered_is_another_conversation(edited: Any) -> None:

@@ -30,8 +30,10 @@ class _Reply:
     """What was generated at one point of a conversation."""
 
     order: Path
+    texts: frozenset[str]
+    """All that was said, as a client may hold it that knows of no calls."""
     contents: frozenset[str]
-    """What a client may hold as its content."""
+    """What a client may hold as its content beside the calls."""
     calls: tuple[ToolCall, ...]
     ids: tuple[int, ...]
     """Prompt and response."""
@@ -43,7 +45,7 @@ class _Reply:
         content = message[1].strip()
         calls = message.calls if isinstance(message, ToolMessage) else ()
         if not calls:
-            return not by_id and content in self.contents
+            return not by_id and content in self.texts
         if by_id and [c.id for c in calls] != [c.id for c in self.calls]:
             return False
         # Some clients drop the text beside calls. Whoever alters a call has another conversation.
@@ -123,14 +125,15 @@ class ConversationMemory:
         for message in messages:
             found = point.reply(message) if message[0] == "assistant" else None
             point = found.then if found else point.others.setdefault(_key(message), _Point())
-        contents = _forms(reply) | _forms(reply if content is None else content)
+        texts = _forms(reply)
+        contents = texts if content is None else _forms(content)
         stop_id = response_ids[-1] if stopped else None
-        said = _Reply(order, contents, calls, prompt_ids + response_ids, stop_id, _Point())
+        said = _Reply(order, texts, contents, calls, prompt_ids + response_ids, stop_id, _Point())
         for other in point.replies:
-            if other.contents == contents and not calls and not other.calls:
+            if other.texts == texts and not calls and not other.calls:
                 said.then = other.then  # to a client they are one
         point.replies.append(said)
-        self._said |= contents - {""}
+        self._said |= (texts | contents) - {""}
 
 
 def _forms(text: str) -> frozenset[str]:
