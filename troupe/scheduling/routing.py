@@ -80,6 +80,7 @@ class Fleet:
         # Members that did not serve when they were looked at.
         self._aside: set[str] = set()
         self._drawn_per_second = 1.0
+        self._places = 0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -87,7 +88,7 @@ class Fleet:
     @property
     def places(self) -> int:
         """Turns that all engines may have at once."""
-        return sum(member.limit for member in self._members.values())
+        return self._places
 
     @property
     def rates(self) -> dict[str, Rates]:
@@ -119,12 +120,13 @@ class Fleet:
         member = _Member(engine_id, device_class, rates, limit)
         self._members[engine_id] = member
         self._order.append(engine_id)
+        self._places += limit
         self._weigh()
         self._changed(member)
 
     def remove(self, engine_id: str) -> None:
         """Forget an engine. Raises `KeyError`."""
-        del self._members[engine_id]
+        self._places -= self._members.pop(engine_id).limit
         self._order.remove(engine_id)
         self._aside.discard(engine_id)
         self._weigh()
@@ -133,6 +135,7 @@ class Fleet:
         """From now on the engine may have `limit` turns; it may have more until they end."""
         member = self._members[engine_id]
         if member.limit != limit:
+            self._places += limit - member.limit
             member.limit = limit
             self._changed(member)
 
