@@ -158,8 +158,9 @@ class PolicyRouter:
                 raise _turn_error(error) from error
             else:
                 if drawn.finish_reason != "abort":
-                    self._places.learn(asker, len(prompt_ids), drawn)
-                    return turn.whole(drawn, waited)
+                    whole = turn.whole(drawn, waited)
+                    self._places.learn(asker, len(prompt_ids), whole)
+                    return whole
                 piece = drawn  # somebody stopped the engine under the turn
             finally:
                 self._places.give_back(place, drawn)

@@ -20,6 +20,7 @@ from services.rollout.engines.errors import (
     lost_turn,
 )
 from services.rollout.gate import Gate
+from services.rollout.groups import Groups
 from services.rollout.router import Backlog, Home, Losses, PolicyRouter
 from troupe.job import RoutingSpec
 from troupe.rpc.errors import AlreadyExists, NotFound
@@ -253,6 +254,27 @@ async def test_turns_of_nearly_finished_groups_go_first() -> None:
         await settle()
     await asyncio.gather(*tasks)
     assert engine.served == ["r0", "r4", "r1", "r2", "r3"]
+
+
+async def test_a_group_becomes_urgent_as_its_trajectories_end() -> None:
+    router, [engine] = make(count=1, limit=1)
+    groups = Groups([router])
+    for query, count in {"a": 2, "b": 5}.items():
+        for _ in range(count):
+            groups.begin(query)
+    tasks = [
+        ask(router, name, group=name[0], left=groups.left(name[0])) for name in ("held", "a0", "b0")
+    ]
+    await settle()
+    for _ in range(4):
+        groups.end("b")
+    assert (groups.left("a"), groups.left("b")) == (2, 1)
+    for name in ("held", "b0", "a0"):
+        engine.answer(name)
+        await settle()
+    await asyncio.gather(*tasks)
+    groups.end("b")
+    assert groups.left("b") == 0
 
 
 async def test_static_routing_waits_for_its_engine_while_another_is_idle() -> None:
