@@ -37,6 +37,7 @@ async def test_no_turn_is_lost_while_engines_move(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_quick_run_measures_every_row(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.balancing", "--quick", "--json"]
     done = subprocess.run(
