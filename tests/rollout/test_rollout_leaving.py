@@ -35,7 +35,7 @@ class Listening(orchestrator_pb2_grpc.OrchestratorServicer):
 
 
 async def test_it_says_so_at_once_and_ends_what_runs(tmp_path: Path) -> None:
-    listening = Listening()
+    listening = Listening()  # type: ignore[abstract]
     orchestrator = grpc.aio.server()
     orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(listening, orchestrator)
     port = orchestrator.add_insecure_port("127.0.0.1:0")
