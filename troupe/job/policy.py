@@ -32,7 +32,7 @@ class ModelSpec(Section):
     """Floating-point type of the weights in trainer and engines."""
     tool_parser: Literal["hermes", "qwen_coder", "llama", "mistral"] = "hermes"
     """How the model writes calls of tools. `hermes`: JSON between `<tool_call>` tags (Hermes,
-    Qwen2.5, Qwen3); `qwen_coder`: `<function=...>` between them; `llama`: JSON alone (Llama 3.1 on);
+    Qwen2.5, Qwen3); `qwen_coder`: `<function=...>` between them; `llama`: JSON alone (Llama 3.1);
     `mistral`: a list behind `[TOOL_CALLS]`."""
 
     _json = field_validator("config")(check_json)
