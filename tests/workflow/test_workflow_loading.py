@@ -41,8 +41,9 @@ def three(split: str, size: int = 3) -> list[dict[str, int]]:
 
 
 def test_functions_and_objects_are_workflows() -> None:
-    assert load_workflow(f"{HERE}:good") is good
-    assert load_workflow(f"{HERE}:async_object") is async_object
+    # By name: whoever edits a test while this runs has its module read anew.
+    assert load_workflow(f"{HERE}:good").__name__ == "good"
+    assert type(load_workflow(f"{HERE}:async_object")).__name__ == "AsyncObject"
 
 
 @pytest.mark.parametrize(
@@ -98,18 +99,65 @@ print(asyncio.run(first(0, 0, 0)), asyncio.run(second(0, 0, 0)))
 """
 
 
-def test_an_edited_module_is_read_anew_with_those_that_import_it(tmp_path: Path) -> None:
+LAZILY_IMPORTED = """
+import asyncio, pathlib
+from troupe.workflow import load_workflow
+
+pathlib.Path("edited_helper.py").write_text("ANSWER = 1\\n")
+pathlib.Path("edited_workflow.py").write_text(
+    "async def play(query, agents, tools):\\n    from edited_helper import ANSWER\\n"
+    "    return ANSWER\\n"
+)
+first = asyncio.run(load_workflow("edited_workflow:play")(0, 0, 0))
+pathlib.Path("edited_helper.py").write_text("ANSWER = 42\\n")
+print(first, asyncio.run(load_workflow("edited_workflow:play")(0, 0, 0)))
+"""
+
+# Two jobs are prepared at once, in threads; the file of the second one was edited.
+ANOTHER_IMPORTS = """
+import os, pathlib, threading
+from troupe.workflow import load_workflow
+
+begun, go_on = threading.Event(), threading.Event()
+pathlib.Path("pack").mkdir()
+pathlib.Path("pack/__init__.py").touch()
+pathlib.Path("pack/slow.py").write_text(
+    "import __main__\\n__main__.begun.set()\\n__main__.go_on.wait(30)\\n"
+    "async def play(query, agents, tools): ...\\n"
+)
+pathlib.Path("edited_workflow.py").write_text("async def play(query, agents, tools): ...\\n")
+first = load_workflow("edited_workflow:play")
+loaded = []
+thread = threading.Thread(target=lambda: loaded.append(load_workflow("pack.slow:play")))
+thread.start()
+begun.wait(30)
+os.utime("edited_workflow.py", (5, 5))
+second = load_workflow("edited_workflow:play")
+go_on.set()
+thread.join()
+# What was being imported may have read an older file: it is read anew, too.
+print(second is not first, len(loaded), load_workflow("pack.slow:play") is not loaded[0])
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [(EDITING, "1 42\n"), (LAZILY_IMPORTED, "1 42\n"), (ANOTHER_IMPORTS, "True 1 True\n")],
+)
+def test_an_edited_module_is_read_anew_with_those_that_import_it(
+    tmp_path: Path, program: str, printed: str
+) -> None:
     (tmp_path / "edited_helper.py").write_text("ANSWER = 1\n")
     (tmp_path / "edited_workflow.py").write_text(
         "from edited_helper import ANSWER\nasync def play(query, agents, tools): return ANSWER\n"
     )
     # In a process of its own: this one's modules are the other tests'.
     done = subprocess.run(
-        [sys.executable, "-c", EDITING],
+        [sys.executable, "-c", program],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.stdout, done.stderr) == ("1 42\n", "")
+    assert (done.stdout, done.stderr) == (printed, "")

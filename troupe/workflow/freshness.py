@@ -11,6 +11,7 @@ import os
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
@@ -21,30 +22,56 @@ _INSTALLED: Final = ("site-packages", "dist-packages", sysconfig.get_paths()["st
 
 # Modification times of files, in nanoseconds, when their modules were imported.
 _mtimes: dict[str, int] = {}
+_NEVER: Final = -1
 _lock = threading.Lock()
+# When `_mtimes` was last complete; in nanoseconds as files have them.
+_complete_at = time.time_ns()
 
 
 def forget_edited() -> list[str]:
     """Drop the users' modules from `sys.modules` if a file of theirs was edited; which ones.
 
-    All of them go, since any may have imported something from the edited one. What jobs hold of
-    the old modules stays as it is.
+    All of them go, since any may have imported something from the edited one: save for those that
+    another thread is importing, which go next time. What jobs hold of the old modules stays as it
+    is.
     """
     with _lock:
         importlib.invalidate_caches()  # a file may also be new
         users = dict(_users_modules())
-        if all(_mtimes.get(path, now) == now for path in users.values() for now in [_mtime(path)]):
+        if not any(map(_edited, users.values())):
             return []
+        _mtimes.clear()
+        for name in _being_imported() & users.keys():
+            _mtimes[users.pop(name)] = _NEVER
         for name in users:
             sys.modules.pop(name, None)
-        _mtimes.clear()
         return sorted(users)
 
 
 def remember_files() -> None:
     """Note when the files of all imported users' modules were written."""
-    for _, path in _users_modules():
-        _mtimes.setdefault(path, _mtime(path))
+    global _complete_at
+    with _lock:
+        _complete_at = time.time_ns()
+        for _, path in _users_modules():
+            _mtimes.setdefault(path, _mtime(path))
+
+
+def _edited(path: str) -> bool:
+    now = _mtime(path)
+    known = _mtimes.get(path)
+    # A module that a function imported is not known yet: its file may be newer than the module.
+    return now > _complete_at if known is None else now != known
+
+
+def _being_imported() -> set[str]:
+    """Modules of imports under way, with their packages: without them an import fails."""
+    names: set[str] = set()
+    for name, module in list(sys.modules.items()):
+        if getattr(getattr(module, "__spec__", None), "_initializing", False):
+            parts = name.split(".")
+            names |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    return names
 
 
 def _users_modules() -> Iterator[tuple[str, str]]:
