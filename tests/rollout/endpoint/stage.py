@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.rollout.endpoint import plays
+from tests.rollout.endpoint import dialogues
 from tests.rollout.house import House, evaluation, make_spec, open_house, training
 from tests.support.scripted_engine import Script
 from tests.workflow.stage import make_tokenizer
@@ -141,7 +141,7 @@ class Stage:
     async def _play(
         self, act: Callable[[Any, Any], Awaitable[dict[str, float]]], tickets: Sequence[pb.Ticket]
     ) -> Event:
-        plays.ACT = act
+        dialogues.ACT = act
         [event] = (await self.house.run(tickets)).values()
         return event
 
@@ -158,7 +158,7 @@ async def open_stage(directory: Path, **options: Any) -> AsyncIterator[Stage]:
         "limits": options.pop("limits", {}),
     }
     async with open_house(directory, make=script.make, **options) as house:
-        spec = {**make_spec("one_turn", **changes), "workflow": f"{plays.__name__}:acts"}
+        spec = {**make_spec("one_turn", **changes), "workflow": f"{dialogues.__name__}:acts"}
         await house.prepare_raw(spec)
         yield Stage(house, script, spec)
 
