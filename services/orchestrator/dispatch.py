@@ -44,6 +44,8 @@ class Dispatch:
         self._engines = engines
         self._limit = job.spec.limits.max_concurrent_trajectories
         self._open: dict[str, Flight] = {}
+        # Those of each query: one of thousands ends every few milliseconds.
+        self._by_query: dict[str, set[str]] = {}
         # Groups that wait for a worker, oldest step first.
         self._waiting: list[Group] = []
         # Trajectories per worker that are dispatched and not ended.
@@ -84,16 +86,19 @@ class Dispatch:
             batch.add([ticket.trajectory_id for ticket in group])
             for ticket in group:
                 self._open[ticket.trajectory_id] = Flight(batch, ticket)
+                self._by_query.setdefault(ticket.query_id, set()).add(ticket.trajectory_id)
         self._wait(groups)
 
     def withdraw(self, batch: Batch, query_ids: Collection[str], reason: str) -> None:
         """The store has ended these queries: wait for them no longer, abort what runs of them."""
         gone = self._of(batch, query_ids)
         for trajectory_id in gone:
-            del self._open[trajectory_id]
+            self._close(trajectory_id)
         batch.remove(gone)
-        self._wait(())
         there = self._abort_running(gone, reason)
+        if len(there) < len(gone):
+            self._wait(())
+        self._wake.set()
         if reason == REDUNDANT:
             self._parting.update(dict.fromkeys(there, batch))
 
@@ -116,12 +121,19 @@ class Dispatch:
         return f"waiting for {batch.open} trajectories ({where})"
 
     def _of(self, batch: Batch, query_ids: Collection[str]) -> set[str]:
-        wanted = set(query_ids)
         return {
             trajectory_id
-            for trajectory_id, flight in self._open.items()
-            if flight.batch is batch and flight.ticket.query_id in wanted
+            for query_id in query_ids
+            for trajectory_id in self._by_query.get(query_id, ())
+            if self._open[trajectory_id].batch is batch
         }
+
+    def _close(self, trajectory_id: str) -> None:
+        query_id = self._open.pop(trajectory_id).ticket.query_id
+        left = self._by_query[query_id]
+        left.discard(trajectory_id)
+        if not left:
+            del self._by_query[query_id]
 
     def _wait(self, more: Collection[Group]) -> None:
         """Put groups where they belong in the queue, and those that left out of it."""
@@ -227,7 +239,7 @@ class Dispatch:
         if event.state not in _ENDED:
             return False
         if flight is not None:
-            del self._open[event.trajectory_id]
+            self._close(event.trajectory_id)
             self._victims.pop(event.trajectory_id, None)
             flight.batch.end(event)
             if event.group_complete:
@@ -245,7 +257,7 @@ class Dispatch:
             if (flight := self._open.get(trajectory_id)) is None:
                 continue
             if trajectory_id in over:
-                del self._open[trajectory_id]
+                self._close(trajectory_id)
                 flight.batch.end_unseen(trajectory_id)
                 continue
             left.setdefault(flight.ticket.query_id, []).append(flight.ticket)
