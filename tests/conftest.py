@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.support.redis_server import RedisServer
+from troupe.workflow import freshness
 
 # A developer's runs look for new counterexamples; CI's judge the change, the same way every time.
 settings.register_profile("ci", derandomize=True, print_blob=True)
@@ -29,3 +31,11 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def redis_url(redis_server: RedisServer) -> str:
     """Where the shared Redis is."""
     return redis_server.url
+
+
+@pytest.fixture(autouse=True)
+def _edited_tests_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of the suite are no users' modules: those that an edit makes the services import anew
+    would be others than those that the tests talk to."""
+    here = str(Path(__file__).parent)
+    monkeypatch.setattr(freshness, "_INSTALLED", (*freshness._INSTALLED, here))
