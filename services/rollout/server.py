@@ -51,8 +51,10 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         client = settings.client(retry=_PATIENT)
         self._store = connect(settings.experience_store_address, client)
         self._reward = connect(settings.reward_address, client)
+        transfer = Transfer(settings.transfer_dir)
+        telemetry.registry.register(transfer.counters)
         preparation = Preparation(
-            Transfer(settings.transfer_dir),
+            transfer,
             reward_pb2_grpc.RewardStub(self._reward),
             settings.worker_id,
             make

@@ -45,6 +45,7 @@ class TrainerWorker:
         self._device = choose_device(settings.trainer_device)
         self._compute = Compute(settings.threads, self._device)
         self._transfer = Transfer(settings.transfer_dir)
+        telemetry.registry.register(self._transfer.counters)
         self._bindings: dict[Key, Binding] = {}
         self._runs: dict[Key, StepRun] = {}
         # Binding, releasing and starting a step of one policy exclude each other.

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from troupe.transfer import (
+    Choice,
     Corrupt,
     InvalidKey,
     KeyNotFound,
@@ -23,6 +24,7 @@ from troupe.transfer import (
     StorageFull,
     Transfer,
     TransferTimeout,
+    VersionWentBackwards,
     blob,
     checksum_of,
 )
@@ -259,3 +261,44 @@ def test_a_root_on_disk_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         Transfer(Path("/proc/self/cwd"))
     assert "not in shared memory" in caplog.text
+
+
+def test_what_was_set_under_another_key_is_refused(transfer: Transfer, tmp_path: Path) -> None:
+    transfer.set(KEY, state())
+    (tmp_path / KEY).rename(tmp_path / "job/solver/weights@4")
+    with pytest.raises(Corrupt, match=r"set as 'job/solver/weights@3'"):
+        transfer.get("job/solver/weights@4")
+
+
+def test_versions_that_went_backwards_are_refused(transfer: Transfer) -> None:
+    stem = "job/solver/weights"
+    with pytest.raises(KeyNotFound):
+        transfer.newest(stem)
+    for version in (9, 10, 2):
+        transfer.set(f"{stem}@{version}", {"w": torch.tensor(version)})
+    # By number, not by spelling.
+    assert transfer.newest(stem, at_least=10).key == f"{stem}@10"
+    transfer.delete(f"{stem}@10")
+    with pytest.raises(VersionWentBackwards, match="10 was there before") as caught:
+        transfer.newest(stem, at_least=10)
+    assert caught.value.key == f"{stem}@9"
+    assert transfer.newest(stem).version == 9
+
+
+def test_choices_are_counted_with_their_reason(tmp_path: Path) -> None:
+    writer, reader = Transfer(tmp_path), Transfer(tmp_path)
+    size = writer.set(KEY, {"w": torch.zeros(8)}).num_bytes
+    writer.get(KEY)
+    reader.get(KEY)
+    transport = writer.last_transport
+    # Whatever file system the tests run on, a get of one's own content is in the process.
+    assert writer.counters.moves()[Choice("get", "in_process", "written_here")] == 1
+    (choice,) = reader.counters.moves()
+    assert (choice.transport, choice.reason) in {
+        ("file", "root_on_disk"),
+        ("shared_memory", "same_host"),
+    }
+    assert transport == "in_process"
+    moves, sizes, _ = reader.counters.collect()
+    assert [sample.value for sample in moves.samples] == [1]
+    assert [sample.value for sample in sizes.samples] == [size]

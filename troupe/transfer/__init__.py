@@ -4,6 +4,7 @@ Keys: `{job}/{policy}/weights@{version}` and `{job}/{policy}/state@{version}`.
 """
 
 from troupe.transfer.checksum import checksum_of
+from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import (
     Corrupt,
     InvalidKey,
@@ -12,11 +13,13 @@ from troupe.transfer.errors import (
     StorageFull,
     TransferError,
     TransferTimeout,
+    VersionWentBackwards,
 )
 from troupe.transfer.manifest import Entry, Manifest
 from troupe.transfer.store import Transfer, default_root
 
 __all__ = [
+    "Choice",
     "Corrupt",
     "Entry",
     "InvalidKey",
@@ -25,8 +28,10 @@ __all__ = [
     "Manifest",
     "StorageFull",
     "Transfer",
+    "TransferCounters",
     "TransferError",
     "TransferTimeout",
+    "VersionWentBackwards",
     "checksum_of",
     "default_root",
 ]

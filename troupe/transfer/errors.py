@@ -58,6 +58,13 @@ class LayoutMismatch(TransferError, FailedPrecondition):
     default_remedy = "Use the same model configuration on both sides."
 
 
+class VersionWentBackwards(TransferError, FailedPrecondition):
+    """The newest version stored is older than one that the reader has seen."""
+
+    default_kind = "transfer_version_went_backwards"
+    default_remedy = "Ask the version ledger which version holds, and publish that one again."
+
+
 class StorageFull(TransferError, ResourceExhausted):
     """No room for the state; what was stored before is intact."""
 

@@ -15,6 +15,7 @@ import torch
 
 from troupe.transfer import blob
 from troupe.transfer.checksum import dtype_name
+from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import (
     Corrupt,
     InvalidKey,
@@ -22,6 +23,7 @@ from troupe.transfer.errors import (
     LayoutMismatch,
     StorageFull,
     TransferTimeout,
+    VersionWentBackwards,
 )
 from troupe.transfer.manifest import Manifest
 
@@ -82,6 +84,7 @@ class Transfer:
         self._own: dict[str, tuple[int, int]] = {}
         # Transport that the last set or get used: in_process, shared_memory or file.
         self.last_transport = ""
+        self.counters = TransferCounters()
         if not in_memory(self.roots[0]):
             log.warning("%s is not in shared memory: state moves through files", self.roots[0])
 
@@ -112,7 +115,7 @@ class Transfer:
                 log.warning("%s: no room for %d bytes in %s", key, manifest.num_bytes, root)
                 continue
             self._own[key] = blob.identity(path)
-            self._note(root, "set", key)
+            self._note(root, "set", manifest)
             # The newest content must be the only one that readers can find.
             for other in self.roots:
                 if other != root:
@@ -148,6 +151,8 @@ class Transfer:
             raise KeyNotFound(key, "deleted while being read") from None
         except ValueError as error:
             raise Corrupt(key, str(error)) from error
+        if manifest.key != key:
+            raise Corrupt(key, f"holds what was set as '{manifest.key}'")
         if expected_checksum and manifest.checksum != expected_checksum:
             raise Corrupt(key, f"holds {manifest.checksum}, expected {expected_checksum}")
         if into is not None:
@@ -159,7 +164,7 @@ class Transfer:
                     raise Corrupt(key, f"the bytes of '{bad}' do not match their checksum")
                 if timeout and time.monotonic() > deadline:
                     raise TransferTimeout(key, f"not verified within {timeout:g} s")
-        self._note(path, "get", key, own=own)
+        self._note(path, "get", manifest, own=own)
         if into is None:
             return tensors, manifest
         with torch.no_grad():
@@ -175,6 +180,22 @@ class Transfer:
             raise KeyNotFound(key, "deleted while being read") from None
         except ValueError as error:
             raise Corrupt(key, str(error)) from error
+
+    def newest(self, stem: str, *, at_least: int = 0) -> Manifest:
+        """The highest version under `stem` ("job/policy/weights"), for who has seen `at_least`.
+
+        Raises KeyNotFound, Corrupt, or VersionWentBackwards when all there is is older.
+        """
+        prefix = f"{stem}@"
+        versions = [k.removeprefix(prefix) for k in self.keys(prefix)]
+        found = max((int(v) for v in versions if v.isdigit()), default=None)
+        if found is None:
+            raise KeyNotFound(stem, f"no version of it is stored in {self.roots[0]}")
+        if found < at_least:
+            raise VersionWentBackwards(
+                f"{prefix}{found}", f"is the newest version, but {at_least} was there before"
+            )
+        return self.manifest(f"{prefix}{found}")
 
     def exists(self, key: str) -> bool:
         """Whether something is stored under `key`."""
@@ -248,13 +269,21 @@ class Transfer:
             raise TransferTimeout(key, f"did not appear within {timeout:g} s in {self.roots[0]}")
         raise KeyNotFound(key, f"nothing is stored under it in {self.roots[0]}")
 
-    def _note(self, path: Path, action: str, key: str, *, own: bool = False) -> None:
-        transport = "in_process" if own else "shared_memory" if in_memory(path) else "file"
-        self.last_transport = transport
-        if transport == "file" and in_memory(self.roots[0]):
-            log.warning("%s %s: through a file, since shared memory is full", action, key)
+    def _note(self, path: Path, action: str, manifest: Manifest, *, own: bool = False) -> None:
+        if own:
+            choice = Choice(action, "in_process", "written_here")
+        elif in_memory(path):
+            choice = Choice(action, "shared_memory", "same_host")
+        elif in_memory(self.roots[0]):
+            choice = Choice(action, "file", "shared_memory_full")
         else:
-            log.debug("%s %s: %s", action, key, transport)
+            choice = Choice(action, "file", "root_on_disk")
+        self.last_transport = choice.transport
+        self.counters.moved(choice, manifest.num_bytes)
+        # A root on a disk was warned of once, when it was opened.
+        level = logging.WARNING if choice.reason == "shared_memory_full" else logging.DEBUG
+        words = choice.reason.replace("_", " ")
+        log.log(level, "%s %s: %s (%s)", action, manifest.key, choice.transport, words)
 
 
 def _check_layout(key: str, manifest: Manifest, into: Mapping[str, torch.Tensor]) -> None:
