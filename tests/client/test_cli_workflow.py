@@ -31,6 +31,13 @@ pipeline: {steps: 3, queries_per_step: 4}
 """
 
 
+@pytest.fixture(autouse=True)
+def _these_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other directories of tests have a `plays.py`, too, and pytest puts them on the path."""
+    monkeypatch.syspath_prepend(str(Path(PLAYS).parent.resolve()))
+    monkeypatch.delitem(sys.modules, "plays", raising=False)
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> str:
     path = tmp_path / "job.yaml"

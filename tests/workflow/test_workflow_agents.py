@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 
@@ -130,15 +131,32 @@ def test_an_unknown_agent_names_the_known_ones() -> None:
         ({"top_p": 0}, "top_p"),
         ({"top_k": 0}, "top_k"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens"),
+        ({"max_new_tokens": True}, "max_new_tokens"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stop_token_ids": "abc"}, "stop_token_ids"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"stop_strings": ["END", ""]}, "stop_strings"),
+        ({"stop_strings": [5]}, "stop_strings"),
+        ({"seed": "seven"}, "seed"),
+        ({"seed": -1}, "seed"),
     ],
 )
-async def test_bad_sampling_is_refused(overrides: dict[str, float], field: str) -> None:
+async def test_bad_sampling_is_refused(overrides: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidMessagesError) as caught:
         await make_agents(Script(echo))["solver"].chat("x", **overrides)
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("ids", [[], ["a"], [1.5]])
+@pytest.mark.parametrize("messages", [7, None, {"role": "user", "content": "x"}])
+async def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+    with pytest.raises(InvalidMessagesError, match="a list of messages") as caught:
+        await make_agents(Script(echo))["solver"].chat(messages)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize("ids", [[], ["a"], [1.5], [-1], [10**30]])
 async def test_bad_ids_are_refused(ids: list[int]) -> None:
     with pytest.raises(InvalidMessagesError, match="token"):
         await make_agents(Script(echo))["solver"].generate(ids)

@@ -212,9 +212,10 @@ async def test_bad_choices_are_refused(options: dict[str, Any]) -> None:
         await choose(**options)
 
 
-async def test_a_score_must_be_a_number() -> None:
+@pytest.mark.parametrize("value", [float("nan"), None, "good"])
+async def test_a_score_must_be_a_number(value: Any) -> None:
     async def workflow(query: Any, agents: Agents, tools: Any) -> None:
-        await branch(agents["solver"], "x", n=2, score=lambda reply: float("nan"))
+        await branch(agents["solver"], "x", n=2, score=lambda reply: value)
 
-    with pytest.raises(InvalidRewardError, match=r"solver\[\d\]\.reward"):
+    with pytest.raises(InvalidRewardError, match=r"the score of solver\[\d\] must be"):
         await play(workflow, {})

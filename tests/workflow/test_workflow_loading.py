@@ -50,6 +50,8 @@ def test_functions_and_objects_are_workflows() -> None:
     ("entrypoint", "message"),
     [
         ("no_such_module_anywhere:f", "does not exist here"),
+        ("asyncio", "names nothing to import"),
+        (":f", "names nothing to import"),
         (f"{HERE}:absent", "no attribute 'absent'"),
         (f"{HERE}:not_async", "must be an async function"),
         (f"{HERE}:AsyncObject", "must be an async function"),

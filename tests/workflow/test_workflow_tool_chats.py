@@ -161,6 +161,13 @@ async def test_a_response_is_cut_behind_the_token_that_completes_a_stop_string()
     assert "one##<|im_end|>\n<|im_start|>user" in begun, "the end of turn that it lacks"
 
 
+async def test_one_stop_string_needs_no_list() -> None:
+    talk = Talk("DEN.END.")
+    reply = await talk.ask([ASKED], stop_strings="END")
+    assert (reply.text, reply.finish_reason) == ("DEN.", "stop")
+    assert talk.script.asked[0][2].stop_token_ids == ()
+
+
 async def test_a_stop_string_of_one_token_is_the_engines_to_stop_at() -> None:
     talk = Talk("one")
     await talk.ask([ASKED], stop_strings=("ad", "##"))
@@ -181,6 +188,7 @@ async def test_a_template_without_tools_is_refused() -> None:
         ["add"],
         [{"type": "function", "function": {}}],
         [{**ADD, "function": {"name": "add", "parameters": float("nan")}}],
+        [{**ADD, "function": {"name": "add", "parameters": {"properties": ["a"]}}}],
     ],
 )
 def test_bad_tools_are_refused(tools: Any) -> None:

@@ -120,6 +120,13 @@ class Agent:
                 value=token_ids,
                 remedy="Pass a list of ints; `chat` takes text.",
             ) from error
+        if (outside := next((i for i in ids if not 0 <= i < 2**31), None)) is not None:
+            raise InvalidMessagesError(
+                "token_ids must be ids of tokens",
+                field="token_ids",
+                value=outside,
+                remedy="Use the policy's own tokenizer.",
+            )
         if not ids:
             raise InvalidMessagesError(
                 "generate() got no token ids", field="token_ids", remedy="Pass at least one id."

@@ -6,11 +6,13 @@ The rollout service implements both protocols over its router and the reward ser
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from operator import index as as_int
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from troupe.workflow.errors import InvalidMessagesError
+from troupe.workflow.errors import InvalidMessagesError, shown
 
 if TYPE_CHECKING:
     from troupe.workflow.agent import Agent
@@ -36,31 +38,69 @@ class Sampling:
 
     def override(self, values: Mapping[str, Any]) -> Sampling:
         """The same with `values`. Raises `InvalidMessagesError` for an unknown or bad one."""
-        try:
-            changed = replace(self, **values)
-        except TypeError:
-            unknown = sorted(set(values) - set(_FIELDS))
-            raise InvalidMessagesError(
-                f"unknown sampling parameter '{unknown[0]}'",
-                field=unknown[0],
-                value=values[unknown[0]],
-                remedy=f"Known: {', '.join(_FIELDS)}.",
-            ) from None
+        read = {}
         for name, value in values.items():
-            within, wanted = _BOUNDS.get(name, (None, ""))
-            if within and not (isinstance(value, int | float) and within(value)):
+            reader, wanted = _READERS.get(name, (None, ""))
+            if reader is None:
                 raise InvalidMessagesError(
-                    f"{name} is out of range", field=name, value=value, remedy=f"Needs {wanted}."
+                    f"unknown sampling parameter '{name}'",
+                    field=name,
+                    value=value,
+                    remedy=f"Known: {', '.join(_READERS)}.",
                 )
-        return changed
+            try:
+                read[name] = reader(value)
+            except (TypeError, ValueError, OverflowError):
+                raise InvalidMessagesError(
+                    f"{name} cannot be {shown(value)}",
+                    field=name,
+                    value=value,
+                    remedy=f"Needs {wanted}.",
+                ) from None
+        return replace(self, **read)
 
 
-_FIELDS = tuple(Sampling.__dataclass_fields__)
-_BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
-    "temperature": (lambda v: v >= 0, "temperature >= 0"),
-    "top_p": (lambda v: 0 < v <= 1, "0 < top_p <= 1"),
-    "top_k": (lambda v: v == -1 or v >= 1, "top_k >= 1, or -1 for all"),
-    "max_new_tokens": (lambda v: v >= 1, "max_new_tokens >= 1"),
+def _number(within: Callable[[float], bool]) -> Callable[[Any], float]:
+    def read(value: Any) -> float:
+        if isinstance(value, bool | str) or not math.isfinite(value) or not within(value):
+            raise ValueError
+        return float(value)
+
+    return read
+
+
+def _whole(within: Callable[[int], bool]) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        number = as_int(value)
+        if isinstance(value, bool) or not within(number):
+            raise ValueError
+        return number
+
+    return read
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value)
+    # Every response contains the empty one.
+    if not all(isinstance(string, str) and string for string in strings):
+        raise ValueError
+    return strings
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    return tuple(map(_whole(lambda i: 0 <= i < 2**31), value))
+
+
+_seed = _whole(lambda i: 0 <= i < 2**31)  # what every engine accepts
+
+_READERS: Final[dict[str, tuple[Callable[[Any], Any], str]]] = {
+    "temperature": (_number(lambda v: v >= 0), "a finite number >= 0"),
+    "top_p": (_number(lambda v: 0 < v <= 1), "0 < top_p <= 1"),
+    "top_k": (_whole(lambda v: v == -1 or v >= 1), "a whole number >= 1, or -1 for all"),
+    "max_new_tokens": (_whole(lambda v: v >= 1), "a whole number >= 1"),
+    "stop_token_ids": (_token_ids, "a list of token ids"),
+    "stop_strings": (_strings, "a text, or a list of texts that are not empty"),
+    "seed": (lambda v: v if v is None else _seed(v), "0 <= seed < 2**31"),
 }
 
 

@@ -54,6 +54,13 @@ def load_module(name: str, field: str, value: str) -> Any:
 def load_attribute(entrypoint: str, field: str) -> Any:
     """What `package.module:attribute` names. Raises `EntrypointError` that names `field`."""
     module_name, _, attribute = entrypoint.partition(":")
+    if not module_name or not attribute:
+        raise EntrypointError(
+            "names nothing to import",
+            field=field,
+            value=entrypoint,
+            remedy="Write `package.module:attribute`.",
+        )
     module = load_module(module_name, field, entrypoint)
     try:
         return getattr(module, attribute)

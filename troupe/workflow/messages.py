@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,14 +38,23 @@ class ToolSet:
 def parse_tools(given: Sequence[Any] | None) -> ToolSet:
     """Tools as OpenAI's requests have them, checked. Raises `InvalidMessagesError`."""
     for index, tool in enumerate(given or ()):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-        if not named or tool.get("type") != "function":
+        function: Any = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or tool.get("type") != "function":
             raise InvalidMessagesError(
                 f"tool {index} needs `type: function` and a `function` with a `name`",
                 field=f"tools[{index}]",
                 value=tool,
                 remedy='Pass {"type": "function", "function": {"name": ..., "parameters": {...}}}.',
+            )
+        schema = function.get("parameters") or {}
+        properties = schema.get("properties") if isinstance(schema, Mapping) else schema
+        if not isinstance(properties or {}, Mapping):
+            raise InvalidMessagesError(
+                f"the parameters of '{name}' are no JSON schema of an object",
+                field=f"tools[{index}].function.parameters",
+                value=schema,
+                remedy='Pass {"type": "object", "properties": {...}}.',
             )
     if not given:
         return ToolSet()
@@ -66,6 +75,13 @@ def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tup
     is one (a `Reply`). Raises `InvalidMessagesError`.
     """
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if isinstance(items, Mapping) or not isinstance(items, Iterable):
+        raise InvalidMessagesError(
+            f"chat() takes a text or a list of messages, not {shown(given)}",
+            field="messages",
+            value=given,
+            remedy='Pass "..." or [{"role": "user", "content": "..."}].',
+        )
     messages: list[AnyMessage] = []
     for index, item in enumerate(items):
         mapping = item if isinstance(item, Mapping) else getattr(item, "message", None)
@@ -127,6 +143,8 @@ def _text(content: Any, field: str) -> str | None:
 
 
 def _calls(given: Any, index: int) -> tuple[ToolCall, ...]:
+    if given is not None and not isinstance(given, Sequence):
+        given = [given]  # which is no call
     calls = []
     for number, item in enumerate(given or ()):
         function = item.get("function") if isinstance(item, Mapping) else None

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from troupe.workflow.agent import Agent, Messages
 from troupe.workflow.errors import InvalidMessagesError, shown
-from troupe.workflow.reply import Reply
+from troupe.workflow.reply import Reply, finite
 
 Score = Callable[[Reply], float | Awaitable[float]]
 """The reward of one candidate; may be async, and call tools or other agents."""
@@ -50,7 +50,8 @@ async def branch(
 
     async def reward(reply: Reply) -> None:
         given = score(reply)
-        reply.reward = await given if inspect.isawaitable(given) else given
+        value = await given if inspect.isawaitable(given) else given
+        reply.reward = finite(value, f"the score of {reply.agent}[{reply.turn}]")
 
     try:
         async with asyncio.TaskGroup() as group:

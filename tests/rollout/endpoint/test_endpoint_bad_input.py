@@ -30,6 +30,11 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
         "messages[1].tool_calls[0]",
         "invalid_messages",
     ),
+    (
+        {"messages": [ASKED, {"role": "assistant", "content": "hi", "tool_calls": 5}]},
+        "messages[1].tool_calls[0]",
+        "invalid_messages",
+    ),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0]", "invalid_messages"),
     ({"max_tokens": 0}, "max_tokens", "invalid_value"),
     ({"temperature": -1}, "temperature", "invalid_value"),
@@ -59,6 +64,8 @@ async def test_a_wrong_request_is_a_400_that_names_the_field(stage: Stage) -> No
             for changes, _, _ in BAD:
                 body = {"model": "m", "messages": [ASKED], **changes}
                 answers.append(await client.post(url, json=body))
+            body = {"prompt": [10**30]}
+            answers.append(await client.post(url.replace("/chat", ""), json=body))
             answers.append(await client.post(url, content=b"{not json"))
             answers.append(await client.post(url, content=b"[" * 100_000))
             answers.append(await client.post(url, json=["a list"]))
@@ -77,6 +84,8 @@ async def test_a_wrong_request_is_a_400_that_names_the_field(stage: Stage) -> No
         assert error["type"] == "invalid_request_error"
         assert len(error["message"]) < 500
         assert answer.headers["x-should-retry"] == "false"
+    odd_ids = answers.pop(len(BAD))
+    assert (odd_ids.status_code, odd_ids.json()["error"]["param"]) == (400, "token_ids")
     for answer in answers[len(BAD) :]:
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "invalid_json"
