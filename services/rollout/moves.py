@@ -195,8 +195,15 @@ class EngineMoves:
     async def _take_back(
         self, engine: Engine, source: ServedPolicy, target: ServedPolicy, rebuilt: bool
     ) -> None:
-        target.forget(engine.engine_id)
-        engine = await self._convert(engine, source, rebuilt)
-        source.forget(engine.engine_id)
-        source.adopt(engine)
-        source.open_to_turns(engine.engine_id)
+        # Listed with the policy that has it until it is the other's again.
+        target.set_aside(engine.engine_id)
+        try:
+            back = await self._convert(engine, source, rebuilt)
+        except Exception as error:
+            # It is in no state to be handed over: what comes back is an engine all the same.
+            log.warning("an engine is made anew", engine=engine.engine_id, reason=str(error))
+            back = await self._convert(engine, source, rebuilt=True)
+        target.forget(back.engine_id)
+        source.forget(back.engine_id)
+        source.adopt(back)
+        source.open_to_turns(back.engine_id)

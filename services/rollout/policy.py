@@ -146,9 +146,15 @@ class ServedPolicy:
         It stays among the policy's engines until `forget`.
         """
         self.router.remove(engine_id)
-        keeper = self._leaving[engine_id] = self._keepers.pop(engine_id)
-        keeper.retire()
-        return keeper.engine
+        self.set_aside(engine_id)
+        return self._leaving[engine_id].engine
+
+    def set_aside(self, engine_id: str) -> None:
+        """Nobody updates or restarts an engine that has no turns here, until `forget`. Without
+        effect for one that is none of this policy's, or set aside already."""
+        if (keeper := self._keepers.pop(engine_id, None)) is not None:
+            self._leaving[engine_id] = keeper
+            keeper.retire()
 
     def forget(self, engine_id: str) -> None:
         """An engine is none of this policy's any more. Repeatable."""

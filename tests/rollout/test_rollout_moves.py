@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from services.rollout import supervision
+from services.rollout.engines import front
 from services.rollout.engines.base import Engine
 from services.rollout.engines.errors import UpdateFailed
 from tests.rollout.fragile import FragileEngine, Workshop
 from tests.rollout.house import House, evaluation, open_house
 from troupe.job import PolicySpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
+from troupe.states import IllegalTransition
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import rollout_pb2 as pb
 
@@ -270,3 +272,70 @@ async def test_a_job_that_is_prepared_again_keeps_its_engines_where_they_are(
     await move(house, second, "small")
     await house.prepare("team", **TWO)
     assert (await listed(house))[second.engine_id] == ("small", HEALTHY)
+
+
+async def test_turns_that_an_engine_does_not_give_back_cost_a_restart_and_nothing_more(
+    house: House, workshop: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(front, "_HAND_BACK_SECONDS", 0.1)
+    await house.prepare("team", **TWO, agents={"solver": {"sampling": {"max_new_tokens": 200}}})
+    _, second = workshop.engines["big"]
+
+    async def deaf(request_id: str) -> None:
+        pass
+
+    running = asyncio.create_task(house.run(evaluation(4)))
+    await until(lambda: second.load().running > 0)
+    monkeypatch.setattr(second, "abort", deaf)
+    moved = await move(house, second, "small", drain_seconds=0.0)
+    assert moved.engine.restarts == 1
+    assert {event.state for event in (await running).values()} == {COMPLETED}
+    assert (await listed(house))[second.engine_id] == ("small", HEALTHY)
+
+
+async def test_one_that_can_go_neither_on_nor_back_is_made_anew_where_it_was(
+    house: House, workshop: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await house.prepare("team", **TWO)
+    _, second = workshop.engines["big"]
+
+    def refuses(policy: str) -> None:
+        raise IllegalTransition("in no state for it")
+
+    monkeypatch.setattr(second, "assign", refuses)
+    job = house.service._jobs.get(house.job_id)
+    with pytest.raises(IllegalTransition):
+        await job.moves.move(second.engine_id, job.policy("small"))
+    third = workshop.engines["big"][-1]
+    assert third is not second
+    await until(lambda: third.state == HEALTHY)
+    assert second.state == common.ENGINE_STATE_STOPPED
+    assert (await listed(house))[second.engine_id] == ("big", HEALTHY)
+
+
+async def test_a_job_that_is_released_stops_the_engine_on_its_way_back(
+    house: House, workshop: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await house.prepare("team", **UNLIKE, balancing={"rebuild": True})
+    _, second = workshop.engines["big"]
+    workshop.broken["small"] = 1
+    stopping = asyncio.Event()
+    stop = FragileEngine.stop
+
+    async def slowly(engine: FragileEngine) -> None:
+        if engine.policy == "small" and not stopping.is_set():
+            stopping.set()
+            await asyncio.sleep(5)
+        await stop(engine)
+
+    monkeypatch.setattr(FragileEngine, "stop", slowly)
+    moving = asyncio.create_task(move(house, second, "small"))
+    await stopping.wait()
+    assert second.engine_id in await listed(house)
+    await house.rollout.ReleaseJob(
+        pb.ReleaseJobRequest(request_id=new_id("release"), job_id=house.job_id), timeout=10
+    )
+    made = [engine for engines in workshop.engines.values() for engine in engines]
+    assert {engine.state for engine in made} == {common.ENGINE_STATE_STOPPED}
+    with pytest.raises(TroupeError):
+        await moving

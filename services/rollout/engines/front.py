@@ -222,6 +222,10 @@ class EngineFront(Sleeping):
                 await self._turns.emptied()
         except TimeoutError:
             self._die(f"{len(self._turns)} turns were not given back")
+            # They have failed; each leaves the table when its task hears of it.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HAND_BACK_SECONDS):
+                    await self._turns.emptied()
         return len(left)
 
     def assign(self, policy: str) -> None:
