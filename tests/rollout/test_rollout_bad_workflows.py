@@ -31,6 +31,7 @@ async def house(tmp_path: Path) -> AsyncIterator[House]:
     [
         ("raises", "workflow_raised: ValueError: no such luck (plays.py:"),
         ("exits", "workflow_raised: SystemExit: 3"),
+        ("exits_in_a_branch", "workflow_raised: BranchExitedError: a branch raised SystemExit: 3"),
         ("cancels_itself", "workflow_raised: CancelledError"),
         (
             "returns_nan",

@@ -61,6 +61,12 @@ class EntrypointError(WorkflowError):
     kind = "entrypoint"
 
 
+class BranchExitedError(WorkflowError):
+    """A task that the workflow had created wanted to end the process."""
+
+    kind = "branch_exited"
+
+
 class TurnError(WorkflowError):
     """A generation did not happen: its deadline passed, engines were lost, it was too long."""
 

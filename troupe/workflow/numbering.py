@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar, copy_context
 from typing import Any
+
+from troupe.workflow.errors import BranchExitedError
 
 Path = tuple[int, ...]
 """Steps from the root: in each branch, how many turns and branches were begun before."""
@@ -103,7 +105,49 @@ class _Factory:
             context = copy_context()
             context.run(_CURRENT.set, branch.fork())
             options["context"] = context
+            if asyncio.iscoroutine(coro):
+                coro = _Contained(coro)
         return self._former(loop, coro, **options)
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A branch's coroutine. A task that raises SystemExit would end the event loop, and with it
+    all trajectories of the process."""
+
+    __slots__ = ("_coro",)
+
+    def __init__(self, coro: Coroutine[Any, Any, Any]) -> None:
+        self._coro = coro
+
+    def __getattr__(self, name: str) -> Any:  # its name and frame, for whoever shows tasks
+        return getattr(self._coro, name)
+
+    def __repr__(self) -> str:
+        return repr(self._coro)
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._coro.__await__()
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._coro.send(value)
+        except SystemExit as error:
+            raise _exited(error) from error
+
+    def throw(self, *raised: Any) -> Any:
+        try:
+            return self._coro.throw(*raised)
+        except SystemExit as error:
+            raise _exited(error) from error
+
+    def close(self) -> None:
+        self._coro.close()
+
+
+def _exited(error: SystemExit) -> BranchExitedError:
+    return BranchExitedError(
+        f"a branch raised SystemExit: {error}", field="workflow", remedy="Raise an error instead."
+    )
 
 
 def _plain_task(loop: asyncio.AbstractEventLoop, coro: Any, **options: Any) -> Any:
