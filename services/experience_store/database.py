@@ -55,6 +55,8 @@ class Call:
     script: str
     base: str
     args: Sequence[str | bytes | int]
+    before: Sequence[Sequence[str | bytes]] = ()
+    """Commands that are sent just ahead of it, on keys of the same slot."""
 
 
 class Database:
@@ -86,11 +88,14 @@ class Database:
 
     async def run_each(self, calls: Sequence[Call]) -> list[list[Any]]:
         """The replies of several scripts, sent together. Each is atomic, together they are not."""
-        commands = [
-            ("EVALSHA", self._scripts[call.script].sha, 1, call.base, *call.args) for call in calls
-        ]
+        commands: list[Sequence[str | bytes | int]] = []
+        places: list[int] = []
+        for call in calls:
+            commands += call.before
+            places.append(len(commands))
+            commands.append(("EVALSHA", self._scripts[call.script].sha, 1, call.base, *call.args))
         replies = await self.execute_each(commands, missing_scripts=calls)
-        return [list(reply) for reply in replies]
+        return [list(replies[place]) for place in places]
 
     async def execute(self, *command: str | bytes | int | float) -> Any:
         """The reply of one command."""

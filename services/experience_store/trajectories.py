@@ -26,8 +26,8 @@ from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
-# Per policy the arguments of stage.lua: attempt, records, then id and payload of each row.
-_StagedRows: TypeAlias = list[tuple[str, list[str | bytes]]]
+# Policy, records (a line each), then id and payload of each row.
+_StagedRows: TypeAlias = list[tuple[str, str, list[str | bytes]]]
 # Samples of each policy, with their payloads.
 _ByPolicy: TypeAlias = dict[str, list[tuple[store_pb.Sample, bytes]]]
 
@@ -79,7 +79,7 @@ class Trajectories:
             payloads = [sample.SerializeToString() for sample in samples]
         staged = _by_policy(table, samples, payloads)
         ending = replace(ending, rows=_numbers(staged))
-        rows = _staged_rows(table, staged, ending)
+        rows = _staged_rows(table, staged)
         while True:
             end, to, entered = await self._end(table, step, trajectory, ending, rows)
             for policy, since in entered.items():
@@ -104,8 +104,8 @@ class Trajectories:
                 job,
                 step,
                 [
-                    Call("stage", PolicyKeys(job, policy).base, (step, trajectory, *arguments))
-                    for policy, arguments in rows
+                    _stage(PolicyKeys(job, policy), step, trajectory, ending, records, staged)
+                    for policy, records, staged in rows
                 ],
             )
         outcome, *rest = await self._database.run(
@@ -118,7 +118,7 @@ class Trajectories:
             entered = await self._steps.carry_out(table, step, trajectory, winner, int(rest[1]))
             if winner.attempt == ending.attempt:
                 return Appended(True, step, group_complete=bool(winner.spare)), None, entered
-        await self._unstage(job, step, trajectory, ending, [policy for policy, _ in rows])
+        await self._unstage(job, step, trajectory, ending, [policy for policy, *_ in rows])
         if outcome == b"missing":
             raise not_open(job, step)
         if outcome == b"unknown_query":
@@ -173,7 +173,26 @@ def _numbers(staged: _ByPolicy) -> str:
     return ",".join(f"{policy}={len(samples)}" for policy, samples in sorted(staged.items()))
 
 
-def _staged_rows(table: Table, staged: _ByPolicy, ending: Ending) -> _StagedRows:
+def _stage(
+    keys: PolicyKeys,
+    step: int,
+    trajectory: str,
+    ending: Ending,
+    records: str,
+    rows: Sequence[str | bytes],
+) -> Call:
+    """Puts rows where only their ending finds them. They are noted first: whatever becomes of us,
+    they are freed with the step."""
+    staged = keys.staged(step, trajectory, ending.attempt)
+    return Call(
+        "stage",
+        keys.base,
+        (step, trajectory, ending.attempt, records),
+        before=(("SADD", keys.step(step, "stages"), staged), ("HSET", staged, *rows)),
+    )
+
+
+def _staged_rows(table: Table, staged: _ByPolicy) -> _StagedRows:
     found: _StagedRows = []
     for policy, samples in staged.items():
         records: list[str] = []
@@ -183,7 +202,7 @@ def _staged_rows(table: Table, staged: _ByPolicy, ending: Ending) -> _StagedRows
             record = _record(table, sample, len(payload))
             records.append(f"{sample.sample_id}\t{record.format()}")
             rows += (sample.sample_id, payload)
-        found.append((policy, [ending.attempt, "\n".join(records), *rows]))
+        found.append((policy, "\n".join(records), rows))
     return found
 
 

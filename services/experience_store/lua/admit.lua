@@ -9,8 +9,7 @@ for _, roster in ipairs(cjson.decode(ARGV[4])) do
   on_step(roster.step)
   -- A step is committed only after its roster was closed: nothing can have changed since.
   if not committed() then
-    redis.call('HSET', STEP, 'group_size', roster.group_size, 'expected', roster.expected,
-      'held_open', roster.held, 'signal', ARGV[3], 'redundant', roster.redundant)
+    put('group_size', roster.group_size, 'expected', roster.expected, 'held_open', roster.held, 'signal', ARGV[3], 'redundant', roster.redundant)
     changes('counts')
     local coming = {}
     for _, query in ipairs(roster.came) do

@@ -24,12 +24,19 @@ if text then
   redis.call('RENAME', staged, key('rows') .. ':' .. trajectory)
   -- As it is in the records: who appended finds its rows by it (recent.py).
   now = string.format('%.0f', now_ms())
+  local samples, records, names = {}, {}, {}
   for _, line in ipairs(lines(text)) do
     local sample, record = line:match('^([^\t]*)\t(.*)$')
-    local fields = parse(record)
+    samples[#samples + 1], records[#records + 1] = sample, record
+  end
+  prefetch(samples)
+  for index, sample in ipairs(samples) do
+    local fields = parse(records[index])
     fields[F.since] = now
-    if redis.call('HSETNX', BOOK, sample, table.concat(fields, '\t')) == 1 then
-      redis.call('ZADD', MEMBERS, 0, query .. '\t' .. fields[F.group] .. '\t' .. sample)
+    if not book[sample] then
+      save(sample, fields)
+      names[#names + 1] = 0
+      names[#names + 1] = query .. '\t' .. fields[F.group] .. '\t' .. sample
       count('P', 1)
       weigh(fields[F.size])
       tally(query, 'rows', 1)
@@ -39,6 +46,7 @@ if text then
       count_dropped('sample_id_taken')
     end
   end
+  each('ZADD', MEMBERS, names)
 end
 if reason ~= '' then
   count_dropped(reason)

@@ -18,6 +18,7 @@ expire(now)
 -- final rewards of their groups. As few texts: a reply costs whoever reads it by its elements.
 local function deliver(samples, taken)
   local records, groups, rewards, number_of = {}, {}, {}, {}
+  prefetch(samples)
   for index, sample in ipairs(samples) do
     local record = taken[sample] or record_of(sample)
     local name = group_name(record)
@@ -59,19 +60,19 @@ end
 -- The bound belongs to the step, and only rises: what it excluded is dropped for good.
 local bound = tonumber(ARGV[8])
 if bound and bound > get('oldest_version') then
-  redis.call('HSET', STEP, 'oldest_version', ARGV[8])
+  put('oldest_version', ARGV[8])
   local begun = redis.call('HGET', STEP, 'begun')
   if begun and tonumber(begun) < bound then
-    evict(redis.call('ZRANGE', READY, 0, -1))
+    evict(ready('ZRANGE', 0, -1))
   end
 end
 
-local ready = get('R')
-local full = ready >= max_samples
+local waiting = get('R')
+local full = waiting >= max_samples
   or (max_tokens > 0 and get('ready_tokens') >= max_tokens)
   or get('ready_bytes') >= max_bytes
 local final = sealed() and get('P') == 0
-if ready == 0 or not (full or final) then
+if waiting == 0 or not (full or final) then
   if final and get('C') == held(claimant) then
     return finish({'exhausted'})
   end
@@ -121,9 +122,11 @@ local function take(unit)
 end
 
 local function take_in_order()
-  for _, sample in ipairs(redis.call('ZRANGE', READY, 0, max_samples - 1)) do
+  local first = ready('ZRANGE', 0, max_samples - 1)
+  prefetch(first)
+  for _, sample in ipairs(first) do
     -- It may have come along with its group.
-    if redis.call('ZSCORE', READY, sample) and not take(unit_of(sample)) then
+    if not taken[sample] and not take(unit_of(sample)) then
       return
     end
   end
@@ -134,16 +137,20 @@ end
 local function take_balanced()
   if redis.call('HSETNX', STEP, 'order', whole and 'group' or 'tokens') == 1 then
     order = nil
-    for _, sample in ipairs(redis.call('ZRANGE', READY, 0, -1)) do
-      redis.call('ZADD', READY, place(record_of(sample)), sample)
+    local all, places = ready('ZRANGE', 0, -1), {}
+    prefetch(all)
+    for _, sample in ipairs(all) do
+      places[#places + 1] = place(record_of(sample))
+      places[#places + 1] = sample
     end
+    each('ZADD', READY, places)
   end
-  local mean = get('ready_tokens') / ready
-  local unit = unit_of(redis.call('ZREVRANGE', READY, 0, 0)[1])
+  local mean = get('ready_tokens') / waiting
+  local unit = unit_of(ready('ZREVRANGE', 0, 0)[1])
   local size = #unit
-  local places = math.max(1, math.floor(math.min(max_samples, ready) / size))
+  local places = math.max(1, math.floor(math.min(max_samples, waiting) / size))
   local target = places * size * mean
-  local most = mean * ready * max_bytes / math.max(1, get('ready_bytes'))
+  local most = mean * waiting * max_bytes / math.max(1, get('ready_bytes'))
   if max_tokens > 0 then
     most = math.min(most, max_tokens)
   end
@@ -152,7 +159,7 @@ local function take_balanced()
   target = math.min(target, most)
   while unit and take(unit) do
     places = places - 1
-    local smallest = redis.call('ZRANGE', READY, 0, 0, 'WITHSCORES')
+    local smallest = ready('ZRANGE', 0, 0, 'WITHSCORES')
     if not smallest[1] or places == 0 then
       return
     end
@@ -160,7 +167,7 @@ local function take_balanced()
     if filling then
       room = room - (places - 1) * tonumber(smallest[2])
     end
-    local next_one = redis.call('ZREVRANGEBYSCORE', READY, room, '-inf', 'LIMIT', 0, 1)[1]
+    local next_one = ready('ZREVRANGEBYSCORE', room, '-inf', 'LIMIT', 0, 1)[1]
     next_one = next_one or (filling and smallest[1])
     unit = next_one and unit_of(next_one)
   end

@@ -60,6 +60,7 @@ end
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
 -- Payloads that are still needed: rows -> field -> true.
 local kept = {}
+prefetch(samples)
 for _, sample in ipairs(samples) do
   local record = record_of(sample)
   if to == 'D' then

@@ -81,7 +81,7 @@ local function fill(sample, reward, reason, first, last)
     missing[name] = nil
   end
   record[F.missing], record[F.late] = text_of(missing), text_of(late)
-  redis.call('HSET', BOOK, sample, table.concat(record, '\t'))
+  save(sample, record)
   changes('counts')
   if state == 'P' then
     touch(record)
@@ -89,12 +89,15 @@ local function fill(sample, reward, reason, first, last)
   return {'filled', state}
 end
 
-local samples, replies, index = {}, {}, 2
+local samples, places, replies, index = {}, {}, {}, 2
 while index <= #ARGV do
-  local last = index + 3 + 2 * tonumber(ARGV[index + 3])
-  samples[#samples + 1] = ARGV[index]
-  replies[#replies + 1] = fill(ARGV[index], ARGV[index + 1], ARGV[index + 2], index + 4, last)
-  index = last + 1
+  samples[#samples + 1], places[#places + 1] = ARGV[index], index
+  index = index + 4 + 2 * tonumber(ARGV[index + 3])
+end
+prefetch(samples)
+for number, at in ipairs(places) do
+  local last = at + 3 + 2 * tonumber(ARGV[at + 3])
+  replies[number] = fill(ARGV[at], ARGV[at + 1], ARGV[at + 2], at + 4, last)
 end
 for _, record in ipairs(touched) do
   ripen(group_of(record))

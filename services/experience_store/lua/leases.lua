@@ -8,6 +8,7 @@ end
 local function give_back(claim, cause)
   local claimant = redis.call('HGET', OWNERS, claim)
   local samples = lines(redis.call('HGET', CLAIMS, claim))
+  prefetch(samples)
   for _, sample in ipairs(samples) do
     local record = record_of(sample)
     move(sample, record, 'R')

@@ -64,8 +64,51 @@ local function lines(text)
   return found
 end
 
--- Counts are added up here and written once, by finish().
-local deltas = {}
+-- Arguments of one command: the stack of Lua holds some thousands. Even, so that pairs stay whole.
+local AT_ONCE = 1000
+
+-- One command for many members of the same key: each costs as much as a row's share of everything.
+local function each(command, name, members)
+  for first = 1, #members, AT_ONCE do
+    redis.call(command, name, unpack(members, first, math.min(first + AT_ONCE - 1, #members)))
+  end
+end
+
+-- Records of samples, as they were read here or are to be written, by finish().
+local book, unsaved = {}, {}
+local function save(sample, record)
+  book[sample] = table.concat(record, '\t')
+  unsaved[sample] = true
+end
+
+-- Reads the records of samples that are needed one by one later.
+local function prefetch(samples)
+  for first = 1, #samples, AT_ONCE do
+    local last = math.min(first + AT_ONCE - 1, #samples)
+    for index, text in ipairs(redis.call('HMGET', BOOK, unpack(samples, first, last))) do
+      local sample = samples[first + index - 1]
+      book[sample] = book[sample] or text or nil
+    end
+  end
+end
+
+-- What enters READY, with its scores, and what leaves it.
+local entering, leaving = {}, {}
+local function settle()
+  each('ZADD', READY, entering)
+  each('ZREM', READY, leaving)
+  entering, leaving = {}, {}
+end
+
+-- A command that reads READY.
+local function ready(command, ...)
+  settle()
+  return redis.call(command, READY, ...)
+end
+
+-- Counts are added up here and written once, by finish(). What was read of the step is kept, until
+-- put() changes it.
+local deltas, stored = {}, {}
 local function count(field, by)
   deltas[field] = (deltas[field] or 0) + by
 end
@@ -90,6 +133,14 @@ end
 
 -- Writes the counts and tells who waits: 'claimable' wakes claimants, anything else only watchers.
 local function finish(reply)
+  settle()
+  local records = {}
+  for sample in pairs(unsaved) do
+    records[#records + 1] = sample
+    records[#records + 1] = book[sample]
+  end
+  each('HSET', BOOK, records)
+  book, unsaved = {}, {}
   for field, by in pairs(deltas) do
     if by ~= 0 then
       redis.call('HINCRBY', STEP, field, by)
@@ -100,7 +151,7 @@ local function finish(reply)
       redis.call('HINCRBY', TALLIES, field, by)
     end
   end
-  deltas, tallied = {}, {}
+  deltas, stored, tallied = {}, {}, {}
   if weight ~= 0 then
     redis.call('HINCRBY', BASE .. ':head', 'bytes', weight)
     weight = 0
@@ -120,16 +171,19 @@ local function drains()
 end
 
 local function get(field)
-  return tonumber(redis.call('HGET', STEP, field) or 0) + (deltas[field] or 0)
+  stored[field] = stored[field] or tonumber(redis.call('HGET', STEP, field) or 0)
+  return stored[field] + (deltas[field] or 0)
+end
+
+local function put(...)
+  redis.call('HSET', STEP, ...)
+  stored = {}
 end
 
 local function record_of(sample)
-  local text = redis.call('HGET', BOOK, sample)
+  local text = book[sample] or redis.call('HGET', BOOK, sample)
   return text and parse(text)
 end
-
--- Arguments of one command: the stack of Lua holds some thousands.
-local AT_ONCE = 1000
 
 -- {sample, record} of a group (or, without `group`, of a query) in sample order.
 local function members(query, group)
@@ -145,7 +199,9 @@ local function members(query, group)
     local last = math.min(first + AT_ONCE - 1, #names)
     local texts = redis.call('HMGET', BOOK, unpack(names, first, last))
     for index, text in ipairs(texts) do
-      found[#found + 1] = {names[first + index - 1], text and parse(text)}
+      local name = names[first + index - 1]
+      text = book[name] or text
+      found[#found + 1] = {name, text and parse(text)}
     end
   end
   return found
@@ -220,10 +276,14 @@ local function move(sample, record, to)
     tally(family(record), 'D', 1)
   end
   if to == 'R' then
-    redis.call('ZADD', READY, place(record), sample)
+    if leaving[1] then
+      settle()
+    end
+    entering[#entering + 1] = place(record)
+    entering[#entering + 1] = sample
     ready_since(record[F.version])
   elseif from == 'R' then
-    redis.call('ZREM', READY, sample)
+    leaving[#leaving + 1] = sample
   end
   if to == 'R' or from == 'R' then
     local sign = to == 'R' and 1 or -1
@@ -234,7 +294,7 @@ local function move(sample, record, to)
     weigh(-record[F.size])
   end
   record[F.state] = to
-  redis.call('HSET', BOOK, sample, table.concat(record, '\t'))
+  save(sample, record)
   changes('counts')
 end
 
@@ -338,6 +398,7 @@ end
 -- Drops the groups of these samples that a too old version began, unless members were given out.
 local function evict(samples)
   local seen = {}
+  prefetch(samples)
   for _, sample in ipairs(samples) do
     local record = record_of(sample)
     local name = group_name(record)

@@ -1,15 +1,14 @@
--- Writes the rows of an ending that is not decided yet. Repeatable.
--- ARGV: step, trajectory, attempt, records (one line each), sample, payload, sample, payload...
-if redis.call('EXISTS', STEP) == 0 then
-  return {'missing'}
-end
-if redis.call('HEXISTS', ENDED, ARGV[2]) == 1 then
-  return {'ended'}
-end
+-- The rows of an ending that is not decided yet are here: sent ahead of this, noted under STAGES,
+-- because no script needs to look at them, and each would copy them twice. Repeatable.
+-- ARGV: step, trajectory, attempt, records (one line each)
 local staged = key('staged') .. ':' .. ARGV[2] .. ':' .. ARGV[3]
-redis.call('HSET', staged, RECORDS, ARGV[4])
-for first = 5, #ARGV, AT_ONCE do
-  redis.call('HSET', staged, unpack(ARGV, first, math.min(first + AT_ONCE - 1, #ARGV)))
+local known = redis.call('EXISTS', STEP) == 1
+if not known or redis.call('HEXISTS', ENDED, ARGV[2]) == 1 then
+  redis.call('UNLINK', staged)
+  redis.call('SREM', STAGES, staged)
+  return {known and 'ended' or 'missing'}
 end
+redis.call('HSET', staged, RECORDS, ARGV[4])
+-- Once more: its query may have been carried, with what was staged, since the rows came.
 redis.call('SADD', STAGES, staged)
 return {'staged'}
