@@ -47,6 +47,10 @@ class Continuation:
         """Whether no token may be added."""
         return self.tokens >= self._sampling.max_new_tokens
 
+    def ended_by(self, piece: Generation) -> bool:
+        """Whether an engine was lost just after it had drawn the turn's last token."""
+        return self._resume and piece.finish_reason != "abort"
+
     def keep(self, piece: Generation | None) -> int:
         """An engine was lost after it had drawn `piece`; how many tokens of it are kept."""
         if piece is None or not self._resume or not piece.token_ids:

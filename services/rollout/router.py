@@ -164,12 +164,14 @@ class PolicyRouter:
                 piece = drawn  # somebody stopped the engine under the turn
             finally:
                 self._places.give_back(place, drawn)
+            if piece is not None and turn.ended_by(piece):
+                return turn.whole(piece, waited)
             attempt += 1
             if self._keep(turn, piece):
                 if turn.complete:
                     return turn.cut(waited)
                 continue
-            pause = min(_RETRY_SECONDS * 2**attempt, _RETRY_SECONDS_MAX)
+            pause = min(_RETRY_SECONDS * 2 ** min(attempt, 16), _RETRY_SECONDS_MAX)
             await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
 
     def close(self, reason: str) -> None:

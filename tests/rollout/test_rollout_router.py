@@ -242,6 +242,22 @@ async def test_a_lost_turn_that_cannot_grow_is_cut() -> None:
     assert (len(generation.token_ids), generation.finish_reason) == (5, "length")
 
 
+async def test_an_engine_that_dies_with_the_last_token_drawn_has_ended_the_turn() -> None:
+    router, [first, second] = make()
+    said, cut = ask(router, "said"), ask(router, "cut", home=Home())
+    await settle()
+    holders = {name: next(e for e in (first, second) if name in e.held) for name in ("said", "cut")}
+    holders["said"].die(drew(3, "stop", version=4))
+    holders["cut"].die(drew(5, "length"))  # there was no room for more
+    generation = await asyncio.wait_for(said, 1)
+    assert (generation.token_ids, generation.finish_reason) == ([20, 21, 22], "stop")
+    assert generation.versions == [VersionSpan(4, 0, 3)]
+    generation = await asyncio.wait_for(cut, 1)
+    assert (len(generation.token_ids), generation.finish_reason) == (5, "length")
+    assert router.take_losses() == Losses()
+    assert router.backlog == Backlog(0, 0, 0)
+
+
 async def test_turns_of_nearly_finished_groups_go_first() -> None:
     router, [engine] = make(count=1, limit=1)
     lefts = {"r0": 0, "r1": 7, "r2": 3, "r3": 5, "r4": 1}
