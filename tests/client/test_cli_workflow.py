@@ -210,6 +210,7 @@ BROKEN = {
         ((f"{PLAYS}:solve", *ONE, "--policy", "echo", "--script", "x"), "a script goes with"),
         ((f"{PLAYS}:solve", *ONE, "--split", "dev"), "there is no such split"),
         ((f"{PLAYS}:solve", *ONE, "--group-size", "0"), "--group-size"),
+        ((f"{PLAYS}:solve", *ONE, "--timeout", "inf"), "--timeout"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -227,9 +227,12 @@ def test_a_library_that_is_not_installed_is_named(
         lambda: Parallel("pettingzoo.classic.no_such_game:parallel_env"),
     ],
 )
-def test_a_game_that_does_not_exist_is_named(make: Callable[[], Environment]) -> None:
+def test_a_game_that_does_not_exist_is_named(
+    make: Callable[[], Environment], capfd: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(EntrypointError):
         make()
+    assert len(capfd.readouterr().err.splitlines()) <= 3, "the library says all that it knows"
 
 
 async def test_an_adapter_is_hosted_by_name() -> None:

@@ -92,6 +92,9 @@ def test_a_reward_is_a_finite_number(reward: Any) -> None:
         ({"truncations": {"right": True}}, "step.current"),
         ({"obs": {}}, "step.obs"),
         ({"obs": {"right": "a text"}}, "step.obs.right"),
+        ({"obs": ["a text"]}, "step.obs"),
+        ({"rewards": [1.0, -1.0]}, "step.rewards"),
+        ({"terminations": None}, "step.terminations"),
         ({"obs": {"right": Observation("?", {})}}, "step.obs.right.legal"),
     ],
 )
@@ -100,6 +103,16 @@ def test_a_malformed_step_names_what_is_wrong(changes: dict[str, Any], field: st
     with pytest.raises(EnvironmentContractError) as caught:
         contract.went(step(**changes))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("given", [None, 5, ({}, {}, {}, {}, ())])
+def test_what_is_no_step_or_reset_is_named(given: Any) -> None:
+    contract, _ = begun()
+    with pytest.raises(EnvironmentContractError, match=r"^step is .* Return a `Step`") as caught:
+        contract.went(given)
+    assert caught.value.field == "step"
+    with pytest.raises(EnvironmentContractError, match=r"^reset is .* Return a `Reset`"):
+        contract.began(given)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from tests.workflow.environments.zoo import Nim
+from tests.workflow.environments.zoo import Naughty, Nim
 from troupe.workflow import EntrypointError
 from troupe.workflow.environments import (
     COUNTERS,
+    EnvironmentContractError,
     EnvironmentFault,
     EnvironmentPool,
     EpisodeOverError,
@@ -126,6 +127,7 @@ async def test_a_fault_in_a_step_is_not_repeated(what: str, reason: str, says: s
         await environment.step({"left": 1})
     assert caught.value.reason == reason
     assert caught.value.kind == "environment"
+    assert caught.value.environment in caught.value.message
     assert gained(before) == {"faults": 1} | ({"kills": 1} if reason == "deadline" else {})
     await until_gone(pid)
     with pytest.raises(EpisodeOverError):  # the episode is lost
@@ -384,6 +386,24 @@ async def test_a_pool_survives_the_end_of_its_loop() -> None:
     await until_gone(first)
     await pool.close()
     gc.collect()  # transports of the former loop complain that it is closed
+
+
+@pytest.mark.parametrize("what", ["raise", "exit"])
+async def test_in_this_process_too_it_cannot_end_more_than_its_episode(what: str) -> None:
+    environment = Local(lambda: Naughty(what, "step"), name="naughty")
+    await environment.reset(0)
+    with pytest.raises(EnvironmentFault, match="naughty raised"):
+        await environment.step({"left": 1})
+    await environment.close()
+
+
+async def test_what_is_no_step_is_told_from_another_process_too() -> None:
+    environment = naughty("nothing", "step", QUICK)
+    await environment.reset(0)
+    with pytest.raises(EnvironmentContractError, match="step is None") as caught:
+        await environment.step({"left": 1})
+    assert caught.value.field == "step"
+    await environment.close()
 
 
 async def test_in_this_process_a_fault_is_typed_and_a_beginning_is_repeated() -> None:

@@ -131,6 +131,8 @@ class Naughty(Nim):
 
     def step(self, actions: Mapping[str, Any]) -> Step:
         self._misbehave("step")
+        if self._what == "nothing":
+            return None  # type: ignore[return-value]
         return super().step(actions)
 
     def observe(self) -> dict[str, Observation]:
@@ -162,5 +164,6 @@ class Naughty(Nim):
                 assert sys.stdin.read() == ""
             case "children":
                 child = subprocess.Popen(["sleep", "3600"])
-                Path(self._note).write_text(f"{os.getpid()} {child.pid}")
+                alone = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+                Path(self._note).write_text(f"{os.getpid()} {child.pid} {alone.pid}")
                 time.sleep(3600)

@@ -75,7 +75,9 @@ def try_workflow(
     split: Annotated[str, typer.Option(help="`train` or `held_out`.")] = "train",
     group_size: Annotated[int, typer.Option(min=1, help="Trajectories per query.")] = 2,
     seed: Annotated[int, typer.Option(help="Root of all randomness.")] = 0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds per trajectory.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=86_400, help="Seconds per trajectory.")
+    ] = 60.0,
     as_json: options.AsJson = False,
 ) -> None:
     """Play a workflow without a model: what is said, rewarded, and would be trained on.

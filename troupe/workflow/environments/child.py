@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO, Final
 
 from troupe.workflow.environments import wire
+from troupe.workflow.environments.contract import is_reset, is_step
 from troupe.workflow.environments.interface import Environment
 from troupe.workflow.environments.opening import open_environment, raised_fault
 from troupe.workflow.errors import WorkflowError
@@ -46,6 +47,7 @@ class Child:
 
     def __init__(self) -> None:
         self._environment: Environment | None = None
+        self._name = ""
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one request, whatever the environment does."""
@@ -54,16 +56,17 @@ class Child:
         except WorkflowError as error:
             return {"error": wire.from_error(error)}
         except BaseException as error:  # SystemExit is the environment's too
-            return {"error": wire.from_error(raised_fault("", error))}
+            return {"error": wire.from_error(raised_fault(self._name, error))}
 
     def _carry_out(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if request["op"] == "open":
-            self._environment = open_environment(request["entrypoint"], request["args"])
+            self._name = request["entrypoint"]
+            self._environment = open_environment(self._name, request["args"])
             return wire.from_properties(self._environment.properties)
         assert self._environment is not None, "open comes first"
         if request["op"] == "reset":
-            return wire.from_reset(self._environment.reset(request["seed"]))
-        return wire.from_step(self._environment.step(request["actions"]))
+            return wire.from_reset(is_reset(self._environment.reset(request["seed"])))
+        return wire.from_step(is_step(self._environment.step(request["actions"])))
 
     def close(self) -> None:
         """Close the environment, if it can be."""

@@ -21,6 +21,7 @@ from troupe.workflow.environments.interface import (
     Reset,
     Step,
 )
+from troupe.workflow.errors import shown
 
 
 class Contract:
@@ -39,6 +40,7 @@ class Contract:
 
     def began(self, reset: Reset) -> Reset:
         """Take note of a reset. Raises `EnvironmentContractError`."""
+        is_reset(reset)
         known = self.properties.seats
         unknown = [seat for seat in reset.agents if seat not in known]
         if unknown or not reset.agents or len(set(reset.agents)) != len(reset.agents):
@@ -85,6 +87,7 @@ class Contract:
 
     def went(self, step: Step) -> Step:
         """Take note of a step. Raises `EnvironmentContractError`."""
+        is_step(step)
         self.steps += 1
         for field in ("obs", "rewards", "terminations", "truncations"):
             strangers = sorted(set(getattr(step, field)) - set(self.agents))
@@ -163,10 +166,6 @@ class Contract:
         self._obs = {seat: obs[seat] for seat in current}
 
     def _check_observation(self, where: str, seat: str, seen: Observation) -> None:
-        if not isinstance(seen, Observation) or not isinstance(seen.text, str):
-            raise self._broken(
-                f"{where}.obs.{seat}", seen, "is not an `Observation` with a text", "Make one."
-            )
         if len(seen.text) > self.properties.max_observation_chars:
             raise ObservationTooLargeError(
                 f"{self.properties.name}: '{seat}' sees {len(seen.text):,} characters; "
@@ -182,6 +181,40 @@ class Contract:
         return EnvironmentContractError(
             f"{self.properties.name}: {field} {message}", field=field, value=value, remedy=remedy
         )
+
+
+def is_reset(given: Any) -> Reset:
+    """What `reset` gave, if that is a `Reset`. Raises `EnvironmentContractError`."""
+    if not isinstance(given, Reset):
+        raise _no_such("reset", given, "Return a `Reset`.")
+    _check_texts("reset", given.obs)
+    return given
+
+
+def is_step(given: Any) -> Step:
+    """What `step` gave, if that is a `Step`. Raises `EnvironmentContractError`."""
+    if not isinstance(given, Step):
+        raise _no_such("step", given, "Return a `Step`.")
+    for field in ("obs", "rewards", "terminations", "truncations", "infos"):
+        value = getattr(given, field)
+        if not isinstance(value, Mapping):
+            raise _no_such(f"step.{field}", value, "Give a dict by seat.")
+    _check_texts("step", given.obs)
+    return given
+
+
+def _check_texts(where: str, obs: Any) -> None:
+    if not isinstance(obs, Mapping):
+        raise _no_such(f"{where}.obs", obs, "Give a dict by seat.")
+    for seat, seen in obs.items():
+        if not isinstance(seen, Observation) or not isinstance(seen.text, str):
+            raise _no_such(f"{where}.obs.{seat}", seen, "Make an `Observation` with a text.")
+
+
+def _no_such(field: str, value: object, remedy: str) -> EnvironmentContractError:
+    return EnvironmentContractError(
+        f"{field} is {shown(value)}", field=field, value=value, remedy=remedy
+    )
 
 
 def _is_finite(value: Any) -> bool:

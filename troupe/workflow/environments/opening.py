@@ -49,7 +49,7 @@ def guarded(name: str, call: Callable[[], T]) -> T:
         return call()
     except WorkflowError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise raised_fault(name, error) from error
 
 

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
+import psutil
+
 from troupe.workflow.environments import wire
 from troupe.workflow.environments.counters import COUNTERS
 from troupe.workflow.environments.errors import EnvironmentFault, FaultReason
@@ -190,8 +192,15 @@ _LIMITS: Final = {"open": "start_seconds", "reset": "reset_seconds", "step": "st
 
 
 def _kill_group(pid: int) -> None:
+    """Kill a process with all that it started, those in sessions of their own included."""
+    started: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        started = psutil.Process(pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
+    for process in started:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def _how_it_died(status: int | None) -> str:

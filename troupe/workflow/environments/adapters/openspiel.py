@@ -50,6 +50,9 @@ class OpenSpiel(Environment):
         except ImportError as error:
             raise missing_library("OpenSpiel", "open_spiel", error) from error
         try:
+            # It would print all that it knows.
+            if game.partition("(")[0] not in pyspiel.registered_names():
+                raise pyspiel.SpielError(f"Unknown game '{game}'")
             self._game = pyspiel.load_game(game)
         except pyspiel.SpielError as error:
             raise EntrypointError(
