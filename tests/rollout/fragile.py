@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 from services.rollout.engines.base import Generation
 from services.rollout.engines.embedded import EmbeddedEngine
@@ -26,10 +27,21 @@ class FragileEngine(EmbeddedEngine):
         self.updates: list[int] = []
         self.hanging = False
         self.absent: asyncio.Event | None = None
+        # Its thread stands still once it has drawn so many tokens, until it is let go.
+        self.halt_at: int | None = None
+        self.halted = threading.Event()
+        self.let_go = threading.Event()
 
     def pull_plug(self) -> None:
         """Die now, with all turns in hand."""
         self._die("the plug was pulled")
+
+    def _drew(self, count: int) -> None:
+        super()._drew(count)
+        if self.halt_at is not None and self._turns._generated >= self.halt_at:
+            self.halt_at = None
+            self.halted.set()
+            self.let_go.wait(20)
 
     async def start(self) -> None:
         if self.failing_starts:

@@ -64,10 +64,12 @@ async def disturbed(
 
     router.take_losses = counted  # type: ignore[method-assign]
     first = workshop.engines["big"][0]
-    before = first.load().generated_tokens
+    # On a busy machine its thread would be through before this loop looks.
+    first.halt_at = first.load().generated_tokens + 20
     running = asyncio.create_task(house.run(evaluation(4)))
-    await until(lambda: first.load().generated_tokens > before + 20)
+    await until(first.halted.is_set)
     await disturb(first)
+    first.let_go.set()
     loud = await running
     router.take_losses()
     assert {e.state for e in loud.values()} == {COMPLETED}
@@ -98,6 +100,23 @@ async def test_a_lost_turn_goes_on_from_its_tokens_and_says_the_same(
         [turn] = event.turns
         assert [(s.start, s.end) for s in turn.versions] == [(0, turn.response_tokens)]
         assert turn.prompt_tokens == quiet[key].turns[0].prompt_tokens
+
+
+async def test_the_later_piece_has_the_tokens_and_log_probs_of_the_whole(
+    house: House, workshop: Workshop
+) -> None:
+    await house.prepare("long_winded")
+    [engine] = workshop.engines["big"]
+    for seed in range(3):
+        how = SamplingParams(max_new_tokens=60, seed=seed)
+        whole = await engine.generate("whole", [5, 6, 7], how, deadline_seconds=20)
+        for cut in {1, len(whole.token_ids) // 2, len(whole.token_ids) - 1}:
+            prompt = [5, 6, 7, *whole.token_ids[:cut]]
+            how = SamplingParams(max_new_tokens=60 - cut, seed=seed, drawn=cut)
+            rest = await engine.generate("rest", prompt, how, deadline_seconds=20)
+            assert rest.token_ids == whole.token_ids[cut:]
+            assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-4)
+            assert rest.finish_reason == whole.finish_reason
 
 
 async def test_turns_of_a_deterministic_job_start_over(house: House, workshop: Workshop) -> None:
