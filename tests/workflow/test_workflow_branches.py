@@ -112,6 +112,25 @@ async def test_when_one_fails_the_others_are_cancelled_and_nothing_is_left() -> 
     assert cancelled == 2
 
 
+async def test_of_replies_that_nobody_got_nothing_is_trained() -> None:
+    async def policy(prompt: Prompt) -> str:
+        if prompt.number == 1:
+            await asyncio.sleep(0.01)  # the others have been said by then
+            raise TurnError("the engine is gone", kind="engine_lost")
+        return "said"
+
+    async def workflow(query: Any, agents: Agents, tools: Any) -> dict[str, float]:
+        with pytest.raises(TurnError):
+            await agents["solver"].chat("x", n=3)
+        last = await agents["solver"].chat("x")
+        assert last.text == "said"
+        return {"solver": 1.0}
+
+    played = await play(workflow, {}, policy=policy)
+    assert [(turn.number, turn.siblings) for turn in played.turns] == [(0, None)]
+    assert len(played.samples) == 1
+
+
 # Trees.
 
 

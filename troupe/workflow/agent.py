@@ -179,16 +179,22 @@ class Agent:
         shown = tuple(plain(message) for message in messages)
         turns = self._agents.begin(role, shown, prompt, sampling, n)
         finishing = [self._finish(turn, messages, tools) for turn in turns]
-        return finishing[0] if n is None else self._finish_all(finishing)
+        return finishing[0] if n is None else self._finish_all(turns, finishing)
 
-    async def _finish_all(self, finishing: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:
+    async def _finish_all(
+        self, turns: Sequence[Turn], finishing: Sequence[Coroutine[Any, Any, Reply]]
+    ) -> list[Reply]:
         try:
             with numbering.outside():
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one) for one in finishing]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        replies = tuple(task.result() for task in tasks)
+            replies = tuple(task.result() for task in tasks)
+        except BaseException as error:
+            for turn in turns:  # what was said meanwhile reaches nobody
+                turn.reply = turn.generation = None
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
         for reply in replies:
             reply.siblings = replies
         return list(replies)
