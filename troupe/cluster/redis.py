@@ -50,6 +50,10 @@ def write_config(
         f"appendfsync {fsync}",
         # The append-only file is the truth; snapshots would only fork a second copy.
         'save ""',
+        # Rows are freed when they are trained, and hardly compress. By default the file is written
+        # anew, with all that waits to be trained, whenever it has doubled beyond 64 MB.
+        "auto-aof-rewrite-min-size 256mb",
+        "rdbcompression no",
         "maxmemory-policy noeviction",
         "daemonize no",
     ]
