@@ -136,6 +136,11 @@ class Binding:
         with self._randomness.drawing():
             self.learner.accumulate(rows, stop)
 
+    def complete(self, stop: threading.Event) -> None:
+        """`Learner.complete`, drawing from this policy's generators. Blocking."""
+        with self._randomness.drawing():
+            self.learner.complete(stop)
+
     def apply(self) -> Applied:
         """`Learner.apply` on the committed version. Blocking."""
         with self._randomness.drawing():

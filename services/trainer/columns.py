@@ -25,6 +25,8 @@ class TokenColumns:
     weights: torch.Tensor
     # [T, 1] what the logits were divided by in the draw.
     temperatures: torch.Tensor
+    # int64 [T] which row each is of.
+    sequences: torch.Tensor
     # [T] log-probs under the first version, where the samples bring them.
     reference: torch.Tensor | None = None
 
@@ -51,7 +53,10 @@ class TokenColumns:
         }
         if len(known) == len(rows):
             columns["reference"] = torch.from_numpy(np.concatenate(known))
-        return cls(**{name: column.to(device, dtype) for name, column in columns.items()})
+        return cls(
+            sequences=torch.repeat_interleave(torch.arange(len(rows)), sizes).to(device),
+            **{name: column.to(device, dtype) for name, column in columns.items()},
+        )
 
     def at(self, order: torch.Tensor) -> TokenColumns:
         """Those of the tokens that `order` (int64 [N]) names."""
@@ -61,5 +66,6 @@ class TokenColumns:
             self.advantages[order],
             self.weights[order],
             self.temperatures[order],
+            self.sequences[order],
             reference,
         )

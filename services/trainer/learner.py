@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils import deterministic
 
+from services.trainer.baselines import Baselines
 from services.trainer.batching import Piece, plan
 from services.trainer.columns import TokenColumns
 from services.trainer.exact_sum import ExactSum, NotSummable
@@ -34,7 +35,6 @@ from services.trainer.summary import BatchSummary
 from services.trainer.units import GroupBuffer
 from troupe.algorithms import (
     TokenStatistics,
-    group_advantages,
     grpo_loss_sum,
     normalizer,
     selective_log_softmax,
@@ -69,6 +69,8 @@ class _Sums:
     tokens: TokenStatistics = field(default_factory=TokenStatistics)
     summary: BatchSummary = field(default_factory=BatchSummary)
     groups: GroupBuffer = field(default_factory=GroupBuffer)
+    # Rows whose advantages are not known before all of the step's are there.
+    held: list[Row] = field(default_factory=list)
     micro_batches: int = 0
     seconds: float = 0.0
     # Set once a loss is not finite: the rest of the step is only counted.
@@ -88,8 +90,8 @@ class Learner:
     machine with one number of threads (`TROUPE_THREADS`): both change how sums are laid out.
 
     A stand-in (paced.py) has to offer what `Binding` and `StepRun` use: `model`, `vocabulary`,
-    `num_parameters`, `needs_reference`, `set_reference`, `accumulate`, `apply` (whose `digest` the
-    store checks), `discard`, `published`, `weights`, `moments`, `restore`.
+    `num_parameters`, `needs_reference`, `set_reference`, `accumulate`, `complete`, `apply` (whose
+    `digest` the store checks), `discard`, `published`, `weights`, `moments`, `restore`.
     """
 
     def __init__(
@@ -114,6 +116,8 @@ class Learner:
         # Made with the first gradient: a frozen policy needs none.
         self._exact: ExactSum | None = None
         self._reference: Any = None
+        self._baselines = Baselines(spec.algorithm)
+        self._constant = spec.constant_tokens(policy)
         self._sums = _Sums()
         self._budget = forward_tokens or _FORWARD_TOKENS.get(self._device.type, 4096)
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
@@ -144,16 +148,38 @@ class Learner:
     def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
         """Add the gradient of these rows' summed loss. Raises `Stopped` between passes.
 
-        In deterministic mode the rows of a group are computed when all of them have come.
+        In deterministic mode the rows of a group are computed when all of them have come; with an
+        advantage that needs the whole step, all rows in `complete`.
         """
         started = time.perf_counter()
         self._sums.micro_batches += 1
+        if self._baselines.needs_whole_step:
+            self._sums.held.extend(rows)
+        else:
+            self._train(rows, stop)
+        self._sums.seconds += time.perf_counter() - started
+
+    def complete(self, stop: threading.Event | None = None) -> None:
+        """All of the step's rows have come: add what waited for that. Raises `Stopped`.
+
+        `apply` does it where nobody did.
+        """
+        held, self._sums.held = self._sums.held, []
+        if not held:
+            return
+        started = time.perf_counter()
+        self._baselines.measure(held)
+        size = self._job.pipeline.micro_batch_samples
+        for start in range(0, len(held), size):
+            self._train(held[start : start + size], stop)
+        self._sums.seconds += time.perf_counter() - started
+
+    def _train(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
         if self._job.pipeline.deterministic:
             for unit in self._sums.groups.add(rows):
                 self._add_unit(unit, stop)
         else:
             self._add(rows, stop)
-        self._sums.seconds += time.perf_counter() - started
 
     def _add_unit(self, unit: Sequence[Row], stop: threading.Event | None) -> None:
         """Add a group's gradient, which depends on nothing but the group, exactly."""
@@ -169,12 +195,9 @@ class Learner:
 
     def _add(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
         sums, algorithm = self._sums, self._job.algorithm
-        advantages = group_advantages(
-            [row.reward for row in rows],
-            [row.group_rewards for row in rows],
-            scale_by_std=algorithm.scale_by_std,
-        )
-        sums.normalizer += normalizer(response_lengths(rows), algorithm.normalize)
+        advantages = self._baselines.advantages(rows)
+        lengths = response_lengths(rows)
+        sums.normalizer += normalizer(lengths, algorithm.normalize, self._constant)
         sums.summary.add(rows, advantages.numpy())
         sums.broken = sums.broken or _not_finite(rows, advantages)
         chosen = self._with_gradient(advantages)
@@ -199,6 +222,7 @@ class Learner:
         how: dict[str, Any] = {
             "clip_low": algorithm.clip_low,
             "clip_high": algorithm.clip_high,
+            "loss": algorithm.loss,
             "correction": self._job.correction,
             "correction_cap": algorithm.correction_cap,
         }
@@ -210,6 +234,7 @@ class Learner:
             with self._autocast():
                 logits = response_logits(self.model, here) / own.temperatures
             logprobs, entropy = selective_log_softmax(logits, here.targets)
+            how["sequences"] = own.sequences
             how["reference_logprobs"] = self._reference_logprobs(here, own)
             loss = grpo_loss_sum(
                 logprobs,
@@ -246,11 +271,13 @@ class Learner:
 
         A step that is not applied leaves the weights and the optimizer bitwise as they were.
         """
+        self.complete()
         started = time.perf_counter()
         sums, optimizer = self._sums, self._policy.optimizer
         for unit in sums.groups.rest():
             self._add_unit(unit, None)
         metrics = sums.summary.metrics(version) | sums.tokens.metrics()
+        metrics |= self._baselines.metrics()
         total = max(sums.normalizer, 1)
         if sums.tokens.tokens:
             metrics["loss/policy"] = float(sums.tokens.loss) / total
@@ -269,6 +296,7 @@ class Learner:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()
+            self._baselines.applied()
         seconds = sums.seconds + time.perf_counter() - started
         metrics["train/seconds"] = seconds
         metrics["train/micro_batches"] = float(sums.micro_batches)
@@ -295,6 +323,7 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         if self._exact is not None:
             self._exact.clear()
+        self._baselines.discard()
         self._sums = _Sums()
 
     # State.
@@ -319,14 +348,14 @@ class Learner:
         return named
 
     def moments(self) -> Moments:
-        """The optimizer's state; not a copy."""
-        return export_moments(self.model, self._optimizer)
+        """The state of the optimizer, not a copy, and of the baselines."""
+        return export_moments(self.model, self._optimizer) | self._baselines.state()
 
     def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
         """Take over weights and moments; forgets accumulated gradients."""
         self.discard()
         _copy_into(self.model, weights)
-        import_moments(self.model, self._optimizer, moments)
+        import_moments(self.model, self._optimizer, self._baselines.restore(moments))
 
 
 @contextlib.contextmanager

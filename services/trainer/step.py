@@ -272,6 +272,7 @@ class StepRun:
             while True:
                 claim = await following
                 if claim.outcome == Claim.OUTCOME_EXHAUSTED:
+                    await self._compute.run(self.binding.complete, self._stop)
                     return
                 following = asyncio.create_task(self._claim())
                 tokens = await self._compute.run(self._train_on, claim)

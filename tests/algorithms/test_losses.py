@@ -190,6 +190,6 @@ def test_statistics_do_not_depend_on_the_split() -> None:
 
     whole, split = collect([]), collect([3, 3, 11])
     assert whole == pytest.approx(split)
-    assert whole["importance_ratio/max"] == pytest.approx((lp - old).exp().max().item())
+    assert whole["importance_sampling_ratio/max"] == pytest.approx((lp - old).exp().max().item())
     assert whole["kl"] > 0
     assert "kl" not in TokenStatistics().metrics()

@@ -11,7 +11,7 @@ import torch
 
 from services.trainer.rows import Row
 from tests.support.training import VOCABULARY
-from troupe.job import JobSpec
+from troupe.job import AlgorithmSpec, JobSpec
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def random_rows(model: Any, seed: int, shape: Shape | None = None) -> list[Row]:
                 group_rewards=tuple(sorted(rewards.tolist())),
                 version=0,
                 temperature=heat,
-                group=f"q{g}\tq{g}/agent",
+                group=f"q{g}\tq{g}/agent{g % 2}",
                 trajectory=f"q{g}-s0-t{m}",
-                agent="agent",
+                agent=f"agent{g % 2}",
             )
             exact = response_logprobs(model, row)[0].numpy()
             drawn = (exact + shape.noise * rng.standard_normal(length)).astype(np.float32)
@@ -75,6 +75,29 @@ def response_logprobs(model: Any, row: Row) -> tuple[torch.Tensor, torch.Tensor]
     return chosen, -(logp.exp() * logp).sum(-1)
 
 
+def textbook_advantage(row: Row, rows: list[Row], algorithm: AlgorithmSpec) -> float:
+    """Of `row` in the first step, whose samples are `rows`."""
+    mean = statistics.mean(row.group_rewards)
+    match algorithm.advantage:
+        case "rae":
+            return row.reward
+        case "rloo":
+            others = list(row.group_rewards)
+            others.remove(row.reward)
+            return row.reward - (statistics.mean(others) if others else row.reward)
+        case "dr_grpo":
+            return row.reward - mean
+        case "grpo":
+            pool = list(row.group_rewards)
+            if not algorithm.scale_by_std:
+                return row.reward - mean
+        case "reinforce_plus_plus":
+            alike = row.agent if algorithm.normalize_per_agent else None
+            pool = [other.reward for other in rows if alike in (None, other.agent)]
+    spread = statistics.stdev(pool) if len(pool) > 1 else 0.0
+    return (row.reward - statistics.mean(pool)) / (spread + 1e-4)
+
+
 def full_batch_gradient(
     model: Any, rows: list[Row], spec: JobSpec, reference: Any = None
 ) -> dict[str, torch.Tensor]:
@@ -84,32 +107,43 @@ def full_batch_gradient(
     """
     algorithm = spec.algorithm
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    cap = algorithm.correction_cap
     losses: list[torch.Tensor] = []
     for row in rows:
         if not row.response_length:
             continue
-        spread = statistics.stdev(row.group_rewards) if len(row.group_rewards) > 1 else 0.0
-        advantage = row.reward - statistics.mean(row.group_rewards)
-        advantage = advantage / (spread + 1e-4) if algorithm.scale_by_std else advantage
+        advantage = textbook_advantage(row, rows, algorithm)
         logp, entropy = response_logprobs(model, row)
-        ratio = torch.exp(logp - torch.from_numpy(row.behaviour.copy()))
-        if spec.correction == "none":
+        drawn = torch.from_numpy(row.behaviour.copy()).double()
+        ratio = torch.exp(logp - drawn)
+        whole = ratio.detach().prod().expand_as(ratio)
+        seen = whole if spec.correction == "sequence_masked" else ratio.detach()
+        if algorithm.loss == "gspo":
+            s = (ratio.prod() ** (1 / len(logp))).expand_as(ratio)
+            loss = -torch.minimum(s * advantage, s.clamp(low, high) * advantage)
+        elif algorithm.loss == "cispo":
+            loss = -ratio.detach().clamp(max=high) * advantage * logp
+        elif algorithm.loss == "dppo_mask":
+            moved = (logp.exp() - drawn.exp()).detach() * (1 if advantage > 0 else -1)
+            far = algorithm.clip_high if advantage > 0 else algorithm.clip_low
+            loss = torch.where(moved > far, 0.0, -ratio * advantage)
+        elif spec.correction == "none":
             loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
         else:
-            cap = algorithm.correction_cap
-            weight = ratio.detach().clamp(max=cap)
-            loss = -weight * advantage * logp
+            loss = -seen.clamp(max=cap) * advantage * logp
         if algorithm.kl_coefficient:
             with torch.no_grad():
                 first = response_logprobs(reference, row)[0]
             loss = loss + algorithm.kl_coefficient * (torch.exp(first - logp) - (first - logp) - 1)
         loss = loss - algorithm.entropy_coefficient * entropy
-        if spec.correction == "masked":
-            inside = (ratio.detach() <= cap) & (ratio.detach() >= 1 / cap)
+        if spec.correction in ("masked", "sequence_masked"):
+            inside = (seen <= cap) & (seen >= 1 / cap)
             loss = torch.where(inside, loss, 0.0)
         losses.append(loss)
     if algorithm.normalize == "token":
         total = torch.cat(losses).mean()
+    elif algorithm.normalize == "constant":
+        total = torch.cat(losses).sum() / (len(losses) * algorithm.constant_tokens)
     else:
         total = torch.stack([loss.mean() for loss in losses]).mean()
     parameters = dict(model.named_parameters())

@@ -37,15 +37,33 @@ GPT = {
     }
 }
 
+
+def _allowed(algorithm: dict[str, Any]) -> dict[str, Any]:
+    """The nearest that a specification may say."""
+    if algorithm["loss"] != "ppo_clip" and algorithm["correction"] == "truncated":
+        algorithm["correction"] = "none"
+    if algorithm["advantage"] != "reinforce_plus_plus":
+        algorithm["normalize_per_agent"] = True
+    if algorithm["normalize"] == "constant":
+        algorithm["constant_tokens"] = 7
+    return algorithm
+
+
 algorithms = st.fixed_dictionaries(
     {
-        "normalize": st.sampled_from(["token", "sequence"]),
+        "advantage": st.sampled_from(["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae"]),
+        "normalize_per_agent": st.booleans(),
+        "loss": st.sampled_from(["ppo_clip", "gspo", "cispo", "dppo_mask"]),
+        "normalize": st.sampled_from(["token", "sequence", "constant"]),
         "kl_coefficient": st.sampled_from([0.0, 0.1]),
         "entropy_coefficient": st.sampled_from([0.0, 0.01]),
-        "correction": st.sampled_from(["none", "truncated", "masked"]),
+        "correction": st.sampled_from(["none", "truncated", "masked", "sequence_masked"]),
         "scale_by_std": st.booleans(),
+        # Narrow ranges: clips, caps and masks that touch some tokens and not others.
+        "clip_low": st.sampled_from([0.01, 0.2]),
+        "clip_high": st.sampled_from([0.01, 0.3]),
     }
-)
+).map(_allowed)
 layouts = st.fixed_dictionaries(
     {
         "share_prefixes": st.booleans(),
@@ -158,11 +176,13 @@ def _check(
 ) -> None:
     """The accumulated gradient is the full batch's to `bound`, and that of the textbook
     in float64 to `bound` and the `rounding` that the model itself does."""
+    pipeline = {"mode": "sync", "steps": 10, "queries_per_step": 4}
     spec = make_spec(
         tokenizer,
         policies=POLICIES,
         algorithm=algorithm,
         optimizer={"max_grad_norm": 1e9},
+        pipeline=pipeline | sections.pop("pipeline", {}),
         **sections,
     )
     policies = [
@@ -197,7 +217,7 @@ def test_float64_equals_the_full_batch(
     layout: dict[str, Any],
 ) -> None:
     """To 1e-6 as promised, where layer norms round to float32; see the next test."""
-    pipeline = {"steps": 10, "queries_per_step": 4, "deterministic": deterministic}
+    pipeline = {"deterministic": deterministic}
     _check(tokenizer, seed, shape, algorithm, layout, torch.float64, 1e-6, pipeline=pipeline)
 
 
@@ -236,3 +256,17 @@ def test_float32_equals_the_full_batch_in_float64(
     layout: dict[str, Any],
 ) -> None:
     _check(tokenizer, seed, shape, algorithm, layout, torch.float32, 1e-5, rounding=4e-5)
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "dppo_mask"])
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae"])
+@settings(relaxed, max_examples=1)
+@given(st.integers(0, 10_000))
+def test_every_advantage_with_every_loss(
+    tokenizer: Path, advantage: str, loss: str, seed: int
+) -> None:
+    """Each pair at least once, whatever the draws above come to."""
+    model = {**GPT, "tokenizer": str(tokenizer)}
+    algorithm = {"advantage": advantage, "loss": loss, "clip_low": 0.01, "clip_high": 0.01}
+    layout = {"share_prefixes": True, "skip_zero_advantages": True, "forward_tokens": 64}
+    _check(tokenizer, seed, Shape(), algorithm, layout, torch.float64, 1e-11, model=model)

@@ -23,7 +23,12 @@ STEPS = 2
 
 
 def _learner(tokenizer: Path, *, deterministic: bool = True, **sections: Any) -> Learner:
-    pipeline = {"steps": 10, "queries_per_step": 4, "deterministic": deterministic}
+    pipeline = {
+        "mode": "sync",
+        "steps": 10,
+        "queries_per_step": 4,
+        "deterministic": deterministic,
+    }
     spec = make_spec(tokenizer, pipeline=pipeline, **sections)
     return Learner(load_model("solver", spec.policies["solver"], 0), spec, "solver")
 
@@ -78,6 +83,9 @@ def _state(learner: Learner) -> dict[str, torch.Tensor]:
         {
             "normalize": st.sampled_from(["token", "sequence"]),
             "kl_coefficient": st.sampled_from([0.0, 0.1]),
+            "advantage": st.sampled_from(["grpo", "rloo", "reinforce_plus_plus", "rae"]),
+            "loss": st.sampled_from(["ppo_clip", "gspo", "cispo", "dppo_mask"]),
+            "correction": st.sampled_from(["none", "sequence_masked"]),
         }
     ),
 )

@@ -38,8 +38,8 @@ async def test_a_step_from_rollout_to_commit(stage: TrainingStage) -> None:
     assert (events[-1].samples, events[-1].state) == (8, pb.BINDING_STATE_IDLE)
 
     metrics = commit.metrics
-    assert metrics["importance_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
-    assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["k3_kl"] == pytest.approx(0.0, abs=1e-6)
     assert metrics["reward/mean"] == 0.5
     assert metrics["samples"] == 8
     assert metrics["lr"] == 1e-2

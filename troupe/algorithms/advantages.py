@@ -1,13 +1,27 @@
-"""Group-relative advantages (GRPO, Shao et al. 2024, section 4.1; Dr. GRPO, Liu et al. 2025).
+"""Advantages: how much better a sample did than what was to be expected.
 
-Symbols: r_i reward of sample i, G(i) its group, A_i its advantage.
+Symbols: r_i reward of sample i, G(i) its group, B the samples of its step, A_i its advantage.
+
+grpo: A_i = (r_i - mean G(i)) / (std G(i) + epsilon). Shao et al. 2024, section 4.1.
+dr_grpo: A_i = r_i - mean G(i). Liu et al. 2025 ("Understanding R1-Zero-like"), section 3.2.
+rloo: A_i = r_i - mean of the others in G(i). Ahmadian et al. 2024 ("Back to basics"), section 3.
+reinforce_plus_plus: A_i = (r_i - mean B) / (std B + epsilon). Hu et al. 2025 (REINFORCE++),
+    section 3.
+rae: A_i = r_i - b_k, b_k a moving average of the returns of role k. Liu et al. 2025 (SPIRAL),
+    section 3.3.
+
+A group is of one agent, so the first three are normalised agent by agent as Dr. MAS (Feng et al.
+2026) asks for. All but `reinforce_plus_plus` are known as soon as a sample's group is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
+
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae"]
 
 # Keeps a group whose rewards nearly agree from blowing up; the value that TRL uses.
 EPSILON = 1e-4
@@ -50,13 +64,80 @@ def group_advantages(
     since each sample brings its whole group's rewards. NaN rewards give NaN advantages, and so do
     finite ones whose squares are not.
     """
-    if len(rewards) != len(group_rewards):
-        raise ValueError(f"{len(rewards)} rewards but {len(group_rewards)} groups")
+    _same_length(rewards, group_rewards)
     if not rewards:
         return torch.empty(0, dtype=torch.float64)
     mean, std = group_statistics(group_rewards)
-    centred = torch.tensor(list(rewards), dtype=torch.float64) - mean
-    if not scale_by_std:
-        return centred
+    centred = _float64(rewards) - mean
+    return _scaled(centred, std, epsilon) if scale_by_std else centred
+
+
+def leave_one_out_advantages(
+    rewards: Sequence[float], group_rewards: Sequence[Sequence[float]]
+) -> torch.Tensor:
+    """A_i = r_i - mean(G(i) without i), float64 [n]; zero in a group of one.
+
+    Arguments as of `group_advantages`. Equal to n/(n-1) (r_i - mean(G(i))), n = |G(i)|.
+    """
+    centred = group_advantages(rewards, group_rewards, scale_by_std=False)
+    sizes = _float64([len(group) for group in group_rewards])
+    return centred * (sizes / (sizes - 1).clamp(min=1))
+
+
+def batch_statistics(rewards: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation of B's rewards, bit for bit whatever their order.
+
+    At least one reward.
+    """
+    mean, std = group_statistics([sorted(rewards)])
+    return float(mean), float(std)
+
+
+def batch_advantages(
+    rewards: Sequence[float],
+    mean: Sequence[float],
+    std: Sequence[float],
+    *,
+    epsilon: float = EPSILON,
+) -> torch.Tensor:
+    """A_i = (r_i - mean_i) / (std_i + epsilon), float64 [n].
+
+    `mean`, `std`: for each sample those of all samples of its step (`batch_statistics`), or of
+    those of its agent.
+    """
+    _same_length(rewards, mean)
+    return _scaled(_float64(rewards) - _float64(mean), _float64(std), epsilon)
+
+
+def role_advantages(rewards: Sequence[float], baselines: Sequence[float]) -> torch.Tensor:
+    """A_i = r_i - b_k(i), float64 [n]; `baselines`: for each sample its role's."""
+    _same_length(rewards, baselines)
+    return _float64(rewards) - _float64(baselines)
+
+
+def moved_baseline(baseline: float, rewards: Sequence[float], decay: float) -> float:
+    """b_k after a step whose samples of role k had these `rewards`, whatever their order.
+
+    n updates b <- decay b + (1 - decay) r, with every r the mean of the n: decay^n b +
+    (1 - decay^n) mean. SPIRAL updates b before it subtracts it from r, one trajectory after
+    another; here b stays as it was before the step, so that A does not depend on the order in
+    which samples come, and b not on the sample that it is subtracted from.
+    """
+    if not rewards:
+        return baseline
+    kept = decay ** len(rewards)
+    return kept * baseline + (1.0 - kept) * batch_statistics(rewards)[0]
+
+
+def _scaled(centred: torch.Tensor, std: torch.Tensor, epsilon: float) -> torch.Tensor:
     # Divided by an infinite deviation they would be zero: nothing learned, and nobody told.
     return torch.where(torch.isfinite(std), centred / (std + epsilon), torch.nan)
+
+
+def _float64(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)
+
+
+def _same_length(rewards: Sequence[float], others: Sequence[object]) -> None:
+    if len(rewards) != len(others):
+        raise ValueError(f"{len(rewards)} rewards but {len(others)} groups or baselines")

@@ -1,14 +1,19 @@
 """Importance corrections: samples of older versions, and of engines that round differently.
 
-Symbols: mu the policy that drew the tokens, pi the one being trained, rho_t = pi(a_t)/mu(a_t).
-A correction turns rho_t into a weight w_t of each token's policy gradient, w_t A_t grad log
-pi(a_t). w_t is a constant: no gradient flows through it.
+Symbols: mu the policy that drew the tokens, pi the one being trained, rho_t = pi(a_t)/mu(a_t),
+rho(y) = prod_t rho_t over the tokens of a sample y. A correction turns them into a weight w_t of
+each token's policy gradient, w_t A_t grad log pi(a_t). w_t is a constant: no gradient flows
+through it.
 
 truncated: w_t = min(rho_t, c). Token-level truncated importance sampling: Ionides 2008, "Truncated
     importance sampling"; Espeholt et al. 2018 (IMPALA), section 4.1. Biased only by what the cap
     cuts off. With one update per global batch pi is also the proximal policy, so this is AReaL's
     decoupled objective (Fu et al. 2025, section 5.2).
-masked: w_t = rho_t inside [1/c, c], else the token carries no loss at all.
+masked: w_t = rho_t inside [1/c, c], else the token carries no loss at all (IcePop).
+sequence_masked: w_t = rho(y) for all tokens of y where rho(y) is inside [1/c, c], else y carries no
+    loss at all. rho(y) strays further the longer y is: it wants a larger c than a token does.
+
+Losses that weigh tokens by rho_t themselves take from a mask only which tokens carry a loss.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ from typing import Literal
 
 import torch
 
-Correction = Literal["none", "truncated", "masked"]
+from troupe.algorithms.sequences import sequence_sums
+
+Correction = Literal["none", "truncated", "masked", "sequence_masked"]
 
 
 def truncated_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
@@ -26,7 +33,10 @@ def truncated_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def masked_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
-    """rho_t where 1/cap <= rho_t <= cap, else 0, per token [T], without gradient. `cap` >= 1."""
+    """rho where 1/cap <= rho <= cap, else 0, per token [T], without gradient. `cap` >= 1.
+
+    `ratio`: each token's own, or its sequence's (`sequence_ratio`).
+    """
     constant = ratio.detach()
     return torch.where(within(constant, cap), constant, torch.zeros_like(constant))
 
@@ -34,6 +44,13 @@ def masked_weights(ratio: torch.Tensor, cap: float) -> torch.Tensor:
 def within(ratio: torch.Tensor, cap: float) -> torch.Tensor:
     """Bool [T]: whether 1/cap <= rho_t <= cap; false for NaN."""
     return (ratio >= 1.0 / cap) & (ratio <= cap)
+
+
+def sequence_ratio(
+    logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, sequences: torch.Tensor
+) -> torch.Tensor:
+    """rho(y) of the sequence of each token, [T]; `sequences` as of `sequence_sums`."""
+    return torch.exp(sequence_sums(logprobs - behaviour_logprobs, sequences))
 
 
 def corrected_loss(

@@ -1,4 +1,4 @@
-"""Policy losses as SUMS over response tokens, so that micro-batches add up exactly.
+"""The loss of a step as a SUM over response tokens, so that micro-batches add up exactly.
 
 A step's loss is `(1/N) sum_t w_t l_t` over all its tokens t. Micro-batches accumulate the
 gradient of `sum_t w_t l_t`; the one division by N comes when the step is complete and N is
@@ -16,51 +16,43 @@ from troupe.algorithms.corrections import (
     Correction,
     corrected_loss,
     masked_weights,
+    sequence_ratio,
     truncated_weights,
     within,
 )
+from troupe.algorithms.objectives import (
+    Loss,
+    cispo_loss,
+    clipped_loss,
+    divergence_masked_loss,
+    importance_ratio,
+    sequence_level_ratio,
+)
 
-Normalize = Literal["token", "sequence"]
+Normalize = Literal["token", "sequence", "constant"]
 
 
 def token_weights(lengths: Sequence[int], normalize: Normalize) -> torch.Tensor:
     """w_t of all tokens of sequences with these response lengths; float64 [sum(lengths)].
 
-    "token": 1; "sequence": 1/length, so that every sequence counts alike.
+    "token", "constant": 1; "sequence": 1/length, so that every sequence counts alike.
     """
     sizes = torch.tensor(list(lengths), dtype=torch.int64)
-    if normalize == "token":
+    if normalize != "sequence":
         return torch.ones(int(sizes.sum()), dtype=torch.float64)
     return torch.repeat_interleave(1.0 / sizes.clamp(min=1).to(torch.float64), sizes)
 
 
-def normalizer(lengths: Sequence[int], normalize: Normalize) -> int:
-    """N's share of these sequences: their tokens, or how many have any token."""
+def normalizer(lengths: Sequence[int], normalize: Normalize, constant: int = 1) -> int:
+    """N's share of these sequences.
+
+    "token": their tokens; "sequence": how many have any token; "constant": `constant` tokens for
+    each of those, however many it has (Dr. GRPO, Liu et al. 2025, section 3.2).
+    """
     if normalize == "token":
         return sum(lengths)
-    return sum(1 for length in lengths if length > 0)
-
-
-def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
-    """rho_t [T] = pi(a_t) / mu(a_t), mu being the policy that generated the tokens."""
-    return torch.exp(logprobs - behaviour_logprobs)
-
-
-def clipped_loss(
-    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
-) -> torch.Tensor:
-    """-min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t), per token [T] (PPO, eq. 7)."""
-    clipped = torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
-
-
-def is_clipped(
-    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
-) -> torch.Tensor:
-    """Bool [T]: tokens whose gradient the clip removes."""
-    above = (advantages > 0) & (ratio > 1.0 + clip_high)
-    below = (advantages < 0) & (ratio < 1.0 - clip_low)
-    return above | below
+    present = sum(1 for length in lengths if length > 0)
+    return present * constant if normalize == "constant" else present
 
 
 def k3_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
@@ -82,11 +74,29 @@ def policy_loss(
     correction: Correction = "none",
     correction_cap: float = 2.0,
 ) -> torch.Tensor:
-    """The policy term of each token [T]: clipped, or corrected as `correction` says."""
+    """`ppo_clip` of each token [T]: clipped, or corrected as `correction` says.
+
+    `ratio`: each token's; under `sequence_masked` its sequence's.
+    """
     if correction == "none":
         return clipped_loss(ratio, advantages, clip_low, clip_high)
     weigh = truncated_weights if correction == "truncated" else masked_weights
     return corrected_loss(logprobs, advantages, weigh(ratio, correction_cap))
+
+
+def correction_ratio(
+    logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    sequences: torch.Tensor | None,
+    correction: Correction,
+) -> torch.Tensor:
+    """What the correction looks at, [T]: rho(y) for `sequence_masked`, else rho_t.
+
+    Raises ValueError where it needs `sequences` and has none.
+    """
+    if correction != "sequence_masked":
+        return importance_ratio(logprobs, behaviour_logprobs)
+    return sequence_ratio(logprobs, behaviour_logprobs, _given(sequences, correction))
 
 
 def grpo_loss_sum(
@@ -97,6 +107,8 @@ def grpo_loss_sum(
     *,
     clip_low: float,
     clip_high: float,
+    loss: Loss = "ppo_clip",
+    sequences: torch.Tensor | None = None,
     correction: Correction = "none",
     correction_cap: float = 2.0,
     reference_logprobs: torch.Tensor | None = None,
@@ -106,25 +118,46 @@ def grpo_loss_sum(
 ) -> torch.Tensor:
     """sum_t w_t (policy_t + beta KL_t - c H_t), a scalar; the caller divides by N.
 
-    All arguments are [T]; gradients flow through `logprobs` and `entropy`. Under `masked` the
-    tokens that are masked carry no KL and no entropy either; N counts them all the same, so
-    that it does not depend on the weights. `truncated` weighs the policy term only.
+    All arguments are [T]; gradients flow through `logprobs` and `entropy`. `sequences` (int64, see
+    `sequence_sums`) names each token's sequence, all of whose tokens are there: `gspo` and
+    `sequence_masked` need it. What is masked carries no KL and no entropy either; N counts it all
+    the same, so that it does not depend on the weights. `truncated` weighs the policy term only.
+    Raises ValueError for `truncated` with another loss than `ppo_clip`: they use rho_t already.
     """
-    ratio = importance_ratio(logprobs, behaviour_logprobs)
-    loss = policy_loss(
-        logprobs,
-        ratio,
-        advantages,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        correction=correction,
-        correction_cap=correction_cap,
-    )
+    seen = correction_ratio(logprobs, behaviour_logprobs, sequences, correction)
+    if loss == "ppo_clip":
+        total = policy_loss(
+            logprobs,
+            seen,
+            advantages,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            correction=correction,
+            correction_cap=correction_cap,
+        )
+    elif correction == "truncated":
+        raise ValueError(f"{loss} weighs tokens by pi/mu itself; `truncated` would do it again")
+    elif loss == "gspo":
+        ratio = sequence_level_ratio(logprobs, behaviour_logprobs, _given(sequences, loss))
+        total = clipped_loss(ratio, advantages, clip_low, clip_high)
+    elif loss == "cispo":
+        ratio = importance_ratio(logprobs, behaviour_logprobs)
+        total = cispo_loss(logprobs, ratio, advantages, clip_high)
+    else:
+        total = divergence_masked_loss(
+            logprobs, behaviour_logprobs, advantages, clip_low, clip_high
+        )
     if reference_logprobs is not None and kl_coefficient > 0:
-        loss = loss + kl_coefficient * k3_kl(logprobs, reference_logprobs)
+        total = total + kl_coefficient * k3_kl(logprobs, reference_logprobs)
     if entropy is not None and entropy_coefficient > 0:
-        loss = loss - entropy_coefficient * entropy
-    if correction == "masked":
-        kept = within(ratio.detach(), correction_cap)
-        loss = torch.where(kept, loss, torch.zeros_like(loss))
-    return (loss * weights).sum()
+        total = total - entropy_coefficient * entropy
+    if correction in ("masked", "sequence_masked"):
+        kept = within(seen.detach(), correction_cap)
+        total = torch.where(kept, total, torch.zeros_like(total))
+    return (total * weights).sum()
+
+
+def _given(sequences: torch.Tensor | None, what: str) -> torch.Tensor:
+    if sequences is None:
+        raise ValueError(f"{what} needs to know which tokens are of one sequence")
+    return sequences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,8 @@ from troupe.algorithms.corrections import (
     truncated_weights,
     within,
 )
-from troupe.algorithms.losses import importance_ratio, is_clipped, k3_kl
+from troupe.algorithms.losses import correction_ratio, k3_kl
+from troupe.algorithms.objectives import Loss, importance_ratio, removed_by
 
 
 @dataclass
@@ -25,8 +27,13 @@ class TokenStatistics:
     tokens: int = 0
     loss: torch.Tensor | float = 0.0
     ratio: torch.Tensor | float = 0.0
+    ratio_squares: torch.Tensor | float = 0.0
+    ratio_min: torch.Tensor | float = math.inf
     ratio_max: torch.Tensor | float = 0.0
+    # Tokens that the loss clips or masks.
     clipped: torch.Tensor | float = 0.0
+    # Tokens without a policy gradient because a mask, the loss's or the correction's, took it.
+    masked: torch.Tensor | float = 0.0
     mismatch_kl: torch.Tensor | float = 0.0
     reference_kl: torch.Tensor | float = 0.0
     entropy: torch.Tensor | float = 0.0
@@ -47,6 +54,8 @@ class TokenStatistics:
         *,
         clip_low: float,
         clip_high: float,
+        loss: Loss = "ppo_clip",
+        sequences: torch.Tensor | None = None,
         correction: Correction = "none",
         correction_cap: float = 2.0,
         reference_logprobs: torch.Tensor | None = None,
@@ -58,11 +67,23 @@ class TokenStatistics:
         self.tokens += logprobs.numel()
         self.loss = self.loss + loss_sum.detach()
         self.ratio = self.ratio + ratio.sum(dtype=torch.float64)
+        self.ratio_squares = self.ratio_squares + ratio.to(torch.float64).square().sum()
+        self.ratio_min = torch.minimum(torch.as_tensor(self.ratio_min), ratio.min())
         self.ratio_max = torch.maximum(torch.as_tensor(self.ratio_max), ratio.max())
-        if correction == "none":
-            self.clipped = self.clipped + is_clipped(ratio, advantages, clip_low, clip_high).sum()
-        else:
-            self._add_correction(ratio, correction, correction_cap)
+        masked = torch.zeros_like(ratio, dtype=torch.bool)
+        # A correction takes the place of PPO's clip.
+        if correction == "none" or loss != "ppo_clip":
+            of_loss = (logprobs, behaviour_logprobs, advantages, sequences, clip_low, clip_high)
+            removed = removed_by(loss, *of_loss)
+            self.clipped = self.clipped + removed.sum()
+            if loss == "dppo_mask":
+                masked = removed
+        if correction != "none":
+            seen = correction_ratio(logprobs, behaviour_logprobs, sequences, correction)
+            cut = self._add_correction(seen, correction, correction_cap, loss)
+            if correction != "truncated":
+                masked = masked | cut
+        self.masked = self.masked + masked.sum()
         # Between the policy that generated the tokens and the trainer's copy of it.
         mismatch = k3_kl(behaviour_logprobs, logprobs)
         self.mismatch_kl = self.mismatch_kl + mismatch.sum(dtype=torch.float64)
@@ -72,23 +93,35 @@ class TokenStatistics:
             kl = k3_kl(logprobs, reference_logprobs)
             self.reference_kl = self.reference_kl + kl.sum(dtype=torch.float64)
 
-    def _add_correction(self, ratio: torch.Tensor, correction: Correction, cap: float) -> None:
+    def _add_correction(
+        self, seen: torch.Tensor, correction: Correction, cap: float, loss: Loss
+    ) -> torch.Tensor:
+        """Add the correction's weights; returns which tokens it cut down or masked, bool [T]."""
         self.corrected = correction
         if correction == "truncated":
-            weights, cut = truncated_weights(ratio, cap), ratio > cap
+            weights, cut = truncated_weights(seen, cap), seen > cap
+        elif loss == "ppo_clip":
+            weights, cut = masked_weights(seen, cap), ~within(seen, cap)
         else:
-            weights, cut = masked_weights(ratio, cap), ~within(ratio, cap)
+            cut = ~within(seen, cap)
+            weights = (~cut).to(seen.dtype)
         self.correction_weight = self.correction_weight + weights.sum(dtype=torch.float64)
         self.corrected_tokens = self.corrected_tokens + cut.sum()
+        return cut
 
     def metrics(self) -> dict[str, float]:
         """Means over all tokens added, by the names that the field uses."""
         n = max(self.tokens, 1)
+        squares = float(self.ratio_squares)
         metrics = {
-            "importance_ratio/mean": float(self.ratio) / n,
-            "importance_ratio/max": float(self.ratio_max),
+            "importance_sampling_ratio/min": float(self.ratio_min) if self.tokens else 0.0,
+            "importance_sampling_ratio/mean": float(self.ratio) / n,
+            "importance_sampling_ratio/max": float(self.ratio_max),
+            # (sum rho)^2 / (n sum rho^2): what share of the tokens the weighed ones are worth.
+            "effective_sample_size": float(self.ratio) ** 2 / (n * squares) if squares else 0.0,
             "clip_fraction": float(self.clipped) / n,
-            "mismatch_kl": float(self.mismatch_kl) / n,
+            "masked_fraction": float(self.masked) / n,
+            "k3_kl": float(self.mismatch_kl) / n,
             "entropy": float(self.entropy) / n,
         }
         if self.has_reference:

@@ -1,13 +1,13 @@
 """The job specification: what a user writes in YAML, validated, one docstring per field."""
 
 from troupe.job.affinity import AffinitySpec, PoolSpec
+from troupe.job.algorithm import AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
 from troupe.job.loading import JobSpecError, load_job, parse_job
 from troupe.job.policy import EngineSpec, ModelSpec, OptimizerSpec, PacedSpec, PolicySpec
 from troupe.job.routing import RoutingSpec
 from troupe.job.sections import (
     AgentSpec,
-    AlgorithmSpec,
     CheckpointSpec,
     EvaluationSpec,
     FunctionSpec,

@@ -1,4 +1,4 @@
-"""Sections of a job besides its policies: agents, functions, tasks, algorithm, pipeline, limits.
+"""Sections of a job besides its policies: agents, functions, tasks, pipeline, limits.
 
 The docstring under a field is its documentation: `troupe job schema`, the job reference
 and editors show it.
@@ -68,39 +68,6 @@ class TasksSpec(Section):
 
     _source = field_validator("source")(check_entrypoint)
     _json = field_validator("args")(check_json)
-
-
-class AlgorithmSpec(Section):
-    """How rewards become gradients."""
-
-    name: Literal["grpo"] = "grpo"
-    """Group-relative policy optimization (Shao et al. 2024, section 4.1)."""
-    scale_by_std: bool = True
-    """Divide advantages by the group's standard deviation; false: Dr. GRPO."""
-    group_by: Literal["agent", "turn", "branch"] = "agent"
-    """Samples of one query that share a baseline. `agent`: those of one agent. `turn`: those of one
-    turn of an agent, the replies of a `chat(n=k)` being one turn. `branch`: the replies of a
-    `chat(n=k)` alone, with those of other trajectories only where they had the same prompt
-    (AT-GRPO, Zhao et al. 2025, section 4.1); turns that were drawn alone are grouped as by
-    `turn`."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip range of the importance ratio."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """Upper clip range of the importance ratio (DAPO's clip-higher when larger)."""
-    normalize: Literal["token", "sequence"] = "token"
-    """Average the loss over all tokens of the global batch, or over sequences."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the k3 estimate of KL(policy || first version) in the loss."""
-    entropy_coefficient: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
-    correction: Literal["none", "truncated", "masked"] | None = None
-    """Importance correction for samples of older versions. `truncated`: every token's gradient is
-    weighted by min(cap, pi/mu) (Espeholt et al. 2018, section 4.1; with one update per global batch
-    the decoupled objective of AReaL, section 5.2, is the same); `masked`: tokens whose pi/mu is
-    outside [1/cap, cap] carry no loss, the others are weighted by it; `none`: only the clipped
-    ratio. Default: `truncated` in mode `async`, which needs one, else `none`."""
-    correction_cap: float = Field(default=2.0, ge=1)
-    """The correction's cap on pi/mu."""
 
 
 class PipelineSpec(Section):

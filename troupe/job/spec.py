@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from troupe.job.algorithm import AlgorithmSpec, Correction
 from troupe.job.balancing import BalancingSpec
 from troupe.job.policy import PolicySpec, server_of
 from troupe.job.routing import RoutingSpec
 from troupe.job.section import NAME, Section, check_entrypoint
 from troupe.job.sections import (
     AgentSpec,
-    AlgorithmSpec,
     CheckpointSpec,
     EvaluationSpec,
     FunctionSpec,
@@ -101,7 +101,8 @@ class JobSpec(Section):
             if self.algorithm.correction == "none":
                 raise ValueError(
                     "algorithm.correction: mode `async` trains on samples of older versions and "
-                    "needs a correction; remove it, or choose `truncated` or `masked`"
+                    "needs a correction; remove it, or choose `truncated`, `masked` or "
+                    "`sequence_masked`"
                 )
             if pipeline.deterministic:
                 raise ValueError(
@@ -112,6 +113,12 @@ class JobSpec(Section):
             raise ValueError(
                 "pipeline.max_uses: a sample that is used again is of an older version; use mode "
                 "`async`"
+            )
+        if pipeline.mode == "micro_batch" and self.algorithm.advantage == "reinforce_plus_plus":
+            raise ValueError(
+                "algorithm.advantage: `reinforce_plus_plus` needs the rewards of the whole step "
+                "before its first gradient, and mode `micro_batch` begins before they are there; "
+                "use pipeline.mode `sync` (or `serial`, `async`), or another advantage"
             )
         if pipeline.deterministic and pipeline.over_sampling:
             raise ValueError(
@@ -155,12 +162,16 @@ class JobSpec(Section):
         return self.pipeline.alpha if own is None else own
 
     @property
-    def correction(self) -> Literal["none", "truncated", "masked"]:
+    def correction(self) -> Correction:
         """The importance correction in force."""
-        default: Literal["none", "truncated"] = (
-            "truncated" if self.pipeline.mode == "async" else "none"
-        )
-        return self.algorithm.correction or default
+        if self.algorithm.correction is not None or self.pipeline.mode != "async":
+            return self.algorithm.correction or "none"
+        return "truncated" if self.algorithm.loss == "ppo_clip" else "masked"
+
+    def constant_tokens(self, policy: str) -> int:
+        """What `normalize: constant` divides by for each sequence of a policy, in tokens."""
+        own = (a.sampling.max_new_tokens for a in self.agents.values() if a.policy == policy)
+        return self.algorithm.constant_tokens or max(own)
 
     @property
     def trained_policies(self) -> list[str]:

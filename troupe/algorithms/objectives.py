@@ -1,0 +1,113 @@
+"""Policy objectives of a token, as losses.
+
+Symbols: pi the policy being trained, mu the one that drew the tokens, rho_t = pi(a_t)/mu(a_t),
+A_t advantage, l and h the lower and upper clip range (`clip_low`, `clip_high`).
+
+ppo_clip: Schulman et al. 2017 (PPO), equation 7; h > l is DAPO's clip-higher (Yu et al. 2025,
+    section 3.1).
+gspo: the same with the sequence's s(y) = prod_t rho_t^(1/|y|) for rho_t. Zheng et al. 2025 (GSPO),
+    equations 5 to 7.
+cispo: -min(rho_t, 1 + h) A_t log pi(a_t), the weight without gradient. MiniMax 2025 (MiniMax-M1),
+    equations 4 and 5, whose lower bound is off as in the paper's runs.
+dppo_mask: -rho_t A_t, but nothing where pi(a_t) is further than h above mu(a_t), or than l below,
+    and the gradient would widen it. Qi et al. 2026 (DPPO), binary total variation.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from troupe.algorithms.sequences import sequence_means
+
+Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
+
+
+def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
+    """rho_t [T] = pi(a_t) / mu(a_t), mu being the policy that generated the tokens."""
+    return torch.exp(logprobs - behaviour_logprobs)
+
+
+def sequence_level_ratio(
+    logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, sequences: torch.Tensor
+) -> torch.Tensor:
+    """s(y) [T] of each token's sequence y, with gradient: exp(mean_t log rho_t).
+
+    `sequences` as of `sequence_sums`; the whole of every sequence has to be there.
+    """
+    return torch.exp(sequence_means(logprobs - behaviour_logprobs, sequences))
+
+
+def clipped_loss(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> torch.Tensor:
+    """-min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t), per token [T] (PPO, eq. 7)."""
+    clipped = torch.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def is_clipped(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> torch.Tensor:
+    """Bool [T]: tokens whose gradient the clip removes."""
+    above = (advantages > 0) & (ratio > 1.0 + clip_high)
+    below = (advantages < 0) & (ratio < 1.0 - clip_low)
+    return above | below
+
+
+def cispo_loss(
+    logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, clip_high: float
+) -> torch.Tensor:
+    """-sg(min(rho_t, 1 + high)) A_t log pi(a_t), per token [T]: every token keeps a gradient."""
+    return -ratio.detach().clamp(max=1.0 + clip_high) * advantages * logprobs
+
+
+def is_outside(
+    logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    low: float,
+    high: float,
+) -> torch.Tensor:
+    """Bool [T]: tokens that `dppo_mask` masks.
+
+    pi(a_t) - mu(a_t) > high and A_t > 0, or mu(a_t) - pi(a_t) > low and A_t < 0. Unlike a ratio's
+    range this leaves rare tokens alone, whose ratio strays far while the distribution hardly moves.
+    """
+    moved = logprobs.detach().exp() - behaviour_logprobs.exp()
+    return ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))
+
+
+def divergence_masked_loss(
+    logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    low: float,
+    high: float,
+) -> torch.Tensor:
+    """-rho_t A_t, or zero where `is_outside`, per token [T]."""
+    loss = -importance_ratio(logprobs, behaviour_logprobs) * advantages
+    outside = is_outside(logprobs, behaviour_logprobs, advantages, low, high)
+    return torch.where(outside, torch.zeros_like(loss), loss)
+
+
+def removed_by(
+    loss: Loss,
+    logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    sequences: torch.Tensor | None,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """Bool [T]: tokens that the loss clips or masks; with `cispo` those whose weight is capped."""
+    if loss == "dppo_mask":
+        return is_outside(logprobs, behaviour_logprobs, advantages, clip_low, clip_high)
+    if loss == "gspo" and sequences is not None:
+        ratio = sequence_level_ratio(logprobs, behaviour_logprobs, sequences)
+    else:
+        ratio = importance_ratio(logprobs, behaviour_logprobs)
+    if loss == "cispo":
+        return ratio > 1.0 + clip_high
+    return is_clipped(ratio, advantages, clip_low, clip_high)

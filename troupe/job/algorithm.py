@@ -1,0 +1,90 @@
+"""How rewards become gradients: `algorithm` in a job."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from troupe.job.section import Section
+
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae"]
+Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
+Correction = Literal["none", "truncated", "masked", "sequence_masked"]
+
+
+class AlgorithmSpec(Section):
+    """How rewards become gradients; docs/algorithms.md has the formulas."""
+
+    name: Literal["grpo"] = "grpo"
+    """Policy optimization without a value model (GRPO, Shao et al. 2024, section 4.1); `advantage`
+    and `loss` choose among its kin."""
+    advantage: Advantage = "grpo"
+    """What a sample's reward is measured against. `grpo`: its group's mean, in standard deviations;
+    `dr_grpo`: its group's mean (Liu et al. 2025, section 3.2); `rloo`: the mean of its group's
+    other samples (Ahmadian et al. 2024); `reinforce_plus_plus`: the mean of the step's samples, in
+    their standard deviations (Hu et al. 2025), not in mode `micro_batch`; `rae`: a moving average
+    of its agent's rewards in earlier steps (SPIRAL, Liu et al. 2025, section 3.3)."""
+    scale_by_std: bool = True
+    """`grpo`: divide by the group's standard deviation; false is `dr_grpo`."""
+    normalize_per_agent: bool = True
+    """`reinforce_plus_plus`: mean and deviation of each agent's samples apart from those of other
+    agents of its policy (Dr. MAS, Feng et al. 2026). Groups and `rae` are of one agent anyway."""
+    rae_decay: float = Field(default=0.95, ge=0, lt=1)
+    """`rae`: share of an agent's baseline that a sample leaves as it is."""
+    group_by: Literal["agent", "turn", "branch"] = "agent"
+    """Samples of one query that share a baseline. `agent`: those of one agent. `turn`: those of one
+    turn of an agent, the replies of a `chat(n=k)` being one turn. `branch`: the replies of a
+    `chat(n=k)` alone, with those of other trajectories only where they had the same prompt
+    (AT-GRPO, Zhao et al. 2025, section 4.1); turns that were drawn alone are grouped as by
+    `turn`."""
+    loss: Loss = "ppo_clip"
+    """What keeps a step near the policy that drew the samples. `ppo_clip`: the ratio pi/mu of each
+    token, clipped (Schulman et al. 2017, equation 7); `gspo`: that of its sequence, per token
+    (Zheng et al. 2025); `cispo`: each token's gradient weighted by min(pi/mu, 1 + `clip_high`)
+    (MiniMax 2025, equation 4); `dppo_mask`: tokens whose probability moved by more than `clip_low`
+    down or `clip_high` up carry no loss (Qi et al. 2026)."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Lower clip range of the importance ratio; `gspo` wants about 3e-4."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """Upper clip range of the importance ratio (DAPO's clip-higher when larger); `gspo` wants about
+    4e-4, `cispo` several times more than the others."""
+    normalize: Literal["token", "sequence", "constant"] = "token"
+    """Average the loss over all tokens of the global batch, over sequences, or divide the sum by a
+    constant length per sequence, which favours no length (Dr. GRPO)."""
+    constant_tokens: int = Field(default=0, ge=0)
+    """`normalize: constant`: the length; 0: the largest `max_new_tokens` of the policy's agents."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the k3 estimate of KL(policy || first version) in the loss."""
+    entropy_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    correction: Correction | None = None
+    """Importance correction for samples of older versions. `truncated`: every token's gradient is
+    weighted by min(cap, pi/mu) (Espeholt et al. 2018, section 4.1; with one update per global batch
+    the decoupled objective of AReaL, section 5.2, is the same); `masked`: tokens whose pi/mu is
+    outside [1/cap, cap] carry no loss, the others are weighted by it; `sequence_masked`: the same
+    with the product of pi/mu over a sample for all its tokens; `none`: only the loss's own clip.
+    Losses other than `ppo_clip` weigh tokens by pi/mu themselves: with them a mask only takes
+    tokens out, and `truncated` is refused. Default: `none`; in mode `async`, which needs one,
+    `truncated` with `ppo_clip`, else `masked`."""
+    correction_cap: float = Field(default=2.0, ge=1)
+    """The correction's cap on pi/mu."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.correction == "truncated" and self.loss != "ppo_clip":
+            raise ValueError(
+                f"correction: loss `{self.loss}` weighs tokens by pi/mu itself, and `truncated` "
+                "would do it again; choose `masked` or `sequence_masked`, or loss `ppo_clip`"
+            )
+        if self.advantage != "reinforce_plus_plus" and not self.normalize_per_agent:
+            raise ValueError(
+                f"normalize_per_agent: with advantage `{self.advantage}` a baseline is of one "
+                "agent anyway; remove it, or choose `reinforce_plus_plus`"
+            )
+        if self.constant_tokens and self.normalize != "constant":
+            raise ValueError(
+                f"constant_tokens: without effect with normalize `{self.normalize}`; remove it, or "
+                "choose `constant`"
+            )
+        return self
