@@ -127,7 +127,7 @@ async def test_of_replies_that_nobody_got_nothing_is_trained() -> None:
         return {"solver": 1.0}
 
     played = await play(workflow, {}, policy=policy)
-    assert [(turn.number, turn.siblings) for turn in played.turns] == [(0, None)]
+    assert [(turn.number, turn.siblings) for turn in played.turns] == [(3, None)]
     assert len(played.samples) == 1
 
 
