@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from typing import Final
 
 from services.chassis.telemetry import Telemetry
@@ -81,8 +82,9 @@ class Meters:
         """An ending was decided."""
         self._trajectories.labels(state.lower(), str(accepted).lower()).inc()
         if accepted:
-            for sample in request.samples:
-                self._appended.labels(sample.policy).inc()
+            rows = Counter(sample.policy for sample in request.samples)
+            for policy, number in rows.items():
+                self._appended.labels(policy).inc(number)
 
     def pushed_back(self) -> None:
         """An ending was refused above the high-water mark."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -31,8 +31,7 @@ STATE_OF: Final[dict[str, pb.SampleState.ValueType]] = {
 LETTER_OF: Final[dict[int, str]] = {state: letter for letter, state in STATE_OF.items()}
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """The bookkeeping of one sample: everything but its payload."""
 
     state: str
@@ -67,12 +66,12 @@ class Record:
 
     def format(self) -> str:
         """The text that Redis holds."""
-        return "\t".join(getattr(self, field.name) for field in fields(self))
+        return "\t".join(self)
 
     @staticmethod
     def parse(text: str) -> Record:
         """The record that `format` wrote."""
-        return Record(*text.split("\t"))
+        return Record._make(text.split("\t"))
 
     def apply_to(self, sample: store_pb.Sample) -> None:
         """Set on `sample` what moves after the append: its state, reward, uses and group."""
@@ -93,9 +92,11 @@ class Record:
 
     def moved(self) -> bytes:
         """What `apply_to` sets, serialized: put behind the payload it merges."""
-        sample = store_pb.Sample()
-        self.apply_to(sample)
-        return sample.SerializeToString()
+        if self.origin:
+            sample = store_pb.Sample()
+            self.apply_to(sample)
+            return sample.SerializeToString()
+        return _moved(self.state, self.uses, self.reward)
 
     @property
     def rows(self) -> str:
@@ -148,6 +149,15 @@ class Ending:
 def samples_digest(samples: Iterable[str]) -> int:
     """Sum modulo 2^64 of the xxh3-64 of ids: the same in any order, another if one is missing."""
     return sum(xxhash.xxh3_64_intdigest(sample.encode()) for sample in samples) % 2**64
+
+
+@functools.lru_cache(maxsize=1024)
+def _moved(state: str, uses: str, reward: str) -> bytes:
+    """`Record.moved` of a sample in its first step: many have the same reward."""
+    sample = store_pb.Sample(state=STATE_OF[state], uses=int(uses))
+    if reward:
+        sample.reward = float(reward)
+    return sample.SerializeToString()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,7 +147,7 @@ class Spoil:
 
     async def trained_in_two_steps(self) -> None:
         name, record = await self.record(3)
-        await self.write(4, name, replace(record, origin="3"))
+        await self.write(4, name, record._replace(origin="3"))
         stored = await self.do("HGET", self.solver.commits, 3)
         await self.do("HSET", self.solver.commits, 4, stored)
 
@@ -173,19 +172,19 @@ class Spoil:
 
     async def no_reason(self) -> None:
         name, record = await self.record(4)
-        await self.write(4, name, replace(record, state="D"))
+        await self.write(4, name, record._replace(state="D"))
 
     async def unfinished(self) -> None:
         name, record = await self.record(3)
-        await self.write(3, name, replace(record, state="C"))
+        await self.write(3, name, record._replace(state="C"))
 
     async def trained_without_commit(self) -> None:
         name, record = await self.record(4)
-        await self.write(4, name, replace(record, state="T", uses="1"))
+        await self.write(4, name, record._replace(state="T", uses="1"))
 
     async def other_row(self) -> None:
         _, record = await self.record(4)
-        await self.write(4, "forged", replace(record, trajectory="nobody"))
+        await self.write(4, "forged", record._replace(trajectory="nobody"))
 
     async def lost_log(self) -> None:
         await self.do("HDEL", self.job.log, 1)

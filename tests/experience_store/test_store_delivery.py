@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,8 +50,7 @@ def test_the_bytes_are_those_of_the_message(
     made, wanted = [], Response(outcome=Response.OUTCOME_CLAIMED, claim_id="c")
     for turn, (tokens, reward, uses, returned) in enumerate(rows):
         payload = make_sample("q", turn, "t", reward=None, tokens=tokens).SerializeToString()
-        record = replace(
-            _RECORD,
+        record = _RECORD._replace(
             reward="" if reward is None else repr(reward),
             uses=str(uses),
             origin="3" if returned else "",
@@ -79,11 +76,11 @@ def test_recent_rows_are_bounded_and_leave_once() -> None:
     rows.add("j", "p", "1", [("a", b"12345"), ("b", b"12345")])
     rows.add("j", "p", "2", [("a", b"123")])
     assert rows.bytes == 8
-    old, new = replace(_RECORD, since="1"), replace(_RECORD, since="2")
+    old, new = _RECORD._replace(since="1"), _RECORD._replace(since="2")
     assert rows.take("j", "p", [("a", old), ("b", old)]) == {"b": b"12345"}
     assert rows.take("j", "q", [("a", new)]) == {}
     # A late column is in Redis only.
-    assert rows.take("j", "p", [("a", replace(new, late="score"))]) == {}
+    assert rows.take("j", "p", [("a", new._replace(late="score"))]) == {}
     assert (rows.bytes, rows.found, rows.missed) == (0, 1, 3)
     rows.add("j", "p", "1", [("a", b"1"), ("a", b"12")])
     rows.add("k", "p", "1", [("a", b"123")])

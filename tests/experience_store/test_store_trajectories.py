@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,48 @@ async def test_repeating_an_append_returns_what_it_returned(stage: Stage) -> Non
     assert not await stage.append(query, trajectory, attempt="a2")
     assert not await stage.append(query, trajectory, attempt="a2")
     assert await stage.counts() == {"pending": 1}
+
+
+async def _staged(stage: Stage) -> list[bytes]:
+    """Keys of rows whose ending is not decided, and of the notes about them."""
+    keys: list[bytes] = await stage.store.database.execute("KEYS", f"*{stage.job}/*:stage*")
+    return keys
+
+
+async def test_rows_of_a_repeated_append_do_not_stay(stage: Stage) -> None:
+    query, trajectory = stage.trajectories[0]
+    rows = [make_sample(query, 0, trajectory)]
+    for attempt in ("a1", "a1", "a2"):
+        await stage.append(query, trajectory, rows, attempt=attempt)
+        assert await _staged(stage) == []
+    stage.step = 7
+    with pytest.raises(FailedPrecondition, match="not open"):
+        await stage.append(query, trajectory, rows)
+    assert await _staged(stage) == []
+
+
+@pytest.mark.parametrize("arrived", [1, 2, 3])
+async def test_rows_of_an_append_that_broke_off_are_freed(stage: Stage, arrived: int) -> None:
+    """Only the first of the commands came: note, rows, script."""
+    query, trajectory = stage.trajectories[0]
+    database = stage.store.database
+    original = database.execute_each
+
+    async def breaking(commands: Any, **rest: Any) -> list[Any]:
+        if commands[0][0] != "SADD":
+            return await original(commands, **rest)
+        await original(commands[:arrived])
+        raise ConnectionError
+
+    database.execute_each = breaking  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        await stage.append(query, trajectory, [make_sample(query, 0, trajectory)], attempt="a1")
+    database.execute_each = original  # type: ignore[method-assign]
+    assert len(await _staged(stage)) == min(arrived, 2)
+    assert await stage.append(query, trajectory, attempt="a2")
+    assert await stage.counts() == {"pending": 1}
+    await stage.store.tables.drop(stage.job)
+    assert await _staged(stage) == []
 
 
 async def test_racing_endings_agree_in_all_tables(store: Store) -> None:

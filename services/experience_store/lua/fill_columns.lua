@@ -100,7 +100,7 @@ for number, at in ipairs(places) do
   replies[number] = fill(ARGV[at], ARGV[at + 1], ARGV[at + 2], at + 4, last)
 end
 for _, record in ipairs(touched) do
-  ripen(group_of(record))
+  ripen_group(record)
 end
 if waiting then
   if sealed() then

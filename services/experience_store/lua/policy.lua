@@ -185,26 +185,37 @@ local function record_of(sample)
   return text and parse(text)
 end
 
--- {sample, record} of a group (or, without `group`, of a query) in sample order.
-local function members(query, group)
+-- Samples of a group (or, without `group`, of a query) in order, and the texts of their records.
+local function texts_of(query, group)
   local prefix = query .. '\t' .. (group and group .. '\t' or '')
   -- '\n' follows '\t': the range holds exactly what starts with the prefix.
   local upper = prefix:sub(1, -2) .. '\n'
   local names = redis.call('ZRANGEBYLEX', MEMBERS, '[' .. prefix, '(' .. upper)
   for index, member in ipairs(names) do
-    names[index] = member:match('([^\t]*)$')
+    -- Anchored: else every place in it is tried.
+    names[index] = member:match('^.*\t(.*)$')
   end
-  local found = {}
+  local texts = {}
   for first = 1, #names, AT_ONCE do
     local last = math.min(first + AT_ONCE - 1, #names)
-    local texts = redis.call('HMGET', BOOK, unpack(names, first, last))
-    for index, text in ipairs(texts) do
-      local name = names[first + index - 1]
-      text = book[name] or text
-      found[#found + 1] = {name, text and parse(text)}
+    for _, text in ipairs(redis.call('HMGET', BOOK, unpack(names, first, last))) do
+      texts[#texts + 1] = book[names[#texts + 1]] or text
     end
   end
+  return names, texts
+end
+
+-- {sample, record} for each of `names`.
+local function parsed(names, texts)
+  local found = {}
+  for index, name in ipairs(names) do
+    found[index] = {name, texts[index] and parse(texts[index])}
+  end
   return found
+end
+
+local function members(query, group)
+  return parsed(texts_of(query, group))
 end
 
 -- Samples that come back from an earlier step (commit.lua) are no members of this step's queries,
@@ -393,6 +404,19 @@ local function ripen(found)
       changes('claimable')
     end
   end
+end
+
+-- ripen() of the group of `record`. Most that ask find one of its members without a reward: this is
+-- seen before all of them are read.
+local PENDING_LACKS = '^P' .. ('\t[^\t]*'):rep(4) .. '\t[^\t]'
+local function ripen_group(record)
+  local names, texts = texts_of(family(record), record[F.group])
+  for _, text in ipairs(texts) do
+    if text and text:find(PENDING_LACKS) then
+      return
+    end
+  end
+  ripen(parsed(names, texts))
 end
 
 -- Drops the groups of these samples that a too old version began, unless members were given out.
