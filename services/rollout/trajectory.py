@@ -109,6 +109,8 @@ class Trajectory:
         if self._stored and not await self._store.abort(self._place, reason) and self._sent:
             # It was cancelled while it waited to hear that its end was stored.
             state, reason = self._sent
+        if state == pb.TRAJECTORY_STATE_ABORTED:
+            await self._shelf.discard()
         self._move(state)
         self._emit(self._event(reason=reason))
 

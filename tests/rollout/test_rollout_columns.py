@@ -13,7 +13,7 @@ from services.rollout.columns import INLINE_BYTES
 from tests.rollout import plays
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
-from tests.rollout.test_rollout_aborting import amend, hold_open, until
+from tests.rollout.test_rollout_aborting import abort, amend, hold_open, until
 from troupe import tensors
 from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as common
@@ -80,6 +80,29 @@ async def test_values_of_a_dropped_trajectory_are_not_left_behind(house: House) 
     assert row.query_id == "q0"
     kept = house.transfer.roots[0] / house.job_id / "columns"
     assert [path.name for path in kept.iterdir()] == [row.sample_id]
+
+
+async def test_values_of_an_aborted_trajectory_are_not_left_behind(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is aborted while its rows are on their way, as the redundant ones of a group are."""
+    await house.prepare("annotates")
+    await house.open_step(queries=1, group_size=1)
+    on_its_way = asyncio.Event()
+
+    async def slow(*_: object) -> None:
+        on_its_way.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(house.service._runner._store, "complete", slow)
+    running = asyncio.create_task(house.run(training(1, 1)))
+    await asyncio.wait_for(on_its_way.wait(), 20)
+    kept = house.transfer.roots[0] / house.job_id / "columns"
+    assert list(kept.iterdir())
+    await abort(house, "q0-s0-t0")
+    [event] = (await running).values()
+    assert event.state == common.TRAJECTORY_STATE_ABORTED
+    assert not kept.exists()
 
 
 async def test_an_evaluation_stores_no_columns(house: House) -> None:
