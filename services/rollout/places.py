@@ -270,8 +270,23 @@ class Places:
 
     def _offer(self, asker: Asker) -> Place | None:
         """A place now. Under a static policy the asker is bound to its engine if that is full."""
+        engine_id, asker.bound = asker.bound, None
+        if engine_id is None or not self._serves(engine_id):
+            engine_id = self._choose(asker)
+        if engine_id is None:
+            return None
+        slot = asker.home.slot = self._slots[engine_id]
+        if not self._fleet.has_room(engine_id):
+            asker.bound = engine_id
+            return None
+        slot.in_flight += 1
+        slot.outstanding += asker.work.prompt_tokens + asker.work.response_tokens
+        cost = self._fleet.give(engine_id, asker.work)
+        return Place(slot, asker.work, cost, slot.in_flight)
+
+    def _choose(self, asker: Asker) -> str | None:
         affinity, kind = self._spec.affinity, (asker.domain, asker.agent)
-        engine_id = self._fleet.choose(
+        return self._fleet.choose(
             asker.work,
             self._serves,
             home=asker.home.engine_id,
@@ -284,17 +299,6 @@ class Places:
             ),
             key=asker.key,
         )
-        asker.bound = None
-        if engine_id is None:
-            return None
-        slot = asker.home.slot = self._slots[engine_id]
-        if not self._fleet.has_room(engine_id):
-            asker.bound = engine_id
-            return None
-        slot.in_flight += 1
-        slot.outstanding += asker.work.prompt_tokens + asker.work.response_tokens
-        cost = self._fleet.give(engine_id, asker.work)
-        return Place(slot, asker.work, cost, slot.in_flight)
 
     def _line_up(self, asker: Asker) -> None:
         queue = self._queue
@@ -316,7 +320,7 @@ class Places:
         while queue and not (serves and not self._fleet.has_room(engine_id)):
             asker = queue.pop()
             if asker.waits:
-                # Its engine has room and is its home; or serves no more, and it finds another.
+                # Its engine has room; or serves no more, and it finds another.
                 place = self._offer(asker)
                 if place is None:
                     self._line_up(asker)

@@ -316,6 +316,22 @@ async def test_static_routing_waits_for_its_engine_while_another_is_idle() -> No
     assert router.backlog == Backlog(0, 0, 0)
 
 
+async def test_without_stickiness_too_a_turn_waits_for_the_engine_that_it_was_given() -> None:
+    router, [first, second] = make(limit=1, policy="round_robin", sticky=False)
+    tasks = [ask(router, f"r{n}") for n in range(3)]
+    await settle()
+    assert (list(first.held), list(second.held), router.waiting) == (["r0"], ["r1"], 1)
+    first.answer("r0")
+    await settle()
+    assert list(first.held) == ["r2"], "it has room, and the turn is its"
+    second.state = pb.ENGINE_STATE_DEAD
+    second.die()
+    first.answer("r2")
+    await asyncio.sleep(0.1)
+    first.answer("r1~1")
+    await asyncio.gather(*tasks)
+
+
 async def test_kinds_of_turns_go_to_the_devices_that_fit() -> None:
     engines = [
         HandEngine("c", device=Device("compute", 20_000, 1000)),
