@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -176,6 +177,28 @@ def test_a_file_is_found_wherever_it_lies(run: Run, tmp_path: Path) -> None:
         assert "1 groups have one sample" in out
     finally:
         sys.path.remove(str(tmp_path))
+
+
+GAMES = """
+from troupe.workflow.environments import GameWorkflow
+workflow = GameWorkflow("tests.workflow.environments.zoo:Nim", hosted=True)
+"""
+
+
+def test_a_game_is_a_workflow_that_ends_its_processes(tmp_path: Path, job: str) -> None:
+    (tmp_path / "my_games.py").write_text(GAMES)
+    given = ("--query", '{"seed": 1}', "--job", job, "--json")
+    # In a process of its own: what an event loop leaves behind is said at its end.
+    program = "from troupe.client.cli import main; main()"
+    path = str(tmp_path / "my_games.py")
+    done = subprocess.run(
+        [sys.executable, "-c", program, "workflow", "try", path, *given],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["workflow"] == "my_games:workflow"
 
 
 BROKEN = {

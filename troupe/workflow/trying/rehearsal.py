@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import signal
 import sysconfig
 import threading
@@ -93,12 +94,21 @@ class Rehearsal:
         played, failure = None, None
         try:
             with _interrupting(self.seconds + _GRACE_SECONDS):
-                played = asyncio.run(trial.run())
+                played = asyncio.run(self._played(trial))
         except KeyboardInterrupt:
             raise
         except (Exception, SystemExit, GeneratorExit, asyncio.CancelledError, _Blocked) as error:
             failure = explain(error)
         return Rehearsed(query, trial.trajectory_id, trial.agents.close(), played, failure)
+
+    async def _played(self, trial: Trial) -> Played:
+        try:
+            return await trial.run()
+        finally:
+            # Its event loop ends here, and so must the processes of environments.
+            close = getattr(self.setting.workflow, "close", None)
+            if inspect.iscoroutinefunction(close):
+                await close()
 
 
 def groups_of(rehearsed: Sequence[Rehearsed]) -> Counter[str]:

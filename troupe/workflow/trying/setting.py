@@ -212,15 +212,22 @@ def _importable(path: Path) -> str:
     return name
 
 
+def _may_be_workflow(value: Any, module: str) -> bool:
+    if inspect.iscoroutinefunction(value):
+        return value.__module__ == module and len(inspect.signature(value).parameters) == 3
+    if inspect.isclass(value) or not inspect.iscoroutinefunction(
+        getattr(type(value), "__call__", None)  # noqa: B004 - it must be an async one
+    ):
+        return False
+    return len(inspect.signature(value).parameters) == 3
+
+
 def _only_workflow(module: str, file: str) -> str:
-    """The one function of the file that can be a workflow."""
+    """The one function or object of the file that can be a workflow."""
     names: list[str] = [
         name
         for name, value in vars(load_module(module, "FILE", file)).items()
-        if inspect.iscoroutinefunction(value)
-        and value.__module__ == module
-        and not name.startswith("_")
-        and len(inspect.signature(value).parameters) == 3
+        if not name.startswith("_") and _may_be_workflow(value, module)
     ]
     if len(names) != 1:
         found = f"several workflows: {', '.join(names)}" if names else "no workflow"
