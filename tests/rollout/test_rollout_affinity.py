@@ -81,6 +81,18 @@ def test_a_paced_engine_says_what_its_cost_model_does() -> None:
             "routing.affinity.agents: 'nobody' is not an agent",
         ),
         ({"routing": {"policy": "fastest"}}, "least_work"),
+        (
+            {"routing": {"policy": "round_robin", "affinity": {"default": "compute"}}},
+            "`round_robin` does not look at device classes",
+        ),
+        (
+            {
+                "policies": {"big": {"engine": {"pools": POOLS}}},
+                "routing": {"affinity": {"domains": {"game": "compote"}}},
+            },
+            "routing.affinity.domains.game: no engine is of class 'compote'; there are bandwidth, "
+            "compute",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -6,6 +6,8 @@ and editors show it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
 from troupe.job.section import NAME, Section
@@ -24,6 +26,13 @@ class AffinitySpec(Section):
     agent had, where engines of two or more classes say what they do per second."""
     default: str = ""
     """Device class of the default pool; empty: any."""
+
+    def declared(self) -> Iterator[tuple[str, str]]:
+        """Field and device class of what is declared."""
+        yield from ((f"domains.{domain}", name) for domain, name in self.domains.items())
+        yield from ((f"agents.{agent}", name) for agent, name in self.agents.items())
+        if self.default:
+            yield "default", self.default
 
 
 class PoolSpec(Section):

@@ -6,7 +6,9 @@ and editors show it.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from troupe.job.affinity import AffinitySpec
 from troupe.job.section import Section
@@ -25,6 +27,16 @@ class RoutingSpec(Section):
     priority: bool = True
     """Where turns wait, those whose group has the fewest trajectories left go first."""
     adaptive_limit: bool = True
-    """An engine gets as many turns at once as still make it faster, up to `max_running`."""
+    """`least_work`: an engine gets as many turns at once as still make it faster, up to
+    `max_running`."""
     affinity: AffinitySpec = AffinitySpec()
-    """Which device class fits which turns."""
+    """`least_work`: which device class fits which turns."""
+
+    @model_validator(mode="after")
+    def _heeded(self) -> Self:
+        if self.policy != "least_work" and any(self.affinity.declared()):
+            raise ValueError(
+                f"affinity: `{self.policy}` does not look at device classes; remove it, or choose "
+                "`least_work`"
+            )
+        return self

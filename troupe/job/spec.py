@@ -152,6 +152,16 @@ class JobSpec(Section):
                 raise ValueError(
                     f"routing.affinity.agents: '{agent}' is not an agent; known: {known}"
                 )
+        # Engines without pools are of their workers' classes, which are not known here.
+        pools = [policy.engine.pools for policy in self.policies.values()]
+        if all(pools):
+            classes = {pool.device_class for some in pools for pool in some}
+            for field, name in self.routing.affinity.declared():
+                if name not in classes:
+                    raise ValueError(
+                        f"routing.affinity.{field}: no engine is of class '{name}'; there are "
+                        + ", ".join(sorted(classes))
+                    )
         return self
 
     def alpha_of(self, policy: str) -> int:
