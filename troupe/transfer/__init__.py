@@ -16,7 +16,8 @@ from troupe.transfer.errors import (
     VersionWentBackwards,
 )
 from troupe.transfer.manifest import Entry, Manifest
-from troupe.transfer.store import Transfer, default_root
+from troupe.transfer.places import default_root
+from troupe.transfer.store import Transfer
 
 __all__ = [
     "Choice",

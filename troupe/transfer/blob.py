@@ -48,20 +48,26 @@ def layout(
     return Manifest(key, version_in(key), checksum, tuple(entries), dict(metadata)), views
 
 
+def prefix(manifest: Manifest) -> bytes:
+    """All of a file before its tensors."""
+    header = manifest.to_json()
+    start = _aligned(len(MAGIC) + 8 + len(header))
+    return (MAGIC + len(header).to_bytes(8, "little") + header).ljust(start, b"\0")
+
+
 def write(path: Path, manifest: Manifest, views: list[memoryview]) -> None:
     """Write under a temporary name, then rename to `path`. OSError leaves `path` as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
-    header = manifest.to_json()
+    head = prefix(manifest)
     try:
         # write(2), not a store through a mapping: on a full tmpfs the former is an error,
         # the latter kills the process.
         with open(temp, "xb", buffering=0) as file:
             # Held while the writer lives: `sweep` tells a dead writer's file by it.
             fcntl.flock(file, fcntl.LOCK_EX)
-            start = _aligned(len(MAGIC) + 8 + len(header))
-            prefix = MAGIC + len(header).to_bytes(8, "little") + header
-            _write_all(file, memoryview(prefix.ljust(start, b"\0")))
+            start = len(head)
+            _write_all(file, memoryview(head))
             for entry, view in zip(manifest.entries, views, strict=True):
                 file.seek(start + entry.offset)
                 _write_all(file, view)
@@ -86,14 +92,15 @@ def read(path: Path) -> tuple[Manifest, dict[str, torch.Tensor], tuple[int, int]
     other readers see, and the file may be deleted or replaced meanwhile.
     FileNotFoundError, or ValueError when the file is damaged. Bytes are not verified.
     """
-    with open(path, "rb") as file:
-        manifest, start = _read_header(file)
-        status = os.fstat(file.fileno())
-        if status.st_size != start + manifest.end:
-            raise ValueError(f"{status.st_size} bytes long instead of {start + manifest.end}")
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    manifest, mapping, start, status = _map(path)
     tensors = {entry.name: _view(mapping, start, entry) for entry in manifest.entries}
     return manifest, tensors, (status.st_ino, status.st_mtime_ns)
+
+
+def read_bytes(path: Path) -> tuple[Manifest, memoryview]:
+    """Map `path` like `read`: manifest and the whole data section as bytes."""
+    manifest, mapping, start, _ = _map(path)
+    return manifest, memoryview(mapping)[start:]
 
 
 def damaged(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Iterator[str | None]:
@@ -118,6 +125,15 @@ def sweep(directory: Path) -> None:
             with open(temp, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 temp.unlink()
+
+
+def _map(path: Path) -> tuple[Manifest, mmap.mmap, int, os.stat_result]:
+    with open(path, "rb") as file:
+        manifest, start = _read_header(file)
+        status = os.fstat(file.fileno())
+        if status.st_size != start + manifest.end:
+            raise ValueError(f"{status.st_size} bytes long instead of {start + manifest.end}")
+        return manifest, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), start, status
 
 
 def _read_header(file: io.BufferedReader) -> tuple[Manifest, int]:

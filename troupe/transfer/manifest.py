@@ -74,6 +74,8 @@ class Manifest:
             for entry in entries:
                 if entry.nbytes != math.prod(entry.shape) * dtype_of(entry.dtype).itemsize:
                     raise ValueError(f"{entry.name}: size does not follow from dtype and shape")
+                if entry.offset < 0 or any(size < 0 for size in entry.shape):
+                    raise ValueError(f"{entry.name}: negative offset or shape")
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a manifest: {error!r}") from error
         parts = {entry.name: (entry.dtype, entry.shape, entry.checksum) for entry in entries}

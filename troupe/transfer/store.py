@@ -8,11 +8,12 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.transfer import blob
 from troupe.transfer.checksum import dtype_name
 from troupe.transfer.counters import Choice, TransferCounters
@@ -25,36 +26,16 @@ from troupe.transfer.errors import (
     TransferTimeout,
     VersionWentBackwards,
 )
-from troupe.transfer.manifest import Manifest
+from troupe.transfer.manifest import Manifest, version_in
+from troupe.transfer.places import Source, default_root, in_memory
 
 log = logging.getLogger(__name__)
 
 _SEGMENT = re.compile(r"^[A-Za-z0-9_@=-][A-Za-z0-9._@=-]*$")
 # A key appears at most once per step: looking this often costs nothing and delays nobody.
 _POLL_SECONDS = 0.01
-_MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "hugetlbfs"}
-
-
-def default_root() -> Path:
-    """`/dev/shm/troupe-<uid>`, or a directory of that name for temporary files without one."""
-    shared = Path("/dev/shm")
-    parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    return parent / f"troupe-{os.getuid()}"
-
-
-def in_memory(path: Path) -> bool:
-    """Whether `path` (or its nearest existing parent) lies in a memory file system."""
-    path = path.absolute()
-    best, kind = -1, ""
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return False
-    for line in mounts:
-        _, mount, fstype, *_ = line.split(" ")
-        if path.is_relative_to(mount) and len(mount) >= best:
-            best, kind = len(mount), fstype
-    return kind in _MEMORY_FILESYSTEMS
+# A peer that does not have it yet is asked again so often.
+_ASK_PEERS_SECONDS = 0.25
 
 
 class Transfer:
@@ -68,11 +49,21 @@ class Transfer:
     Blocking; from asyncio call it in a thread. Safe to use from several threads.
     """
 
-    def __init__(self, root: Path | None = None, *, fallback: Path | None = None) -> None:
+    def __init__(
+        self,
+        root: Path | None = None,
+        *,
+        fallback: Path | None = None,
+        peers: Sequence[Source] = (),
+    ) -> None:
         """`root` defaults to `default_root()`, `fallback` to a directory for temporary files.
 
         Without an explicit `root` both defaults apply; with one, there is no fallback unless
         it is given, since all processes have to see it.
+
+        `peers` (`troupe.transfer.remote.Peer`) are asked, in order, for what is not on this host.
+        What they have is kept here, readable by all processes, until a newer version of it is
+        fetched or it is deleted.
         """
         if root is None:
             root = default_root()
@@ -82,6 +73,9 @@ class Transfer:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         # What this process wrote: key -> identity of the file.
         self._own: dict[str, tuple[int, int]] = {}
+        self._peers = tuple(peers)
+        # Keys that this process fetched from peers.
+        self._fetched: set[str] = set()
         # Transport that the last set or get used: in_process, shared_memory or file.
         self.last_transport = ""
         self.counters = TransferCounters()
@@ -141,10 +135,10 @@ class Transfer:
         same, and only after everything has been verified: never half applied.
 
         Raises KeyNotFound (TransferTimeout when a timeout was given), Corrupt,
-        LayoutMismatch.
+        LayoutMismatch; with peers also Unavailable and StorageFull.
         """
         deadline = time.monotonic() + timeout
-        path = self._find(key, timeout)
+        path, fetched = self._find(key, timeout, expected_checksum)
         try:
             manifest, tensors, identity = blob.read(path)
         except FileNotFoundError:
@@ -158,13 +152,13 @@ class Transfer:
         if into is not None:
             _check_layout(key, manifest, into)
         own = self._own.get(key) == identity
-        if verify:
+        if verify and fetched is None:
             for bad in blob.damaged(manifest, tensors):
                 if bad is not None:
                     raise Corrupt(key, f"the bytes of '{bad}' do not match their checksum")
                 if timeout and time.monotonic() > deadline:
                     raise TransferTimeout(key, f"not verified within {timeout:g} s")
-        self._note(path, "get", manifest, own=own)
+        self._note(path, "get", manifest, own=own, fetched=fetched)
         if into is None:
             return tensors, manifest
         with torch.no_grad():
@@ -173,9 +167,18 @@ class Transfer:
         return dict(into), manifest
 
     def manifest(self, key: str) -> Manifest:
-        """What is stored under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
+        """What is stored here under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
         try:
-            return blob.read_manifest(self._find(key, 0.0))
+            return blob.read_manifest(self._here(key))
+        except FileNotFoundError:
+            raise KeyNotFound(key, "deleted while being read") from None
+        except ValueError as error:
+            raise Corrupt(key, str(error)) from error
+
+    def stored_bytes(self, key: str) -> tuple[Manifest, memoryview]:
+        """Manifest and data section of `key`, mapped, not verified. Raises KeyNotFound, Corrupt."""
+        try:
+            return blob.read_bytes(self._here(key))
         except FileNotFoundError:
             raise KeyNotFound(key, "deleted while being read") from None
         except ValueError as error:
@@ -204,6 +207,7 @@ class Transfer:
     def delete(self, key: str) -> bool:
         """Forget `key`; False when there was nothing. Tensors already got stay valid."""
         self._own.pop(key, None)
+        self._fetched.discard(key)
         existed = False
         for root, path in zip(self.roots, self._paths(key), strict=True):
             try:
@@ -255,22 +259,82 @@ class Transfer:
             raise InvalidKey(key, "is not a key")
         return [root.joinpath(*segments) for root in self.roots]
 
-    def _find(self, key: str, timeout: float) -> Path:
-        paths = self._paths(key)
+    def _here(self, key: str) -> Path:
+        for path in self._paths(key):
+            if path.is_file():
+                return path
+        raise KeyNotFound(key, f"nothing is stored under it in {self.roots[0]}")
+
+    def _find(self, key: str, timeout: float, expected: str | None) -> tuple[Path, Choice | None]:
+        """Where `key` is; with the choice when a peer has just put it there."""
         deadline = time.monotonic() + timeout
+        ask_peers_at = 0.0
         while True:
-            for path in paths:
-                if path.is_file():
-                    return path
+            missing: TroupeError
+            try:
+                path = self._here(key)
+                # What was fetched before may have been replaced at its owner since.
+                if key not in self._fetched or expected in (None, self.manifest(key).checksum):
+                    return path, None
+            except KeyNotFound as error:
+                missing = error
+            if self._peers and time.monotonic() >= ask_peers_at:
+                try:
+                    return self._fetch(key, deadline if timeout else None)
+                except (KeyNotFound, Unavailable) as error:
+                    missing = error
+                ask_peers_at = time.monotonic() + _ASK_PEERS_SECONDS
             if time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_SECONDS)
         if timeout:
-            raise TransferTimeout(key, f"did not appear within {timeout:g} s in {self.roots[0]}")
-        raise KeyNotFound(key, f"nothing is stored under it in {self.roots[0]}")
+            raise TransferTimeout(
+                key, f"did not appear within {timeout:g} s: {missing.message}"
+            ) from missing
+        raise missing
 
-    def _note(self, path: Path, action: str, manifest: Manifest, *, own: bool = False) -> None:
-        if own:
+    def _fetch(self, key: str, deadline: float | None) -> tuple[Path, Choice]:
+        """From the first peer that has it. Raises KeyNotFound, or Unavailable when one is."""
+        away: Unavailable | None = None
+        for peer in self._peers:
+            until = time.monotonic() + peer.deadline_seconds if deadline is None else deadline
+            try:
+                fetched = peer.fetch(key, self.roots, self.counters, until)
+            except KeyNotFound:
+                continue
+            except Unavailable as error:
+                log.warning("%s: %s", key, error.message)
+                away = error
+                continue
+            self._own.pop(key, None)
+            self._forget_older(key)
+            self._fetched.add(key)
+            return fetched.path, fetched.choice
+        if away is not None:
+            raise away
+        addresses = ", ".join(peer.address for peer in self._peers)
+        raise KeyNotFound(key, f"neither here nor at {addresses}")
+
+    def _forget_older(self, key: str) -> None:
+        """Free the fetched versions before `key`; who has them mapped keeps them."""
+        stem, version = key.partition("@")[0], version_in(key)
+        for other in list(self._fetched):
+            if other.partition("@")[0] == stem and version_in(other) < version:
+                self._fetched.discard(other)
+                self.delete(other)
+
+    def _note(
+        self,
+        path: Path,
+        action: str,
+        manifest: Manifest,
+        *,
+        own: bool = False,
+        fetched: Choice | None = None,
+    ) -> None:
+        if fetched is not None:
+            choice = fetched
+        elif own:
             choice = Choice(action, "in_process", "written_here")
         elif in_memory(path):
             choice = Choice(action, "shared_memory", "same_host")

@@ -1,0 +1,377 @@
+"""States of another host, through gRPC: fetched, verified, resumed, refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import SecretStr
+
+from troupe.rpc import ClientSettings, TroupeError, Unauthenticated, Unavailable, connect_sync
+from troupe.rpc.retry import RetryPolicy
+from troupe.transfer import (
+    Choice,
+    Corrupt,
+    KeyNotFound,
+    LayoutMismatch,
+    StorageFull,
+    Transfer,
+    TransferTimeout,
+    checksum_of,
+)
+from troupe.transfer.remote import Owner, Peer, layout
+from troupe.transfer.remote import owner as owner_module
+from troupe.transfer.remote import part as part_module
+from troupe.v1 import transfer_pb2 as pb
+from troupe.v1 import transfer_pb2_grpc as rpc
+
+KEY = "job/solver/weights@3"
+TOKEN = SecretStr("secret")
+SETTINGS = ClientSettings(token=TOKEN, retry=RetryPolicy(max_attempts=1))
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Transfer:
+    """What the other host stores."""
+    return Transfer(tmp_path / "there")
+
+
+@pytest.fixture
+def owner(there: Transfer) -> Iterator[Owner]:
+    owner = Owner(there, token=TOKEN, use_ucx=False)
+    yield owner
+    owner.stop(0)
+
+
+@pytest.fixture
+def here(tmp_path: Path, owner: Owner) -> Iterator[Transfer]:
+    """What this host stores; it knows the other one."""
+    source = Peer(owner.address, SETTINGS, deadline_seconds=20)
+    yield Transfer(tmp_path / "here", peers=[source])
+    source.close()
+
+
+def state(mib: int = 0) -> dict[str, torch.Tensor]:
+    return {
+        "b": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+        "a": torch.randn(5, 2).to(torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "large": torch.arange(mib * 2**18, dtype=torch.int32),
+    }
+
+
+def leftovers(transfer: Transfer) -> list[Path]:
+    return [path for path in transfer.roots[0].rglob("*") if path.is_file()]
+
+
+def test_a_state_of_another_host(
+    there: Transfer, here: Transfer, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = state(mib=9)  # several chunks, the last one short
+    manifest = there.set(KEY, tensors, metadata={"step": "9"})
+    got, read = here.get(KEY, expected_checksum=manifest.checksum)
+    assert read == manifest
+    assert checksum_of(got) == manifest.checksum
+    assert got["a"].dtype is torch.bfloat16
+    # The slow way is a warning and is counted with its reason.
+    assert here.counters.moves() == {Choice("get", "grpc", "ucx_not_there"): 1} or (
+        here.counters.moves() == {Choice("get", "grpc", "ucx_not_here"): 1}
+    )
+    assert any("through gRPC" in r.message for r in caplog.records if r.levelname == "WARNING")
+    # From now on it is here, for every process of this host.
+    there.delete(KEY)
+    again = Transfer(here.roots[0])
+    assert checksum_of(again.get(KEY)[0]) == manifest.checksum
+
+
+def test_a_state_without_a_byte(there: Transfer, here: Transfer) -> None:
+    there.set(KEY, {"empty": torch.empty(0, 3)})
+    assert here.get(KEY)[0]["empty"].shape == (0, 3)
+    there.set("nothing", {})
+    assert here.get("nothing")[0] == {}
+
+
+def test_into_is_not_half_applied(there: Transfer, here: Transfer) -> None:
+    there.set(KEY, state())
+    into = {name: torch.zeros_like(t) for name, t in state().items()}
+    got, _ = here.get(KEY, into)
+    assert got["b"] is into["b"]
+    assert torch.equal(into["b"], state()["b"])
+    with pytest.raises(LayoutMismatch):
+        here.get(KEY, into | {"b": torch.zeros(4, 3)})
+
+
+def test_who_has_no_token_is_refused(there: Transfer, owner: Owner, tmp_path: Path) -> None:
+    there.set(KEY, state())
+    for token in (None, SecretStr("wrong")):
+        source = Peer(owner.address, ClientSettings(token=token, retry=SETTINGS.retry))
+        transfer = Transfer(tmp_path / "here", peers=[source])
+        with pytest.raises(Unauthenticated, match="bearer token"):
+            transfer.get(KEY)
+        source.close()
+    assert not leftovers(Transfer(tmp_path / "here"))
+
+
+def test_a_key_that_nobody_has(here: Transfer) -> None:
+    with pytest.raises(KeyNotFound, match="neither here nor at"):
+        here.get(KEY)
+    begin = time.monotonic()
+    with pytest.raises(TransferTimeout, match="did not appear within"):
+        here.get(KEY, timeout=0.4)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_key_that_appears_there_while_waited_for(there: Transfer, here: Transfer) -> None:
+    timer = threading.Timer(0.3, there.set, [KEY, state()])
+    timer.start()
+    assert checksum_of(here.get(KEY, timeout=20)[0]) == there.get(KEY, timeout=5)[1].checksum
+    timer.join()
+
+
+def test_an_owner_that_is_not_there(here: Transfer, owner: Owner, tmp_path: Path) -> None:
+    owner.stop(0)
+    with pytest.raises(Unavailable):
+        here.get(KEY)
+
+
+def test_the_next_peer_is_asked(there: Transfer, owner: Owner, tmp_path: Path) -> None:
+    there.set(KEY, state())
+    empty = Owner(Transfer(tmp_path / "empty"), token=TOKEN, use_ucx=False)
+    sources = [Peer(o.address, SETTINGS) for o in (empty, owner)]
+    transfer = Transfer(tmp_path / "here", peers=sources)
+    assert torch.equal(transfer.get(KEY)[0]["b"], state()["b"])
+    empty.stop(0)
+    for source in sources:
+        source.close()
+
+
+def test_a_content_that_was_replaced_there_is_fetched_again(
+    there: Transfer, here: Transfer
+) -> None:
+    there.set(KEY, state())
+    old, _ = here.get(KEY)
+    new = there.set(KEY, {"b": torch.ones(3)})
+    assert here.get(KEY)[1].checksum != new.checksum  # nobody asked for another
+    assert torch.equal(here.get(KEY, expected_checksum=new.checksum)[0]["b"], torch.ones(3))
+    assert torch.equal(old["b"], state()["b"])
+
+
+def test_fetched_versions_are_freed(there: Transfer, here: Transfer) -> None:
+    for version in (3, 4):
+        there.set(f"job/solver/weights@{version}", {"w": torch.tensor(version)})
+        there.set(f"job/critic/weights@{version}", {"w": torch.tensor(version)})
+    got, _ = here.get(KEY)
+    here.get("job/critic/weights@3")
+    here.get("job/solver/weights@4")
+    assert here.keys() == ["job/critic/weights@3", "job/solver/weights@4"]
+    assert got["w"].item() == 3  # who has it mapped keeps it
+
+
+def corrupting(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, bytearray], None]
+) -> list[int]:
+    """Make the owner's bytes change after they were checksummed; the chunks sent, in order."""
+    sent: list[int] = []
+    real = owner_module._message
+
+    def message(chunk: int, view: memoryview) -> pb.StateChunk:
+        sent.append(chunk)
+        made = real(chunk, view)
+        data = bytearray(made.data)
+        spoil(len(sent), data)
+        made.data = bytes(data)
+        return made
+
+    monkeypatch.setattr(owner_module, "_message", message)
+    return sent
+
+
+def test_a_byte_that_changed_on_the_way_is_sent_again(
+    there: Transfer, here: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = there.set(KEY, state(mib=9))
+
+    def spoil(nth: int, data: bytearray) -> None:
+        if nth == 2:
+            data[77] ^= 1
+
+    sent = corrupting(monkeypatch, spoil)
+    assert checksum_of(here.get(KEY)[0]) == manifest.checksum
+    assert here.counters.retries() == {"corrupt_chunk": 1}
+    assert sent == [0, 1, 2, 3, 4, 1]  # only that one
+
+
+@pytest.mark.parametrize("fault", ["changed", "short", "long"])
+def test_bytes_that_always_change_are_refused(
+    there: Transfer, here: Transfer, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    there.set(KEY, state(mib=3))
+
+    def spoil(nth: int, data: bytearray) -> None:
+        if fault == "changed":
+            data[0] ^= 1
+        elif fault == "short":
+            del data[-1]
+        else:
+            data.append(0)
+
+    corrupting(monkeypatch, spoil)
+    with pytest.raises(Corrupt, match="damaged 3 times"):
+        here.get(KEY)
+    assert not leftovers(here)
+
+
+def test_a_state_that_is_corrupt_at_its_owner_is_refused(there: Transfer, here: Transfer) -> None:
+    there.set(KEY, state(mib=3))
+    with open(there.roots[0] / KEY, "r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"\xff\x00\xff\x00\xff")
+    with pytest.raises(Corrupt, match="'large'"):
+        here.get(KEY)
+    with open(there.roots[0] / KEY, "r+b") as file:
+        file.write(b"nonsense")
+    with pytest.raises(Corrupt, match="not a state file"):
+        here.get(KEY)
+    assert not leftovers(here)
+
+
+def test_a_broken_connection_goes_on_where_it_was(
+    there: Transfer, here: Transfer, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = there.set(KEY, state(mib=9))
+    again: list[Owner] = []
+    port = int(owner.address.rpartition(":")[2])
+
+    def restart() -> None:
+        owner.stop(0)
+        again.append(Owner(there, port=port, token=TOKEN, use_ucx=False))
+
+    restarter = threading.Thread(target=restart)
+
+    def spoil(nth: int, data: bytearray) -> None:
+        if nth == 3:
+            restarter.start()
+            time.sleep(0.3)  # the connection breaks while this chunk is being sent
+
+    sent = corrupting(monkeypatch, spoil)
+    assert checksum_of(here.get(KEY)[0]) == manifest.checksum
+    restarter.join()
+    assert here.counters.retries()["broken_connection"] >= 1
+    assert sent[:3] == [0, 1, 2]
+    assert 0 not in sent[3:]  # what had arrived is not sent again
+    again[0].stop(0)
+
+
+def test_an_owner_that_stays_away_half_way(
+    there: Transfer, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there.set(KEY, state(mib=9))
+    stopper = threading.Thread(target=owner.stop, args=[0])
+
+    def spoil(nth: int, data: bytearray) -> None:
+        if nth == 3:
+            stopper.start()
+            time.sleep(0.3)
+
+    corrupting(monkeypatch, spoil)
+    source = Peer(owner.address, SETTINGS)
+    here = Transfer(tmp_path / "here", peers=[source])
+    into = {name: torch.zeros_like(t) for name, t in state(mib=9).items()}
+    with pytest.raises(TransferTimeout, match="chunks are missing"):
+        here.get(KEY, into, timeout=2)
+    stopper.join()
+    assert not any(t.any() for t in into.values())
+    assert not leftovers(here)
+    source.close()
+
+
+def test_no_room_here(there: Transfer, here: Transfer, monkeypatch: pytest.MonkeyPatch) -> None:
+    there.set(KEY, state())
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(part_module.os, "posix_fallocate", full)
+    with pytest.raises(StorageFull):
+        here.get(KEY)
+    assert not leftovers(here)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"chunk_bytes": 0}, "chunk_bytes"),
+        ({"chunk_bytes": layout.MAX_MESSAGE_CHUNK_BYTES + 1}, "chunk_bytes"),
+        ({"chunks": [0, 1]}, "chunks"),
+        ({"checksum": "0" * 32}, "checksum"),
+        ({"key": "../../etc/passwd"}, "key"),
+        ({"key": ""}, "key"),
+    ],
+)
+def test_requests_that_make_no_sense(
+    there: Transfer, owner: Owner, change: dict[str, Any], field: str
+) -> None:
+    manifest = there.set(KEY, state())
+    fields = {"key": KEY, "checksum": manifest.checksum, "chunk_bytes": 2**20, "chunks": [0]}
+    with connect_sync(owner.address, SETTINGS) as channel:
+        stub = rpc.TransferOwnerStub(channel)
+        with pytest.raises(TroupeError) as caught:
+            list(stub.ReadState(pb.ReadStateRequest(**fields | change), timeout=5))
+    assert caught.value.field == field
+
+
+def test_a_reader_that_was_killed_leaves_nothing_for_long(
+    there: Transfer, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there.set(KEY, state(mib=9))
+    halfway = threading.Event()
+
+    def spoil(nth: int, data: bytearray) -> None:
+        if nth == 3:
+            halfway.set()
+            time.sleep(0.5)
+
+    corrupting(monkeypatch, spoil)
+    root = tmp_path / "here"
+    code = (
+        "import sys, pathlib\n"
+        "from troupe.rpc import ClientSettings\n"
+        "from troupe.transfer import Transfer\n"
+        "from troupe.transfer.remote import Peer\n"
+        "peer = Peer(sys.argv[1], ClientSettings(token='secret'))\n"
+        "Transfer(pathlib.Path(sys.argv[2]), peers=[peer]).get(sys.argv[3])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, owner.address, str(root), KEY]) as reader:
+        assert halfway.wait(60)
+        reader.send_signal(signal.SIGKILL)
+    (temp,) = leftovers(Transfer(root))
+    assert not Transfer(root).keys()  # invisible
+    old = time.time() - 3600
+    os.utime(temp, (old, old))
+    monkeypatch.undo()
+    source = Peer(owner.address, SETTINGS)
+    Transfer(root, peers=[source]).get(KEY)  # the next one clears it away
+    assert [path.name for path in leftovers(Transfer(root))] == ["weights@3"]
+    source.close()
+
+
+def test_the_port_is_taken(there: Transfer, owner: Owner) -> None:
+    with pytest.raises(Unavailable) as caught:
+        Owner(there, port=int(owner.address.rpartition(":")[2]), token=TOKEN, use_ucx=False)
+    assert caught.value.kind == "port_taken"
+
+
+def test_everybody_may_read_is_a_warning(there: Transfer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger=owner_module.__name__):
+        Owner(there, host="0.0.0.0", use_ucx=False).stop(0)
+    assert "TROUPE_TOKEN" in caplog.text

@@ -1,0 +1,140 @@
+"""States of another process through UCX. Needs the extra `ucx`, hence not in the default run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import SecretStr
+
+from tests.transfer.remote_host import KEY, state
+from troupe.rpc import ClientSettings
+from troupe.transfer import Choice, Transfer, TransferTimeout, checksum_of
+from troupe.transfer.remote import Peer, lane, reading
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(lane.missing()), reason=f"UCX cannot be used: {lane.missing()}"),
+]
+SETTINGS = ClientSettings(token=SecretStr("secret"))
+BY_UCX = Choice("get", "ucx", "other_host")
+
+
+@contextmanager
+def host(root: Path, mib: int, *, ucx: bool = True) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Another process with an owner: its address."""
+    command = [sys.executable, "-m", "tests.transfer.remote_host"]
+    with subprocess.Popen(
+        [*command, str(root), "secret", str(int(ucx)), str(mib)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip(), process
+        finally:
+            process.kill()
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    with host(tmp_path / "there", 100) as (address, _):
+        source = Peer(address, SETTINGS)
+        here = Transfer(tmp_path / "here", peers=[source])
+        for version in range(2):  # the owner serves more than one reader
+            got, manifest = here.get(KEY, timeout=60)
+            assert manifest.checksum == checksum_of(got) == checksum_of(state(100))
+            assert here.counters.moves() == {BY_UCX: version + 1}
+            here.delete(KEY)
+        assert not here.counters.retries()
+        source.close()
+
+
+def test_an_owner_without_ucx(tmp_path: Path) -> None:
+    with host(tmp_path / "there", 8, ucx=False) as (address, _):
+        source = Peer(address, SETTINGS)
+        here = Transfer(tmp_path / "here", peers=[source])
+        assert torch.equal(here.get(KEY, timeout=60)[0]["bias"], state(8)["bias"])
+        assert here.counters.moves() == {Choice("get", "grpc", "ucx_not_there"): 1}
+        source.close()
+
+
+def test_a_byte_that_changed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = reading.bytes_checksum, []
+
+    def spoiled(data: memoryview) -> str:
+        calls.append(len(data))
+        if len(calls) == 3:
+            data[5] ^= 1
+        return real(data)
+
+    monkeypatch.setattr(reading, "bytes_checksum", spoiled)
+    with host(tmp_path / "there", 100) as (address, _):
+        source = Peer(address, SETTINGS)
+        here = Transfer(tmp_path / "here", peers=[source])
+        assert checksum_of(here.get(KEY, timeout=60)[0]) == checksum_of(state(100))
+        assert here.counters.retries() == {"corrupt_chunk": 1}
+        assert here.counters.moves() == {BY_UCX: 1}
+        source.close()
+
+
+def test_an_owner_that_is_killed_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = reading.bytes_checksum, []
+    with host(tmp_path / "there", 200) as (address, process):
+
+        def killing(data: memoryview) -> str:
+            calls.append(len(data))
+            if len(calls) == 2:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+            return real(data)
+
+        monkeypatch.setattr(reading, "bytes_checksum", killing)
+        source = Peer(address, SETTINGS)
+        here = Transfer(tmp_path / "here", peers=[source])
+        into = {name: torch.zeros_like(t) for name, t in state(200).items()}
+        with pytest.raises(TransferTimeout, match="chunks are missing"):
+            here.get(KEY, into, timeout=15)
+        assert not any(t.any() for t in into.values())
+        assert not [path for path in here.roots[0].rglob("*") if path.is_file()]
+        source.close()
+
+
+READER = """
+import sys, pathlib, os, signal
+from troupe.rpc import ClientSettings
+from troupe.transfer import Transfer
+from troupe.transfer.remote import Peer, reading
+from tests.transfer.remote_host import KEY
+real, calls = reading.bytes_checksum, []
+def dying(data):
+    calls.append(1)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(data)
+reading.bytes_checksum = dying
+peer = Peer(sys.argv[1], ClientSettings(token="secret"))
+Transfer(pathlib.Path(sys.argv[2]), peers=[peer]).get(KEY)
+"""
+
+
+def test_a_reader_that_is_killed_half_way_costs_the_owner_nothing(tmp_path: Path) -> None:
+    with host(tmp_path / "there", 200) as (address, process):
+        killed = subprocess.run(
+            [sys.executable, "-c", READER, address, str(tmp_path / "first")], check=False
+        )
+        assert killed.returncode == -signal.SIGKILL
+        source = Peer(address, SETTINGS)
+        here = Transfer(tmp_path / "here", peers=[source])
+        assert checksum_of(here.get(KEY, timeout=60)[0]) == checksum_of(state(200))
+        assert here.counters.moves() == {BY_UCX: 1}
+        assert process.poll() is None
+        source.close()

@@ -1,0 +1,56 @@
+"""Where states lie: directories of this host, and peers on others."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from troupe.transfer.counters import Choice, TransferCounters
+
+_MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "hugetlbfs"}
+
+
+def default_root() -> Path:
+    """`/dev/shm/troupe-<uid>`, or a directory of that name for temporary files without one."""
+    shared = Path("/dev/shm")
+    parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return parent / f"troupe-{os.getuid()}"
+
+
+def in_memory(path: Path) -> bool:
+    """Whether `path` (or its nearest existing parent) lies in a memory file system."""
+    path = path.absolute()
+    best, kind = -1, ""
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return False
+    for line in mounts:
+        _, mount, fstype, *_ = line.split(" ")
+        if path.is_relative_to(mount) and len(mount) >= best:
+            best, kind = len(mount), fstype
+    return kind in _MEMORY_FILESYSTEMS
+
+
+class Fetched(Protocol):
+    """A state that a peer has put on this host, all of its bytes verified."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def choice(self) -> Choice: ...
+
+
+class Source(Protocol):
+    """Where states of other hosts come from: `troupe.transfer.remote.Peer`."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def deadline_seconds(self) -> float: ...
+    def fetch(
+        self, key: str, roots: Sequence[Path], counters: TransferCounters, deadline: float
+    ) -> Fetched: ...
