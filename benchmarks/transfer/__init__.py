@@ -1,0 +1,1 @@
+"""How fast state moves: `python -m benchmarks.transfer`."""
