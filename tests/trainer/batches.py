@@ -126,7 +126,8 @@ def full_batch_gradient(
         elif algorithm.loss == "dppo_mask":
             moved = (logp.exp() - drawn.exp()).detach() * (1 if advantage > 0 else -1)
             far = algorithm.clip_high if advantage > 0 else algorithm.clip_low
-            loss = torch.where(moved > far, 0.0, -ratio * advantage)
+            weight = ratio.detach().clamp(max=20)
+            loss = torch.where(moved > far, 0.0, -weight * advantage * logp)
         elif spec.correction == "none":
             loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
         else:

@@ -9,8 +9,9 @@ gspo: the same with the sequence's s(y) = prod_t rho_t^(1/|y|) for rho_t. Zheng 
     equations 5 to 7.
 cispo: -min(rho_t, 1 + h) A_t log pi(a_t), the weight without gradient. MiniMax 2025 (MiniMax-M1),
     equations 4 and 5, whose lower bound is off as in the paper's runs.
-dppo_mask: -rho_t A_t, but nothing where pi(a_t) is further than h above mu(a_t), or than l below,
-    and the gradient would widen it. Qi et al. 2026 (DPPO), binary total variation.
+dppo_mask: -min(rho_t, 20) A_t log pi(a_t), the weight without gradient, but nothing where pi(a_t)
+    is further than h above mu(a_t), or than l below, and the gradient would widen it. Qi et al.
+    2026 (DPPO), binary total variation; the bound on a rare token's weight is of the authors' code.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import torch
 from troupe.algorithms.sequences import sequence_means
 
 Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
+
+# `dppo_mask`: a token that mu found impossible must not carry the step alone.
+MAX_WEIGHT = 20.0
 
 
 def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
@@ -86,8 +90,9 @@ def divergence_masked_loss(
     low: float,
     high: float,
 ) -> torch.Tensor:
-    """-rho_t A_t, or zero where `is_outside`, per token [T]."""
-    loss = -importance_ratio(logprobs, behaviour_logprobs) * advantages
+    """-sg(min(rho_t, 20)) A_t log pi(a_t), or zero where `is_outside`, per token [T]."""
+    weights = importance_ratio(logprobs, behaviour_logprobs).detach().clamp(max=MAX_WEIGHT)
+    loss = -weights * advantages * logprobs
     outside = is_outside(logprobs, behaviour_logprobs, advantages, low, high)
     return torch.where(outside, torch.zeros_like(loss), loss)
 

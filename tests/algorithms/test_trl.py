@@ -1,0 +1,135 @@
+"""Losses and gradients against TRL's own `GRPOTrainer._compute_loss`, which is installed apart.
+
+Of the losses TRL 1.16 has no `dppo_mask`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from troupe.algorithms import grpo_loss_sum, normalizer, selective_log_softmax, token_weights
+
+pytestmark = pytest.mark.slow
+
+VERSION = "1.16.0"
+LENGTHS = [7, 1, 5, 9, 3, 9]
+CONSTANT = 12
+# name: (TRL's settings, ours). TRL's `cispo` names the cap itself, the paper and we what exceeds 1.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": ({"loss_type": "grpo"}, {"normalize": "sequence"}),
+    "bnpo": ({"loss_type": "bnpo"}, {"normalize": "token"}),
+    "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"clip_high": 0.28}),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, {"normalize": "constant"}),
+    "gspo": (
+        {"loss_type": "grpo", "level": "sequence", "epsilon_low": 0.03, "epsilon_high": 0.04},
+        {"loss": "gspo", "normalize": "sequence", "clip_low": 0.03, "clip_high": 0.04},
+    ),
+    "gspo_token": ({"loss_type": "bnpo", "level": "sequence"}, {"loss": "gspo"}),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.3}, {"loss": "cispo", "clip_high": 0.3}),
+    "kl": ({"loss_type": "grpo", "beta": 0.1}, {"normalize": "sequence", "kl_coefficient": 0.1}),
+    "kl_gspo": (
+        {"loss_type": "dr_grpo", "level": "sequence", "beta": 0.1},
+        {"loss": "gspo", "normalize": "constant", "kl_coefficient": 0.1},
+    ),
+    "entropy": ({"loss_type": "bnpo", "entropy": 0.05}, {"entropy_coefficient": 0.05}),
+    **{
+        correction: (
+            {"loss_type": "bnpo", "correction": correction, "correction_cap": 1.2},
+            {"correction": correction, "correction_cap": 1.2},
+        )
+        for correction in ("truncated", "masked", "sequence_masked")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that has TRL, and else what this one has."""
+    root = tmp_path_factory.mktemp("trl")
+    venv.create(root, with_pip=True)
+    library = sysconfig.get_path("purelib", vars={"base": str(root)})
+    (Path(library) / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    binary = root / "bin" / "python"
+    command = [str(binary), "-m", "pip", "install", "--quiet", f"trl=={VERSION}"]
+    installed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    if installed.returncode:
+        pytest.skip(f"pip cannot install trl=={VERSION}: {installed.stderr.strip()[-300:]}")
+    return binary
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    b, t, v = len(LENGTHS), max(LENGTHS), 11
+    logits = torch.randn(b, t, v, generator=generator)
+    ids = torch.randint(v, (b, t), generator=generator)
+    logps = torch.log_softmax(logits, -1).gather(-1, ids[..., None])[..., 0]
+    noise = torch.randn(2, b, t, generator=generator)
+    mask = (torch.arange(t)[None] < torch.tensor(LENGTHS)[:, None]).long()
+    return {
+        "logits": logits,
+        "ids": ids,
+        "mask": mask,
+        "old": logps + 0.15 * noise[0],
+        "ref": logps + 0.3 * noise[1],
+        "advantages": torch.randn(b, generator=generator),
+    }
+
+
+def _ours(batch: dict[str, torch.Tensor], how: dict[str, Any]) -> tuple[Any, Any]:
+    how = {"clip_low": 0.2, "clip_high": 0.2, "normalize": "token", **how}
+    normalize = how.pop("normalize")
+    logits = batch["logits"].clone().requires_grad_()
+    kept = batch["mask"].bool()
+    logprobs, entropy = selective_log_softmax(logits[kept], batch["ids"][kept])
+    sizes = torch.tensor(LENGTHS)
+    loss = grpo_loss_sum(
+        logprobs,
+        batch["old"][kept],
+        torch.repeat_interleave(batch["advantages"], sizes),
+        token_weights(LENGTHS, normalize).float(),
+        sequences=torch.repeat_interleave(torch.arange(len(LENGTHS)), sizes),
+        reference_logprobs=batch["ref"][kept],
+        entropy=entropy,
+        **how,
+    ) / normalizer(LENGTHS, normalize, CONSTANT)
+    (grad,) = torch.autograd.grad(loss, logits)
+    return loss.detach(), grad
+
+
+def test_losses_and_gradients_are_trls(python: Path, tmp_path: Path) -> None:
+    batch = _batch()
+    save_file(batch, tmp_path / "batch.safetensors")
+    defaults = {"epsilon_low": 0.2, "epsilon_high": 0.2, "constant": CONSTANT}
+    cases = {name: {**defaults, **theirs} for name, (theirs, _) in CASES.items()}
+    script, out = Path(__file__).with_name("trl_reference.py"), tmp_path / "out.safetensors"
+    files = [str(tmp_path / "batch.safetensors"), json.dumps(cases), str(out)]
+    subprocess.run(
+        [str(python), str(script), *files],
+        check=True,
+        timeout=300,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        stdout=sys.stderr,
+    )
+    theirs = load_file(out)
+    plain = theirs["bnpo/grad"]
+    for name, (_, how) in CASES.items():
+        loss, grad = _ours(batch, how)
+        # Corrections have another constant in the loss: its gradient is what is compared.
+        if "correction" not in how or how["correction"] == "none":
+            torch.testing.assert_close(loss, theirs[f"{name}/loss"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grad, theirs[f"{name}/grad"], rtol=1e-5, atol=1e-5)
+        relative = (grad - theirs[f"{name}/grad"]).norm() / theirs[f"{name}/grad"].norm()
+        assert relative < 1e-5, name
+        # Each case is about something.
+        assert name == "bnpo" or (grad - plain).norm() > 1e-3 * plain.norm(), name
