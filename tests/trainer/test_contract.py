@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,8 +91,18 @@ async def test_samples_that_are_too_old_are_not_trained(stage: TrainingStage) ->
     assert (commit.metrics["staleness/max"], commit.metrics["staleness/mean"]) == (1.0, 0.5)
 
 
-@pytest.mark.parametrize("mode", ["sync", "micro_batch"])
-async def test_deterministic_steps_end_with_the_same_bits(stage: TrainingStage, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "algorithm"),
+    [
+        ("sync", {}),
+        ("micro_batch", {}),
+        ("sync", {"advantage": "reinforce_plus_plus", "loss": "gspo"}),
+        ("micro_batch", {"advantage": "rae", "loss": "cispo", "correction": "sequence_masked"}),
+    ],
+)
+async def test_deterministic_steps_end_with_the_same_bits(
+    stage: TrainingStage, mode: str, algorithm: dict[str, Any]
+) -> None:
     """Two jobs with the same samples: other arrival orders, micro-batches, workers."""
     checksums = []
     for number, size in enumerate((3, 8)):
@@ -103,7 +114,7 @@ async def test_deterministic_steps_end_with_the_same_bits(stage: TrainingStage, 
             "micro_batch_samples": size,
             "deterministic": True,
         }
-        spec = stage.spec(pipeline=pipeline)
+        spec = stage.spec(pipeline=pipeline, algorithm=algorithm)
         await trainer.bind(spec)
         model = job.first_model(spec)
         for step in range(3):
@@ -117,6 +128,26 @@ async def test_deterministic_steps_end_with_the_same_bits(stage: TrainingStage, 
         (state,) = states.glob("v3-*")
         checksums.append(json.loads((state / "state.json").read_text())["optimizer"])
     assert checksums[:2] == checksums[2:]
+
+
+async def test_a_roles_baseline_goes_with_the_policy_to_another_worker(
+    stage: TrainingStage,
+) -> None:
+    spec = stage.spec(algorithm={"advantage": "rae", "rae_decay": 0.5})
+    one, two = await stage.trainer(), await stage.trainer()
+    model = stage.first_model(spec)
+    agent = stage.rollouts(model)[0][2][0].agent
+    await stage.open()
+    await one.bind(spec)
+    await stage.play(model)
+    first = await one.run(0, 0)
+    assert first.metrics[f"baseline/{agent}"] == 0.0
+    await stage.open(1, version=1)
+    await stage.play(model, step=1, version=1)
+    await two.bind(spec, version=1)
+    second = await two.run(1, 1)
+    expected = (1 - 0.5 ** first.metrics["samples"]) * first.metrics["reward/mean"]
+    assert second.metrics[f"baseline/{agent}"] == pytest.approx(expected)
 
 
 async def test_columns_by_reference_are_loaded_and_then_deleted(stage: TrainingStage) -> None:

@@ -58,7 +58,7 @@ export function drawPolicies(job, bindings) {
       cell(doing),
       cell(metric("staleness/mean")),
       cell(metric("entropy")),
-      cell(metric("importance_ratio/max")),
+      cell(metric("importance_sampling_ratio/max")),
       cell(metric("loss/policy")),
     );
   });
