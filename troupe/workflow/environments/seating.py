@@ -57,7 +57,7 @@ class Seating:
         if missing or len(held) != len(seats):
             raise SeatingError(
                 f"{len(seats)} seats ({', '.join(seats)}) and the agents "
-                f"{', '.join(dict.fromkeys(held))} do not fit",
+                f"{', '.join(dict.fromkeys(held)) or '(none)'} do not fit",
                 field="seats",
                 value=missing or held,
                 remedy="Say who sits where: `seats={seat: agent, ...}`; one may sit on several.",
