@@ -1,0 +1,53 @@
+"""The gate: how many trajectories play at once, in the order in which they came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rollout.gate import Gate
+
+
+async def test_the_gate_is_fair_and_bounded() -> None:
+    gate = Gate(2)
+    order: list[int] = []
+
+    async def pass_through(n: int) -> None:
+        async with gate.enter(f"q{n}"):
+            assert gate.inside <= 2
+            order.append(n)
+            await asyncio.sleep(0.001)
+
+    tasks = [asyncio.create_task(pass_through(n)) for n in range(8)]
+    await asyncio.sleep(0)
+    tasks[3].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == [0, 1, 2, 4, 5, 6, 7]
+    assert gate.inside == 0
+
+
+@given(st.lists(st.integers(0, 3), max_size=20), st.integers(1, 3))
+@settings(max_examples=30, deadline=None)
+def test_property_one_query_at_a_time(queries: list[int], limit: int) -> None:
+    gate = Gate(limit, one_query=True)
+    inside: Counter[int] = Counter()
+    passed: list[int] = []
+
+    async def pass_through(query: int) -> None:
+        async with gate.enter(f"q{query}"):
+            inside[query] += 1
+            assert +inside == Counter({query: inside[query]})
+            assert inside[query] <= limit
+            await asyncio.sleep(0)
+            inside[query] -= 1
+            passed.append(query)
+
+    async def play() -> None:
+        async with asyncio.timeout(5):
+            await asyncio.gather(*(pass_through(query) for query in queries))
+
+    asyncio.run(play())
+    assert sorted(passed) == sorted(queries)
