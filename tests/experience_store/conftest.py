@@ -33,6 +33,12 @@ async def stage(store: Store) -> Stage:
 
 
 @pytest.fixture
+async def held(store: Store) -> Stage:
+    """Queries q0, q1 and q2 of two trajectories in step 0, which is held open."""
+    return await make_stage(store, new_id("job"), queries=("q0", "q1", "q2"), held_open=True)
+
+
+@pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[Client]:
     """Calls to a served store."""
     settings = StoreSettings(redis_url=redis_url, drain_seconds=0.2, stream_drain_seconds=0)
