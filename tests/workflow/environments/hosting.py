@@ -1,0 +1,46 @@
+"""What tests of environments in processes of their own share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from troupe.workflow.environments import COUNTERS, FaultLimits, Hosted, hosted
+
+ZOO = "tests.workflow.environments.zoo"
+QUICK = FaultLimits(retries=2, backoff_seconds=0.01, max_backoff_seconds=0.02, wait_seconds=60)
+
+
+def naughty(what: str, when: str, limits: FaultLimits = QUICK, **args: Any) -> Hosted:
+    return hosted(f"{ZOO}:Naughty", {"what": what, "when": when, **args}, limits=limits)
+
+
+def counts() -> dict[str, int]:
+    return {event: COUNTERS.of(event) for event in ("resets", "retries", "faults", "kills")}  # type: ignore[arg-type]
+
+
+def gained(before: dict[str, int]) -> dict[str, int]:
+    return {event: now - before[event] for event, now in counts().items() if now != before[event]}
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def environ_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_text().split("\0")
+
+
+async def until_gone(pid: int) -> None:
+    for _ in range(1000):
+        if gone(pid):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"process {pid} is still there")
