@@ -11,11 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.rollout.engines.base import Generation
-from services.rollout.engines.errors import (
-    BadTurn,
-    PromptTooLong,
-    TurnDeadline,
-)
+from services.rollout.engines.errors import BadTurn, PromptTooLong, TurnDeadline
 from services.rollout.router import Backlog, Home
 from tests.rollout.hand_engines import HEALTHY, HandEngine, ask, make, settle
 from troupe.rpc.errors import AlreadyExists, NotFound
