@@ -262,8 +262,9 @@ async def test_an_aborted_turn_returns_what_there_is(url: str, tmp_path: Path) -
     engine, transfer = await attached(url), transfer_in(tmp_path)
     await engine.update_weights(publish(transfer, make_model(0), 0), transfer)
     task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=240))
-    await asyncio.sleep(0.15)
-    await engine.abort("r")
+    while not task.done():  # the first may come before the server has heard of the turn
+        await asyncio.sleep(0.05)
+        await engine.abort("r")
     answer = await task
     assert answer.finish_reason == "abort"
     assert len(answer.token_ids) == len(answer.logprobs) < 240
