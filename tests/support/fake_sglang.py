@@ -14,29 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import uvicorn
-from fastapi import Body, FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.sglang_routes import add_routes
+
 TOKEN_SECONDS = 0.002
-
-
-class PauseGenerationReqInput(BaseModel):
-    """Releases from 0.5.6 know modes; the name is what the client looks for."""
-
-    mode: str = "abort"
 
 
 @dataclass
@@ -106,7 +98,7 @@ class FakeSglang:
         self._context = config["max_position_embeddings"]
         self._generator = torch.Generator().manual_seed(5)
         self.app = FastAPI()
-        self._routes()
+        add_routes(self)
 
     def step(self, ids: list[int], sampling: dict[str, Any]) -> tuple[int, float]:
         """Draw one token after `ids`."""
@@ -202,205 +194,15 @@ class FakeSglang:
         rest = [[float(table[i, t]), t, None] for i, t in enumerate(prompt[1:])]
         return [[None, prompt[0], None], *rest]
 
-    def _load(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take new weights."""
         if self.faults.ignore_weights:
             return
         self._model.load_state_dict(tensors, strict=False)
 
-    def _routes(self) -> None:
-        app = self.app
-
-        @app.middleware("http")
-        async def note(request: Request, call_next: Any) -> Any:
-            self.seen.append(request.url.path)
-            return await call_next(request)
-
-        @app.get("/get_model_info" if self.old else "/model_info")
-        async def model_info() -> dict[str, Any]:
-            info = {"model_path": "m", "weight_version": self.version}
-            return info if self.old else {**info, "model_type": self.model_type}
-
-        @app.get("/get_server_info" if self.old else "/server_info")
-        async def server_info() -> dict[str, Any]:
-            self.info["max_total_num_tokens"] = 20000
-            return self.info
-
-        @app.get("/health_generate")
-        async def health() -> Response:
-            return Response(status_code=503 if self.paused or self.faults.unhealthy else 200)
-
-        @app.post("/generate")
-        async def generate(body: dict[str, Any]) -> Response:
-            response = await self.generate(body)
-            half = bytes(response.body[: len(response.body) // 2])
-            if self.faults.cut_reply:
-                return Response(half, response.status_code)
-            if self.faults.cut_connection:
-                length = {"content-length": str(len(response.body))}
-                return Response(half, response.status_code, headers=length)
-            return response
-
-        @app.post("/abort_request")
-        async def abort(body: dict[str, Any]) -> Response:
-            for rid, call in self.calls.items():
-                if body.get("abort_all") or rid == body["rid"]:
-                    call.aborted = True
-            return Response()
-
-        @app.post("/flush_cache")
-        async def flush() -> Response:
-            busy = bool(self.calls) and not self.paused
-            return Response("busy" if busy else "flushed", 400 if busy else 200)
-
-        @app.post("/update_weights_from_disk")
-        async def from_disk(body: dict[str, Any]) -> Response:
-            path = Path(body["model_path"]) / "model.safetensors"
-            hidden = self.faults.refuse_update or self.faults.blind
-            if hidden or not path.exists():
-                return _outcome(False, f"Failed to get weights iterator: {path}")
-            self._load(load_file(path))
-            if body.get("weight_version") is not None:
-                self.version = body["weight_version"]
-            return _outcome(True, "Succeeded to update model weights.")
-
-        @app.post("/weights_checker")
-        async def checker() -> Response:
-            if not self.has_cuda:
-                return _outcome(False, "Torch not compiled with CUDA enabled")
-            total = sum(float(p.detach().double().abs().sum()) for p in self._model.parameters())
-            return JSONResponse({"per_engine_checksum": [f"{total:.12g}"]})
-
-        if not self.old:
-            self._new_routes()
-
-    def _new_routes(self) -> None:
-        app = self.app
-
-        @app.get("/v1/loads")
-        async def loads() -> dict[str, Any]:
-            running = 0 if self.paused else len(self.calls)
-            waiting = len(self.calls) - running
-            one = {
-                "timestamp": time.time(),
-                "dp_rank": 0,
-                "num_running_reqs": running,
-                "num_waiting_reqs": waiting,
-                "num_waiting_uncached_tokens": 7 * waiting,
-                "max_running_requests": 64,
-                "token_usage": min(1.0, 0.125 * running),
-                "gen_throughput": 0.0,
-                "cache_hit_rate": 0.0,
-            }
-            return {"timestamp": "", "version": self.info["version"], "loads": [one]}
-
-        @app.post("/tokenize", include_in_schema=False)
-        async def tokenize(body: dict[str, Any]) -> Response:
-            if self.tokenizer is None:
-                message = "Internal server error during tokenization"
-                body = {"object": "error", "message": message, "type": "InternalServerError"}
-                return JSONResponse(body | {"param": None, "code": 500}, 500)
-            tokens = self.tokenizer(body["prompt"])
-            return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": 256})
-
-        @app.post("/release_memory_occupation")
-        async def release(body: dict[str, Any]) -> None:
-            assert not self.calls, "a busy scheduler dies of it"
-            self.released |= set(body["tags"])
-
-        @app.post("/resume_memory_occupation")
-        async def resume_memory(body: dict[str, Any]) -> None:
-            self.released -= set(body["tags"])
-
-        self._adapter_routes()
-
-        @app.post("/pause_generation")
-        async def pause(body: PauseGenerationReqInput) -> dict[str, Any]:
-            if body.mode == "abort":
-                for call in self.calls.values():
-                    call.aborted = True
-            self.paused = True
-            return {"status": "ok", "message": "Generation paused successfully."}
-
-        @app.post("/continue_generation")
-        async def resume() -> dict[str, Any]:
-            self.paused = False
-            return {"status": "ok", "message": "Generation continued successfully."}
-
-        @app.post("/update_weight_version")
-        async def set_version(body: dict[str, Any]) -> Response:
-            if body.get("abort_all_requests", True):
-                for call in self.calls.values():
-                    call.aborted = True
-            self.version = body["new_version"]
-            return _outcome(True, f"Weight version updated to {self.version}")
-
-        @app.post("/begin_weight_update")
-        async def begin() -> Response:
-            if self.session:
-                return _outcome(False, "a weight-update session is already open")
-            self.session = True
-            return _outcome(True, "Success")
-
-        @app.post("/end_weight_update")
-        async def end() -> Response:
-            was, self.session = self.session, False
-            return _outcome(was, "Success" if was else "no weight-update session is open")
-
-        @app.post("/update_weights_from_tensor")
-        async def from_tensor(body: dict[str, Any] = Body()) -> Response:  # noqa: B008
-            if not self.session:
-                return _outcome(
-                    False,
-                    "update_weights_from_tensor must run between begin_weight_update() and "
-                    "end_weight_update()",
-                )
-            if self.faults.refuse_update:
-                return _outcome(False, "Failed to get weights")
-            self._load(_received(body["serialized_named_tensors"][0]))
-            if body.get("weight_version") is not None:
-                self.version = body["weight_version"]
-            return _outcome(True, "Success")
-
-    def _adapter_routes(self) -> None:
-        """LoRA, which needs CUDA: after 0.5.21's source. Without `--enable-lora`: as recorded."""
-        app = self.app
-
-        def outcome(error: str | None) -> Response:
-            if not self.info["enable_lora"]:
-                error = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
-            loaded = None if error else dict.fromkeys(self.adapters, "path")
-            body = {
-                "rid": None,
-                "http_worker_ipc": None,
-                "success": error is None,
-                "error_message": error,
-                "loaded_adapters": loaded,
-            }
-            return JSONResponse(body, 400 if error else 200)
-
-        def load(name: str, entry: dict[str, Any]) -> Response:
-            if name in self.adapters:
-                return outcome(f"LoRA adapter with name {name} already exists.")
-            if self.info["enable_lora"]:
-                self.adapters[name] = entry
-            return outcome(None)
-
-        @app.post("/load_lora_adapter")
-        async def load_path(body: dict[str, Any]) -> Response:
-            path = Path(body["lora_path"]) / "adapter_config.json"
-            if not path.exists():
-                return outcome(f"Failed to load LoRA adapter: no {path}")
-            return load(body["lora_name"], {"path": body["lora_path"]})
-
-        @app.post("/load_lora_adapter_from_tensors")
-        async def load_tensors(body: dict[str, Any]) -> Response:
-            tensors = _received(body["serialized_named_tensors"][0])
-            return load(body["lora_name"], {"config": body["config_dict"], "tensors": tensors})
-
-        @app.post("/unload_lora_adapter")
-        async def unload(body: dict[str, Any]) -> Response:
-            known = self.adapters.pop(body["lora_name"], None)
-            return outcome(None if known else f"LoRA adapter {body['lora_name']} is not loaded.")
+    def checksum(self) -> float:
+        """One number of all weights."""
+        return sum(float(p.detach().double().abs().sum()) for p in self._model.parameters())
 
 
 class Running:
@@ -454,10 +256,6 @@ def _refusal(message: str) -> Response:
     return JSONResponse({"error": {"message": message}}, 400)
 
 
-def _outcome(success: bool, message: str) -> Response:
-    return JSONResponse({"success": success, "message": message}, 200 if success else 400)
-
-
 def _spans(versions: list[str]) -> list[dict[str, Any]]:
     spans: list[dict[str, Any]] = []
     for i, version in enumerate(versions):
@@ -466,11 +264,3 @@ def _spans(versions: list[str]) -> list[dict[str, Any]]:
         else:
             spans.append({"version": version, "start": i, "end": i + 1})
     return spans
-
-
-def _received(payload: str) -> dict[str, torch.Tensor]:
-    import base64
-    import pickle
-
-    # SGLang's own encoding of tensor updates; a test's own data.
-    return dict(pickle.loads(base64.b64decode(payload)))

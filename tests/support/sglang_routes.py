@@ -1,0 +1,232 @@
+"""The HTTP routes of the double of SGLang's server."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from fastapi import Body, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from safetensors.torch import load_file
+
+if TYPE_CHECKING:
+    from tests.support.fake_sglang import FakeSglang
+
+
+class PauseGenerationReqInput(BaseModel):
+    """Releases from 0.5.6 know modes; the name is what the client looks for."""
+
+    mode: str = "abort"
+
+
+def add_routes(fake: FakeSglang) -> None:
+    """Answer over HTTP for `fake`."""
+    app = fake.app
+
+    @app.middleware("http")
+    async def note(request: Request, call_next: Any) -> Any:
+        fake.seen.append(request.url.path)
+        return await call_next(request)
+
+    @app.get("/get_model_info" if fake.old else "/model_info")
+    async def model_info() -> dict[str, Any]:
+        info = {"model_path": "m", "weight_version": fake.version}
+        return info if fake.old else {**info, "model_type": fake.model_type}
+
+    @app.get("/get_server_info" if fake.old else "/server_info")
+    async def server_info() -> dict[str, Any]:
+        fake.info["max_total_num_tokens"] = 20000
+        return fake.info
+
+    @app.get("/health_generate")
+    async def health() -> Response:
+        return Response(status_code=503 if fake.paused or fake.faults.unhealthy else 200)
+
+    @app.post("/generate")
+    async def generate(body: dict[str, Any]) -> Response:
+        response = await fake.generate(body)
+        half = bytes(response.body[: len(response.body) // 2])
+        if fake.faults.cut_reply:
+            return Response(half, response.status_code)
+        if fake.faults.cut_connection:
+            length = {"content-length": str(len(response.body))}
+            return Response(half, response.status_code, headers=length)
+        return response
+
+    @app.post("/abort_request")
+    async def abort(body: dict[str, Any]) -> Response:
+        for rid, call in fake.calls.items():
+            if body.get("abort_all") or rid == body["rid"]:
+                call.aborted = True
+        return Response()
+
+    @app.post("/flush_cache")
+    async def flush() -> Response:
+        busy = bool(fake.calls) and not fake.paused
+        return Response("busy" if busy else "flushed", 400 if busy else 200)
+
+    @app.post("/update_weights_from_disk")
+    async def from_disk(body: dict[str, Any]) -> Response:
+        path = Path(body["model_path"]) / "model.safetensors"
+        hidden = fake.faults.refuse_update or fake.faults.blind
+        if hidden or not path.exists():
+            return _outcome(False, f"Failed to get weights iterator: {path}")
+        fake.load(load_file(path))
+        if body.get("weight_version") is not None:
+            fake.version = body["weight_version"]
+        return _outcome(True, "Succeeded to update model weights.")
+
+    @app.post("/weights_checker")
+    async def checker() -> Response:
+        if not fake.has_cuda:
+            return _outcome(False, "Torch not compiled with CUDA enabled")
+        return JSONResponse({"per_engine_checksum": [f"{fake.checksum():.12g}"]})
+
+    if not fake.old:
+        _new_routes(fake)
+
+
+def _new_routes(fake: FakeSglang) -> None:
+    app = fake.app
+
+    @app.get("/v1/loads")
+    async def loads() -> dict[str, Any]:
+        running = 0 if fake.paused else len(fake.calls)
+        waiting = len(fake.calls) - running
+        one = {
+            "timestamp": time.time(),
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "num_waiting_uncached_tokens": 7 * waiting,
+            "max_running_requests": 64,
+            "token_usage": min(1.0, 0.125 * running),
+            "gen_throughput": 0.0,
+            "cache_hit_rate": 0.0,
+        }
+        return {"timestamp": "", "version": fake.info["version"], "loads": [one]}
+
+    @app.post("/tokenize", include_in_schema=False)
+    async def tokenize(body: dict[str, Any]) -> Response:
+        if fake.tokenizer is None:
+            message = "Internal server error during tokenization"
+            body = {"object": "error", "message": message, "type": "InternalServerError"}
+            return JSONResponse(body | {"param": None, "code": 500}, 500)
+        tokens = fake.tokenizer(body["prompt"])
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": 256})
+
+    @app.post("/release_memory_occupation")
+    async def release(body: dict[str, Any]) -> None:
+        assert not fake.calls, "a busy scheduler dies of it"
+        fake.released |= set(body["tags"])
+
+    @app.post("/resume_memory_occupation")
+    async def resume_memory(body: dict[str, Any]) -> None:
+        fake.released -= set(body["tags"])
+
+    _adapter_routes(fake)
+
+    @app.post("/pause_generation")
+    async def pause(body: PauseGenerationReqInput) -> dict[str, Any]:
+        if body.mode == "abort":
+            for call in fake.calls.values():
+                call.aborted = True
+        fake.paused = True
+        return {"status": "ok", "message": "Generation paused successfully."}
+
+    @app.post("/continue_generation")
+    async def resume() -> dict[str, Any]:
+        fake.paused = False
+        return {"status": "ok", "message": "Generation continued successfully."}
+
+    @app.post("/update_weight_version")
+    async def set_version(body: dict[str, Any]) -> Response:
+        if body.get("abort_all_requests", True):
+            for call in fake.calls.values():
+                call.aborted = True
+        fake.version = body["new_version"]
+        return _outcome(True, f"Weight version updated to {fake.version}")
+
+    @app.post("/begin_weight_update")
+    async def begin() -> Response:
+        if fake.session:
+            return _outcome(False, "a weight-update session is already open")
+        fake.session = True
+        return _outcome(True, "Success")
+
+    @app.post("/end_weight_update")
+    async def end() -> Response:
+        was, fake.session = fake.session, False
+        return _outcome(was, "Success" if was else "no weight-update session is open")
+
+    @app.post("/update_weights_from_tensor")
+    async def from_tensor(body: dict[str, Any] = Body()) -> Response:  # noqa: B008
+        if not fake.session:
+            return _outcome(
+                False,
+                "update_weights_from_tensor must run between begin_weight_update() and "
+                "end_weight_update()",
+            )
+        if fake.faults.refuse_update:
+            return _outcome(False, "Failed to get weights")
+        fake.load(_received(body["serialized_named_tensors"][0]))
+        if body.get("weight_version") is not None:
+            fake.version = body["weight_version"]
+        return _outcome(True, "Success")
+
+
+def _adapter_routes(fake: FakeSglang) -> None:
+    """LoRA, which needs CUDA: after 0.5.21's source. Without `--enable-lora`: as recorded."""
+    app = fake.app
+
+    def outcome(error: str | None) -> Response:
+        if not fake.info["enable_lora"]:
+            error = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
+        loaded = None if error else dict.fromkeys(fake.adapters, "path")
+        body = {
+            "rid": None,
+            "http_worker_ipc": None,
+            "success": error is None,
+            "error_message": error,
+            "loaded_adapters": loaded,
+        }
+        return JSONResponse(body, 400 if error else 200)
+
+    def load(name: str, entry: dict[str, Any]) -> Response:
+        if name in fake.adapters:
+            return outcome(f"LoRA adapter with name {name} already exists.")
+        if fake.info["enable_lora"]:
+            fake.adapters[name] = entry
+        return outcome(None)
+
+    @app.post("/load_lora_adapter")
+    async def load_path(body: dict[str, Any]) -> Response:
+        path = Path(body["lora_path"]) / "adapter_config.json"
+        if not path.exists():
+            return outcome(f"Failed to load LoRA adapter: no {path}")
+        return load(body["lora_name"], {"path": body["lora_path"]})
+
+    @app.post("/load_lora_adapter_from_tensors")
+    async def load_tensors(body: dict[str, Any]) -> Response:
+        tensors = _received(body["serialized_named_tensors"][0])
+        return load(body["lora_name"], {"config": body["config_dict"], "tensors": tensors})
+
+    @app.post("/unload_lora_adapter")
+    async def unload(body: dict[str, Any]) -> Response:
+        known = fake.adapters.pop(body["lora_name"], None)
+        return outcome(None if known else f"LoRA adapter {body['lora_name']} is not loaded.")
+
+
+def _outcome(success: bool, message: str) -> Response:
+    return JSONResponse({"success": success, "message": message}, 200 if success else 400)
+
+
+def _received(payload: str) -> dict[str, torch.Tensor]:
+    import base64
+    import pickle
+
+    # SGLang's own encoding of tensor updates; a test's own data.
+    return dict(pickle.loads(base64.b64decode(payload)))
