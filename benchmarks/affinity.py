@@ -15,7 +15,6 @@ run. The last line is one JSON object; all ratios are over the better one of the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -28,6 +27,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import options_of
 from benchmarks.rollout import served
 from benchmarks.rollout.workload import POLICY, spec
 from troupe.job import JobSpec
@@ -138,10 +138,7 @@ async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, fl
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
-    parser.add_argument("--json", action="store_true", help="print the JSON object only")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments)
     console = Console(quiet=options.json, width=110)
     with tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory:
         results = asyncio.run(measure(Path(directory), QUICK if options.quick else FULL, console))

@@ -19,7 +19,6 @@ pipelined redis-py, in alternation with the store, in one run. The last line is 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -33,6 +32,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import options_of, quantile
 from benchmarks.store import echo, raw, scale, served
 from benchmarks.store.servers import Servers, Stub, started
 from benchmarks.store.workload import GROUP_SIZE, Shape, make_appends
@@ -115,8 +115,8 @@ async def throughput(servers: Servers, stub: Stub, plan: Plan, tokens: int, writ
         size / taken / 1e6,
         size / ideal / 1e6,
         shape.rows / taken,
-        {name: _quantile(calls, 0.5) * 1e3 for name, calls in timings.calls.items()},
-        {name: _quantile(calls, 0.99) * 1e3 for name, calls in timings.calls.items()},
+        {name: quantile(calls, 0.5) * 1e3 for name, calls in timings.calls.items()},
+        {name: quantile(calls, 0.99) * 1e3 for name, calls in timings.calls.items()},
     )
 
 
@@ -130,8 +130,8 @@ async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, A
         )
         ready = await served.ready_seconds(stub, Shape(4096, 1, 1), plan.groups)
         console.print(
-            f"last reward -> claim delivered: p50 {_quantile(ready, 0.5) * 1e3:.1f} ms, "
-            f"p99 {_quantile(ready, 0.99) * 1e3:.1f} ms ({len(ready)} groups, 4096 tokens a row)"
+            f"last reward -> claim delivered: p50 {quantile(ready, 0.5) * 1e3:.1f} ms, "
+            f"p99 {quantile(ready, 0.99) * 1e3:.1f} ms ({len(ready)} groups, 4096 tokens a row)"
         )
         memory = {}
         for tokens in plan.lengths:
@@ -150,7 +150,7 @@ async def measure(servers: Servers, plan: Plan, console: Console) -> dict[str, A
         "raw_ratio_4k": round(best.ratio, 3),
         "grpc_echo_ratio_4k": round(best.echo_ratio, 3),
         "cpu_us_per_row_4k": best.cpu_us,
-        "ready_p99_ms": round(_quantile(ready, 0.99) * 1e3, 2),
+        "ready_p99_ms": round(quantile(ready, 0.99) * 1e3, 2),
         "million_rows_latency_ratio": round(high / low, 2),
         "memory_ratio": round(max(memory.values()), 3),
     }
@@ -193,17 +193,9 @@ def _table(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def _quantile(values: Sequence[float], q: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
-    parser.add_argument("--json", action="store_true", help="print the JSON object only")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments)
     console = Console(quiet=options.json, width=160)
     with (
         tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory,

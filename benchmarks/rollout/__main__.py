@@ -16,7 +16,6 @@ store is in the way. The last line is one JSON object:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -31,6 +30,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import options_of, quantile
 from benchmarks.rollout import served
 from benchmarks.rollout.workload import STEP_SECONDS, embedded, paced
 
@@ -111,7 +111,7 @@ async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, fl
     through, alone, best = await throughput(directory, plan, console)
     turns = await latency(directory, plan)
     many, empty = await crowd(directory, plan)
-    p50, p99 = (_quantile(turns.added, q) * 1e3 for q in (0.5, 0.99))
+    p50, p99 = (quantile(turns.added, q) * 1e3 for q in (0.5, 0.99))
     table = Table(title="rollout: what lies between a workflow and its engine")
     for heading in ("measured", "engine", "value"):
         table.add_column(heading)
@@ -154,17 +154,9 @@ async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, fl
     }
 
 
-def _quantile(values: Sequence[float], q: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
-    parser.add_argument("--json", action="store_true", help="print the JSON object only")
-    options = parser.parse_args(arguments)
+    options = options_of(__doc__, arguments)
     console = Console(quiet=options.json, width=130)
     with tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory:
         results = asyncio.run(measure(Path(directory), QUICK if options.quick else FULL, console))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 import psutil
 
+from benchmarks.command import end
 from benchmarks.rollout.workload import JOB, publish
 from troupe.job import JobSpec
 from troupe.rpc import connect, new_id
@@ -69,12 +69,7 @@ def service(directory: Path) -> Iterator[tuple[str, psutil.Process]]:
             time.sleep(0.05)
         yield f"127.0.0.1:{port_file.read_text().split()[0]}", psutil.Process(process.pid)
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
 
 
 @contextlib.asynccontextmanager

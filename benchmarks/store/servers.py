@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import TypeAlias
 import psutil
 import redis
 
+from benchmarks.command import end
 from troupe.cluster.redis import redis_executable, write_config
 from troupe.cluster.settings import Fsync
 from troupe.rpc import ClientSettings, connect
@@ -96,16 +96,7 @@ def started(directory: Path, fsync: Fsync = "everysec") -> Iterator[Servers]:
 
 def _run(stack: contextlib.ExitStack, command: list[str], log: int, env: dict[str, str]) -> int:
     process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | env)
-
-    def end() -> None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    stack.callback(end)
+    stack.callback(end, process)
     return process.pid
 
 

@@ -1,0 +1,35 @@
+"""What the benchmarks' commands share: their options, quantiles, and the end of a process."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+from collections.abc import Sequence
+from typing import Final
+
+_END_SECONDS: Final = 20.0
+
+
+def options_of(doc: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """`quick` and `json`, as `arguments` or the command line say; `doc` is the module's."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
+    parser.add_argument("--json", action="store_true", help="print the JSON object only")
+    return parser.parse_args(arguments)
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The value below which the fraction `q` of `values` lies; never beyond the largest."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to end, and kill it when it does not in time."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
