@@ -42,10 +42,9 @@ class ScriptedEngine(EngineFront):
         self._script = script
         self._context = spec.engine.max_context
 
-    async def start(self) -> None:
+    async def _begin(self) -> None:
         self.vocabulary, self.max_context = VOCABULARY, self._context
         self.eos_ids = frozenset({2})
-        self._life.started()
 
     async def check(self) -> pb.EngineState.ValueType:
         return self.state

@@ -68,21 +68,11 @@ class EmbeddedEngine(EngineFront):
         self._progress_at = time.monotonic()
         self._misses = 0
 
-    async def start(self) -> None:
-        """Build the model without weights and start its thread; STALE afterwards.
-
-        Does nothing on an engine that is alive. Raises `EngineStartFailed`, and `EngineDied`
-        after `stop`.
-        """
-        async with self._changing:
-            if self._life.alive:
-                return
-            if self.state == pb.ENGINE_STATE_STOPPED:
-                raise EngineDied(self.engine_id, "it was stopped")
-            if self._batcher is not None:  # its thread may hang: do not wait for it
-                await asyncio.to_thread(self._batcher.stop, 0.0)
-            await self._bring_up()
-            self._life.started()
+    async def _begin(self) -> None:
+        """Build the model without weights and start its thread."""
+        if self._batcher is not None:  # its thread may hang: do not wait for it
+            await asyncio.to_thread(self._batcher.stop, 0.0)
+        await self._bring_up()
 
     async def abort(self, request_id: str) -> None:
         """End a request early: its `generate` returns what it has."""

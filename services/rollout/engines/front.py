@@ -52,7 +52,7 @@ class EngineFront(Sleeping):
     take memory.
 
     `in_flight`: what becomes of running turns at an update. Subclasses set `max_context`,
-    `vocabulary` and `eos_ids` in `start`.
+    `vocabulary` and `eos_ids` in `_begin`.
     """
 
     kind: ClassVar[str]
@@ -235,6 +235,24 @@ class EngineFront(Sleeping):
         if self.state not in (pb.ENGINE_STATE_DEAD, pb.ENGINE_STATE_STALE):
             self._life.handed_over(f"goes to policy '{policy}'")
         self.policy = policy
+
+    async def start(self) -> None:
+        """Bring the engine up; STALE afterwards.
+
+        Does nothing on an engine that is alive. Raises `EngineStartFailed`, and `EngineDied`
+        after `stop`.
+        """
+        async with self._changing:
+            if self._life.alive:
+                return
+            if self.state == pb.ENGINE_STATE_STOPPED:
+                raise EngineDied(self.engine_id, "it was stopped")
+            await self._begin()
+            self._life.started()
+
+    @abstractmethod
+    async def _begin(self) -> None:
+        """Come up. Raises `EngineStartFailed`."""
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:

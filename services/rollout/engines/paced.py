@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from services.rollout.engines.base import EngineLoad, Generation, Memory
-from services.rollout.engines.errors import EngineDied, WeightsRefused
+from services.rollout.engines.errors import WeightsRefused
 from services.rollout.engines.front import EngineFront, Tensors
 from services.rollout.engines.models import load_config, stop_ids
 from services.rollout.engines.pace import PacedBatch, Response, draw_response
@@ -51,25 +51,15 @@ class PacedEngine(EngineFront):
         self._span_from = self._counted_at = 0.0
         self._turn_seconds = 0.0
 
-    async def start(self) -> None:
-        """Read the model's configuration; STALE afterwards.
-
-        Does nothing on an engine that is alive. Raises `EngineStartFailed`, and `EngineDied`
-        after `stop`.
-        """
-        async with self._changing:
-            if self._life.alive:
-                return
-            if self.state == pb.ENGINE_STATE_STOPPED:
-                raise EngineDied(self.engine_id, "it was stopped")
-            self._pace = (self._spec.paced or PacedSpec()).of_class(self.device.device_class)
-            model = self._spec.model
-            config = await asyncio.to_thread(load_config, model, self.policy)
-            self.vocabulary = config.get_text_config().vocab_size
-            self.max_context = self._spec.engine.max_context
-            self.eos_ids = stop_ids(config, model.path, model.revision)
-            self._batch = PacedBatch(self._pace)
-            self._life.started()
+    async def _begin(self) -> None:
+        """Read the model's configuration."""
+        self._pace = (self._spec.paced or PacedSpec()).of_class(self.device.device_class)
+        model = self._spec.model
+        config = await asyncio.to_thread(load_config, model, self.policy)
+        self.vocabulary = config.get_text_config().vocab_size
+        self.max_context = self._spec.engine.max_context
+        self.eos_ids = stop_ids(config, model.path, model.revision)
+        self._batch = PacedBatch(self._pace)
 
     async def abort(self, request_id: str) -> None:
         """End a request early: its `generate` returns what it has."""

@@ -94,20 +94,10 @@ class SglangEngine(EngineFront):
         """Where the server listens; after `start`."""
         return self._server.client.url
 
-    async def start(self) -> None:
-        """Launch or attach, within `start_timeout_seconds`; STALE afterwards.
-
-        Does nothing on an engine that is alive. Raises `EngineStartFailed`, and `EngineDied`
-        after `stop`.
-        """
-        async with self._changing:
-            if self._life.alive:
-                return
-            if self.state == pb.ENGINE_STATE_STOPPED:
-                raise EngineDied(self.engine_id, "it was stopped")
-            self._held = ""
-            await self._bring_up()
-            self._life.started()
+    async def _begin(self) -> None:
+        """Launch or attach, within `start_timeout_seconds`."""
+        self._held = ""
+        await self._bring_up()
 
     def assign(self, policy: str) -> None:
         """Serve another policy of the same model from now on; see `base.Engine.assign`."""
