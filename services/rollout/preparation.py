@@ -23,8 +23,9 @@ from troupe.job.balancing import engine_count
 from troupe.rpc.errors import InvalidArgument
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
-from troupe.workflow import EntrypointError, WorkflowError, load_workflow
+from troupe.workflow import EntrypointError, load_workflow
 from troupe.workflow.languages import Language, load_language, role_of
+from troupe.workflow.refusals import refusal_of
 
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
@@ -86,7 +87,7 @@ class Preparation:
             if spec.evaluation.queries:
                 await queries.load("held_out")
         except EntrypointError as error:
-            raise _invalid(error) from error
+            raise refusal_of(error) from error
         functions = JobFunctions(self._rewards, job_id, spec)
         await functions.announce()
         policies = {}
@@ -182,13 +183,3 @@ def by_policy(spec: JobSpec, weights: Sequence[pb.WeightsRef]) -> dict[str, pb.W
                 remedy="Give one reference per policy, frozen ones included.",
             )
     return {name: refs[name] for name in spec.policies}
-
-
-def _invalid(error: WorkflowError) -> InvalidArgument:
-    return InvalidArgument(
-        error.message,
-        kind=error.kind,
-        field=error.field,
-        value=error.value,
-        remedy=error.remedy,
-    )

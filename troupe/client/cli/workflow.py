@@ -19,6 +19,7 @@ from troupe.client.cli.rehearsals import as_record, print_rehearsed, print_total
 from troupe.rpc.errors import InvalidArgument
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.query import Query
+from troupe.workflow.refusals import refusal_of
 from troupe.workflow.trying.policies import EchoPolicy, Policy, RandomPolicy, ScriptedPolicy
 from troupe.workflow.trying.setting import Setting
 
@@ -133,7 +134,7 @@ def _open(source: str, job: Path | None, split: str) -> Setting:
         if cause is not None and (own := explain(cause).traceback):
             last = traceback.format_exception_only(cause)[-1].rstrip()
             typer.echo(f"{own}\n{last}", err=True)
-        raise _invalid(error) from error
+        raise refusal_of(error) from error
 
 
 def _policy(name: PolicyName | None, script: Path | None) -> Policy:
@@ -149,7 +150,7 @@ def _policy(name: PolicyName | None, script: Path | None) -> Policy:
     try:
         return ScriptedPolicy(yaml.safe_load(script.read_text(encoding="utf-8")))
     except WorkflowError as error:
-        raise _invalid(error) from error
+        raise refusal_of(error) from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = getattr(error, "strerror", None) or getattr(error, "problem", None) or str(error)
         raise InvalidArgument(
@@ -197,13 +198,3 @@ def _parsed(text: str) -> dict[str, Any]:
             remedy="""Write `{"question": "..."}`.""",
         )
     return data
-
-
-def _invalid(error: WorkflowError) -> InvalidArgument:
-    return InvalidArgument(
-        error.message,
-        kind=error.kind,
-        field=error.field,
-        value=error.value,
-        remedy=error.remedy,
-    )
