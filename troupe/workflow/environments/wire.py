@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from troupe.plain import plain
 from troupe.workflow.environments import errors
 from troupe.workflow.environments.interface import Observation, Properties, Reset, Step
 from troupe.workflow.errors import EntrypointError, WorkflowError
@@ -41,7 +42,7 @@ _TYPED: Final[dict[str, type[WorkflowError]]] = {
 def pack(message: Mapping[str, Any]) -> bytes:
     """A frame. Raises `EnvironmentContractError` when it is too large or not JSON."""
     try:
-        body = json.dumps(message, separators=(",", ":"), default=_plain).encode()
+        body = json.dumps(message, separators=(",", ":"), default=plain).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise errors.EnvironmentContractError(
             f"what passes between a workflow and a hosted environment must be JSON: {error}",
@@ -176,12 +177,3 @@ def _from_array(array: np.ndarray[Any, Any]) -> dict[str, Any]:
 def _to_array(given: Mapping[str, Any]) -> np.ndarray[Any, Any]:
     data = np.frombuffer(base64.b64decode(given["data"]), np.dtype(given["dtype"]))
     return data.reshape(given["shape"])
-
-
-def _plain(value: Any) -> Any:
-    """numpy scalars and arrays as the numbers that they are."""
-    for name in ("tolist", "item"):
-        method = getattr(value, name, None)
-        if callable(method):
-            return method()
-    raise TypeError(f"{type(value).__name__} is not JSON")

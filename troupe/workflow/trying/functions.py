@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from troupe.plain import plain
 from troupe.workflow.errors import ToolError
 
 Function = Callable[..., Any]
@@ -65,7 +66,7 @@ class LocalFunctions:
                 traceback=_author_view(raised.error),
             ) from raised.error
         try:
-            return json.dumps(result, allow_nan=False, default=_plain)
+            return json.dumps(result, allow_nan=False, default=plain)
         except (TypeError, ValueError, RecursionError) as error:
             raise ToolError(
                 f"{name}: {error}: the function returned {result!r:.200}",
@@ -120,12 +121,3 @@ def _author_view(error: BaseException) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
-
-
-def _plain(value: Any) -> Any:
-    """numpy and torch scalars and arrays as the numbers that they are."""
-    for name in ("tolist", "item"):
-        method = getattr(value, name, None)
-        if callable(method):
-            return method()
-    raise TypeError(f"{type(value).__name__} is not JSON")
