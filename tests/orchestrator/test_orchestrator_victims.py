@@ -21,7 +21,7 @@ async def sacrifice(
     await first.death()
     for _ in range(2):
         await (await following()).death()
-    return await cluster.wait(job_id)
+    return await cluster.wait(job_id, seconds=60)
 
 
 @pytest.mark.parametrize("when", ["preparing", "running"])

@@ -354,6 +354,10 @@ async def test_an_idle_engine_that_would_not_generate_is_found(
 ) -> None:
     monkeypatch.setattr("services.rollout.engines.embedded.PROBE_AFTER_SECONDS", 0.0)
     assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    for _ in range(500):  # the thread counts when the step is over
+        if engine.load().generated_tokens:
+            break
+        await asyncio.sleep(0.01)
     assert engine.load().generated_tokens == 1  # a real one
     assert engine.load().running == 0
     monkeypatch.setattr("services.rollout.engines.embedded.PROBE_SECONDS", 0.05)
