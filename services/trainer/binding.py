@@ -205,7 +205,10 @@ class Binding:
         `frontier`: what `persist` was told; None when the weights are the ones before.
         """
         self.dirty = False
-        self._randomness.commit()
+        if frontier is None:  # as the state on disk, from which a restarted worker goes on
+            self._randomness.rewind()
+        else:
+            self._randomness.commit()
         self.weights = weights
         self.frontier = frontier or self.frontier
         self.verified = True
