@@ -6,7 +6,6 @@ No I/O and no event loop: the worker calls it from its compute thread.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import threading
 import time
@@ -19,10 +18,7 @@ import torch
 from torch.utils import deterministic
 
 from services.trainer.baselines import Baselines
-from services.trainer.batching import Piece, plan
-from services.trainer.columns import TokenColumns
-from services.trainer.exact_sum import ExactSum, NotSummable
-from services.trainer.forward import costs_of, response_logits, supports_sharing
+from services.trainer.gradients import Gradients
 from services.trainer.optimizer import (
     Moments,
     export_moments,
@@ -30,23 +26,13 @@ from services.trainer.optimizer import (
     learning_rate,
     make_optimizer,
 )
+from services.trainer.passes import Passes
 from services.trainer.rows import Row, response_lengths
 from services.trainer.summary import BatchSummary
+from services.trainer.trained_model import Tensors, TrainedModel
 from services.trainer.units import GroupBuffer
-from troupe.algorithms import (
-    TokenStatistics,
-    grpo_loss_sum,
-    normalizer,
-    selective_log_softmax,
-)
+from troupe.algorithms import TokenStatistics, normalizer
 from troupe.job import JobSpec
-
-# Tokens of a forward pass: on a CPU what stays in its caches, on a GPU what fills it.
-_FORWARD_TOKENS = {"cpu": 1024, "cuda": 16384}
-# Logits of one forward pass, in bytes of float32.
-_LOGITS_BYTES = 256 << 20
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,10 +63,6 @@ class _Sums:
     broken: str = ""
 
 
-class Stopped(Exception):
-    """The step was given up while it computed."""
-
-
 class Learner:
     """Trains the model of one policy on one device.
 
@@ -106,31 +88,39 @@ class Learner:
         skip_zero_advantages: bool = True,
     ) -> None:
         """Train `model` in the type of its parameters: float32, or float64 for proofs."""
-        self._device = device or torch.device("cpu")
-        self.model = model.to(self._device)
         self._job = spec
         self._policy = spec.policies[policy]
+        self._trained = TrainedModel(
+            model, device or torch.device("cpu"), getattr(torch, self._policy.model.dtype)
+        )
         self._optimizer = make_optimizer(self.model, self._policy.optimizer)
-        self._parameters = list(self.model.parameters())
-        self._dtype = self._parameters[0].dtype
-        # Made with the first gradient: a frozen policy needs none.
-        self._exact: ExactSum | None = None
-        self._reference: Any = None
+        self._gradients = Gradients(self._trained.parameters)
+        self._passes = Passes(
+            self._trained,
+            spec,
+            policy,
+            forward_tokens=forward_tokens,
+            share_prefixes=share_prefixes,
+        )
         self._baselines = Baselines(spec.algorithm)
         self._constant = spec.constant_tokens(policy)
         self._sums = _Sums()
-        self._budget = forward_tokens or _FORWARD_TOKENS.get(self._device.type, 4096)
-        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self._limit = max(1, _LOGITS_BYTES // (4 * self.vocabulary))
-        self._sharing = None
-        if share_prefixes and self._policy.trainable and supports_sharing(self.model):
-            self._sharing = costs_of(self.model)
         self._skip_zero = skip_zero_advantages
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face model."""
+        return self._trained.module
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+        return self._trained.vocabulary
 
     @property
     def num_parameters(self) -> int:
         """Distinct parameters."""
-        return sum(p.numel() for p in self.model.parameters())
+        return self._trained.num_parameters
 
     @property
     def needs_reference(self) -> bool:
@@ -140,8 +130,7 @@ class Learner:
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
-        self._reference = copy.deepcopy(self.model).requires_grad_(False)
-        _copy_into(self._reference, weights)
+        self._passes.set_reference(weights)
 
     # Accumulation.
 
@@ -185,13 +174,8 @@ class Learner:
         """Add a group's gradient, which depends on nothing but the group, exactly."""
         with _deterministic():
             self._add(unit, stop)
-        if self._exact is None:
-            self._exact = ExactSum(self._parameters)
-        try:
-            self._exact.add([parameter.grad for parameter in self._parameters])
-        except NotSummable as error:
-            self._sums.broken = self._sums.broken or str(error)
-        self._optimizer.zero_grad(set_to_none=True)
+        problem = self._gradients.settle()
+        self._sums.broken = self._sums.broken or problem
 
     def _add(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
         sums, algorithm = self._sums, self._job.algorithm
@@ -202,7 +186,8 @@ class Learner:
         sums.broken = sums.broken or _not_finite(rows, advantages)
         chosen = self._with_gradient(advantages)
         if not sums.broken and chosen:
-            self._backward([rows[i] for i in chosen], advantages[chosen], stop)
+            some = [rows[i] for i in chosen]
+            sums.broken = self._passes.backward(some, advantages[chosen], sums.tokens, stop)
 
     def _with_gradient(self, advantages: torch.Tensor) -> list[int]:
         """Rows whose loss has a gradient: all, unless only the advantage makes one."""
@@ -211,58 +196,6 @@ class Learner:
         if self._skip_zero and pure:
             return [i for i, a in enumerate(advantages.tolist()) if a != 0.0]
         return list(range(len(advantages)))
-
-    def _backward(
-        self, rows: list[Row], advantages: torch.Tensor, stop: threading.Event | None
-    ) -> None:
-        algorithm, device = self._job.algorithm, self._device
-        columns = TokenColumns.of(
-            rows, advantages, algorithm.normalize, device=device, dtype=self._dtype
-        )
-        how: dict[str, Any] = {
-            "clip_low": algorithm.clip_low,
-            "clip_high": algorithm.clip_high,
-            "loss": algorithm.loss,
-            "correction": self._job.correction,
-            "correction_cap": algorithm.correction_cap,
-        }
-        for piece in plan(rows, self._budget, sharing=self._sharing, limit=self._limit):
-            if stop is not None and stop.is_set():
-                raise Stopped
-            here = piece.to(device)
-            own = columns.at(here.order)
-            with self._autocast():
-                logits = response_logits(self.model, here) / own.temperatures
-            logprobs, entropy = selective_log_softmax(logits, here.targets)
-            how["sequences"] = own.sequences
-            how["reference_logprobs"] = self._reference_logprobs(here, own)
-            loss = grpo_loss_sum(
-                logprobs,
-                own.behaviour,
-                own.advantages,
-                own.weights,
-                kl_coefficient=algorithm.kl_coefficient,
-                entropy=entropy,
-                entropy_coefficient=algorithm.entropy_coefficient,
-                **how,
-            )
-            if not torch.isfinite(loss):
-                self._sums.broken = f"the loss of a micro-batch is {loss.item()}"
-                return
-            torch.autograd.backward(loss)
-            self._sums.tokens.add(loss, logprobs, own.behaviour, own.advantages, entropy, **how)
-
-    def _reference_logprobs(self, piece: Piece, own: TokenColumns) -> torch.Tensor | None:
-        if own.reference is not None or self._reference is None:
-            return own.reference
-        with torch.no_grad(), self._autocast():
-            logits = response_logits(self._reference, piece) / own.temperatures
-            return selective_log_softmax(logits, piece.targets)[0]
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._policy.model.dtype == "bfloat16":
-            return torch.autocast(self._device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
 
     # The step.
 
@@ -285,7 +218,7 @@ class Learner:
         if not reason and not sums.normalizer:
             reason = "no sample has a response token"
         if not reason:
-            norm = self._scale_gradients(total, optimizer.max_grad_norm)
+            norm = self._gradients.finish(total, optimizer.max_grad_norm)
             if math.isfinite(norm):
                 metrics["grad_norm"] = norm
             else:
@@ -304,48 +237,21 @@ class Learner:
         self.discard()
         return Applied(not reason, reason, metrics, digest)
 
-    def _scale_gradients(self, total: int, max_norm: float) -> float:
-        """Divide the summed gradients by N, clip; returns their norm before the clip."""
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                # Every sample of the step had advantage zero: a step of size zero.
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if self._exact is not None:
-            self._exact.write(grads, float(total))
-        else:
-            torch._foreach_div_(grads, float(total))
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, foreach=True)
-        return float(norm)
-
     def discard(self) -> None:
         """Forget what was accumulated."""
-        self._optimizer.zero_grad(set_to_none=True)
-        if self._exact is not None:
-            self._exact.clear()
+        self._gradients.discard()
         self._baselines.discard()
         self._sums = _Sums()
 
     # State.
 
     def published(self) -> Tensors:
-        """What engines load: distinct parameters and persistent buffers, in the spec's type.
-
-        Float32 tensors are the model's own: copy or store them before the next step.
-        """
-        dtype = getattr(torch, self._policy.model.dtype)
-        return {
-            name: t.to(dtype) if t.is_floating_point() else t for name, t in self.weights().items()
-        }
+        """What engines load (`TrainedModel.published`)."""
+        return self._trained.published()
 
     def weights(self) -> Tensors:
-        """Distinct parameters and persistent buffers in full precision; not a copy."""
-        named: Tensors = {name: p.detach() for name, p in self.model.named_parameters()}
-        known = {t.data_ptr() for t in named.values()}
-        for name, tensor in self.model.state_dict().items():
-            if name not in named and tensor.data_ptr() not in known:
-                named[name] = tensor.detach()
-        return named
+        """In full precision; not a copy (`TrainedModel.weights`)."""
+        return self._trained.weights()
 
     def moments(self) -> Moments:
         """The state of the optimizer, not a copy, and of the baselines."""
@@ -354,7 +260,7 @@ class Learner:
     def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
         """Take over weights and moments; forgets accumulated gradients."""
         self.discard()
-        _copy_into(self.model, weights)
+        self._trained.load(weights)
         import_moments(self.model, self._optimizer, self._baselines.restore(moments))
 
 
@@ -385,11 +291,3 @@ def _not_finite(rows: Sequence[Row], advantages: torch.Tensor) -> str:
         if not np.isfinite(row.behaviour).all():
             return f"a log-prob of sample {row.sample_id} is not finite, so the loss is not"
     return ""
-
-
-def _copy_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    result = model.load_state_dict(dict(weights), strict=False)
-    named = {name for name, _ in model.named_parameters()}
-    missing = sorted(named & set(result.missing_keys))
-    if missing or result.unexpected_keys:
-        raise ValueError(f"weights do not fit: missing {missing}, extra {result.unexpected_keys}")

@@ -1,0 +1,53 @@
+"""The gradients of one policy between two steps: summed, then divided and clipped once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from services.trainer.exact_sum import ExactSum, NotSummable
+
+
+class Gradients:
+    """Sums in the parameters' own `.grad`, or exact ones beside them (exact_sum.py)."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        # Made with the first unit: a frozen policy and an ordinary step need none.
+        self._exact: ExactSum | None = None
+
+    def settle(self) -> str:
+        """Move what backward passes left in `.grad` into the exact sums; why not, if it cannot."""
+        if self._exact is None:
+            self._exact = ExactSum(self._parameters)
+        problem = ""
+        try:
+            self._exact.add([parameter.grad for parameter in self._parameters])
+        except NotSummable as error:
+            problem = str(error)
+        self._drop()
+        return problem
+
+    def finish(self, total: int, max_norm: float) -> float:
+        """Divide the sums by `total`, clip them; returns their L2 norm before the clip."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                # Every sample of the step had advantage zero: a step of size zero.
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if self._exact is not None:
+            self._exact.write(grads, float(total))
+        else:
+            torch._foreach_div_(grads, float(total))
+        return float(torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True))
+
+    def discard(self) -> None:
+        """Back to nothing."""
+        self._drop()
+        if self._exact is not None:
+            self._exact.clear()
+
+    def _drop(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
