@@ -18,6 +18,7 @@ from troupe.job.sections import (
     TasksSpec,
 )
 from troupe.job.spec import JobSpec
+from troupe.job.training import TrainerSpec
 
 __all__ = [
     "AffinitySpec",
@@ -41,6 +42,7 @@ __all__ = [
     "RoutingSpec",
     "SamplingSpec",
     "TasksSpec",
+    "TrainerSpec",
     "load_job",
     "parse_job",
 ]

@@ -21,6 +21,7 @@ CHANGEABLE: Final = (
     "pipeline.balance_tokens",
     "policies.*.alpha",
     "policies.*.engine",
+    "policies.*.trainer",
     "rewards.*.timeout_seconds",
     "rewards.*.memory_mib",
     "rewards.*.max_concurrency",

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from troupe.job.affinity import PoolSpec
 from troupe.job.section import Section, check_json, expand_home
+from troupe.job.training import TrainerSpec
 
 _URL = re.compile(r"^https?://[^/\s]+(/\S*)?$")
 
@@ -191,6 +192,8 @@ class PolicySpec(Section):
     """False: a frozen policy; it is served, never trained."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """How its weights are stepped."""
+    trainer: TrainerSpec = TrainerSpec()
+    """How its gradients are computed."""
     engine: EngineSpec = EngineSpec()
     """What serves it."""
     alpha: int | None = Field(default=None, ge=1, le=64)
