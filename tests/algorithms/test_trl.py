@@ -9,8 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.references import TRL, ReferenceUnavailable, reference_python
 from troupe.algorithms import grpo_loss_sum, normalizer, selective_log_softmax, token_weights
 
 pytestmark = pytest.mark.slow
 
-VERSION = "1.16.0"
 LENGTHS = [7, 1, 5, 9, 3, 9]
 CONSTANT = 12
 # name: (TRL's settings, ours). TRL's `cispo` names the cap itself, the paper and we what exceeds 1.
@@ -56,16 +54,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Python that has TRL, and else what this one has."""
-    root = tmp_path_factory.mktemp("trl")
-    venv.create(root, with_pip=True)
-    library = sysconfig.get_path("purelib", vars={"base": str(root)})
-    (Path(library) / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    binary = root / "bin" / "python"
-    command = [str(binary), "-m", "pip", "install", "--quiet", f"trl=={VERSION}"]
-    installed = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    if installed.returncode:
-        pytest.skip(f"pip cannot install trl=={VERSION}: {installed.stderr.strip()[-300:]}")
-    return binary
+    try:
+        return reference_python([TRL], tmp_path_factory.mktemp("trl"))
+    except ReferenceUnavailable as error:
+        pytest.skip(str(error))
 
 
 def _batch() -> dict[str, torch.Tensor]:
