@@ -162,6 +162,7 @@ def test_ctrl_c_pauses_stops_everything_and_the_job_goes_on_later(project: Proje
     assert project.gone()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait_for_the_step(project: Project) -> None:
     project.rename_job("deaf")
     process = project.start("train", "job.yaml", "--set", "pipeline.steps=60", "--grace", "60")
@@ -188,6 +189,7 @@ def test_ctrl_c_while_the_cluster_starts(project: Project) -> None:
     assert running_state(project.runs) is None
 
 
+@pytest.mark.slow
 def test_the_death_of_the_orchestrator_does_not_end_the_training(project: Project) -> None:
     process = project.start("train", "job.yaml", "--set", "pipeline.steps=25")
     read_until(process, r"^step 3/25")
@@ -239,6 +241,7 @@ def test_a_cluster_that_runs_is_used_and_left_running(standing: Project, run_her
     assert run_here(standing, "jobs", "pause", "mine") == (0, "mine is pausing\n", "")
 
 
+@pytest.mark.slow
 def test_keep_up_leaves_the_cluster_until_down(project: Project, run_here: Run) -> None:
     status, out, err = project.run("train", "job.yaml", "--keep-up")
     assert (status, err) == (0, "")
@@ -255,6 +258,7 @@ def test_keep_up_leaves_the_cluster_until_down(project: Project, run_here: Run) 
         assert "no cluster runs in this directory. Start one with `troupe up`" in err
 
 
+@pytest.mark.slow
 def test_up_in_the_foreground_ends_with_ctrl_c(project: Project) -> None:
     process = project.start("up", "--no-panel")
     read_until(process, "Ctrl-C stops it")

@@ -168,15 +168,22 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(4, 8), pytest.param(24, 10, marks=pytest.mark.slow)]
+)
 def test_no_order_of_events_loses_anything(
-    redis_url: str, loop: asyncio.AbstractEventLoop, caplog: pytest.LogCaptureFixture
+    redis_url: str,
+    loop: asyncio.AbstractEventLoop,
+    caplog: pytest.LogCaptureFixture,
+    examples: int,
+    steps: int,
 ) -> None:
     caplog.set_level(logging.CRITICAL)
     run_state_machine_as_test(
         lambda: JobLife(redis_url, loop),  # type: ignore[arg-type]
         settings=settings(
-            max_examples=12,
-            stateful_step_count=8,
+            max_examples=examples,
+            stateful_step_count=steps,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),

@@ -24,6 +24,7 @@ async def sacrifice(
     return await cluster.wait(job_id, seconds=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["preparing", "running"])
 async def test_a_workflow_that_kills_every_worker_fails_its_job(
     cluster: Cluster, when: str

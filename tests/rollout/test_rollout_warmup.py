@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import gc, sys, threading
@@ -25,6 +27,7 @@ print("warm")
 """
 
 
+@pytest.mark.slow
 def test_libraries_are_imported_without_the_collector_which_then_goes_on() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

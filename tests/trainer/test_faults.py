@@ -211,6 +211,7 @@ class Process:
         self._process.wait(10)
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_is_replaced_and_nothing_counts_twice(
     stage: TrainingStage, store_address: str
 ) -> None:
