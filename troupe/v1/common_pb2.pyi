@@ -325,6 +325,7 @@ class WeightsRef(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     policy: _builtins.str
     version: _builtins.int
@@ -332,6 +333,12 @@ class WeightsRef(_message.Message):
     checksum: _builtins.str
     """Hex xxh3-128 over names, dtypes, shapes and bytes (troupe.transfer)."""
     num_bytes: _builtins.int
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"host:port" of transfer owners that had it when this was written: where another host asks
+        first. Whoever finds it nowhere there asks Orchestrator.LocateState.
+        """
+
     def __init__(
         self,
         *,
@@ -341,10 +348,11 @@ class WeightsRef(_message.Message):
         key: _builtins.str = ...,
         checksum: _builtins.str = ...,
         num_bytes: _builtins.int = ...,
+        holders: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "job_id", b"job_id", "key", b"key", "num_bytes", b"num_bytes", "policy", b"policy", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "holders", b"holders", "job_id", b"job_id", "key", b"key", "num_bytes", b"num_bytes", "policy", b"policy", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1390,6 +1390,7 @@ class HeartbeatRequest(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
+    TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable per process; a restarted process uses a new one."""
     kind: Global___WorkerKind.ValueType
@@ -1401,6 +1402,8 @@ class HeartbeatRequest(_message.Message):
     """The worker is leaving; do not give it work."""
     host_id: _builtins.str
     """Identifies the host (same host: shared memory can be used)."""
+    transfer_address: _builtins.str
+    """"host:port" of the owner that lets other hosts read this host's states; empty: none does."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.EngineStatus]: ...
     @_builtins.property
@@ -1422,10 +1425,11 @@ class HeartbeatRequest(_message.Message):
         draining: _builtins.bool = ...,
         host_id: _builtins.str = ...,
         loads: _abc.Iterable[_rollout_pb2.PolicyLoad] | None = ...,
+        transfer_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "rss_bytes", b"rss_bytes", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "rss_bytes", b"rss_bytes", "transfer_address", b"transfer_address", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1490,3 +1494,51 @@ class ReportCommitResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportCommitResponse: _TypeAlias = ReportCommitResponse  # noqa: Y015
+
+@_typing.final
+class LocateStateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """As the transfer layer names it: `{job}/{policy}/weights@{version}`."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateStateRequest: _TypeAlias = LocateStateRequest  # noqa: Y015
+
+@_typing.final
+class LocateStateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNERS_FIELD_NUMBER: _builtins.int
+    TRAINERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Transfer owners of hosts with living workers, likely holders first; each once."""
+
+    @_builtins.property
+    def trainers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Living trainer workers, likely holders first: training state may be on their disks."""
+
+    def __init__(
+        self,
+        *,
+        owners: _abc.Iterable[_builtins.str] | None = ...,
+        trainers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owners", b"owners", "trainers", b"trainers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateStateResponse: _TypeAlias = LocateStateResponse  # noqa: Y015

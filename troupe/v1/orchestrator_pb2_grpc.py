@@ -140,6 +140,11 @@ class OrchestratorStub:
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ReportCommitRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ReportCommitResponse.FromString,
                 _registered_method=True)
+        self.LocateState = channel.unary_unary(
+                '/troupe.v1.Orchestrator/LocateState',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.LocateStateRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.LocateStateResponse.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServicer:
@@ -282,6 +287,14 @@ class OrchestratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LocateState(self, request, context):
+        """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
+        heartbeats: whom it names may not have it, and says so itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -389,6 +402,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.ReportCommit,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ReportCommitRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.ReportCommitResponse.SerializeToString,
+            ),
+            'LocateState': grpc.unary_unary_rpc_method_handler(
+                    servicer.LocateState,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.LocateStateRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.LocateStateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -958,6 +976,33 @@ class Orchestrator:
             '/troupe.v1.Orchestrator/ReportCommit',
             troupe_dot_v1_dot_orchestrator__pb2.ReportCommitRequest.SerializeToString,
             troupe_dot_v1_dot_orchestrator__pb2.ReportCommitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LocateState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/LocateState',
+            troupe_dot_v1_dot_orchestrator__pb2.LocateStateRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.LocateStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,6 +65,10 @@ class OrchestratorStub:
     """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
     ReportCommit: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ReportCommitRequest, _orchestrator_pb2.ReportCommitResponse]
     """A trainer tells that a step is committed; the ledger moves to its version."""
+    LocateState: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.LocateStateRequest, _orchestrator_pb2.LocateStateResponse]
+    """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
+    heartbeats: whom it names may not have it, and says so itself.
+    """
 
 @_typing.type_check_only
 class OrchestratorAsyncStub(OrchestratorStub):
@@ -102,6 +106,10 @@ class OrchestratorAsyncStub(OrchestratorStub):
     """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
     ReportCommit: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ReportCommitRequest, _orchestrator_pb2.ReportCommitResponse]  # type: ignore[assignment]
     """A trainer tells that a step is committed; the ledger moves to its version."""
+    LocateState: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.LocateStateRequest, _orchestrator_pb2.LocateStateResponse]  # type: ignore[assignment]
+    """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
+    heartbeats: whom it names may not have it, and says so itself.
+    """
 
 class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -262,5 +270,15 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.ReportCommitResponse, _abc.Awaitable[_orchestrator_pb2.ReportCommitResponse]]:
         """A trainer tells that a step is committed; the ledger moves to its version."""
+
+    @_abc_1.abstractmethod
+    def LocateState(
+        self,
+        request: _orchestrator_pb2.LocateStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.LocateStateResponse, _abc.Awaitable[_orchestrator_pb2.LocateStateResponse]]:
+        """Whom to ask for a state that is not on the caller's host. The answer is made of the workers'
+        heartbeats: whom it names may not have it, and says so itself.
+        """
 
 def add_OrchestratorServicer_to_server(servicer: OrchestratorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -419,8 +419,13 @@ class UpdateWeightsResponse(_message.Message):
 
     ENGINES_FIELD_NUMBER: _builtins.int
     EXPOSED_SECONDS_FIELD_NUMBER: _builtins.int
+    TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
     exposed_seconds: _builtins.float
     """Seconds in which engines could not serve because of the update, summed."""
+    transfer_seconds: _builtins.float
+    """Seconds that the weights took to this host, while engines served the version before; 0 when
+    they were here.
+    """
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
     def __init__(
@@ -428,10 +433,11 @@ class UpdateWeightsResponse(_message.Message):
         *,
         engines: _abc.Iterable[Global___EngineStatus] | None = ...,
         exposed_seconds: _builtins.float = ...,
+        transfer_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "exposed_seconds", b"exposed_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "exposed_seconds", b"exposed_seconds", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

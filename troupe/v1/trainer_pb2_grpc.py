@@ -49,6 +49,16 @@ class TrainerStub:
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
                 _registered_method=True)
+        self.ReadCheckpoint = channel.unary_stream(
+                '/troupe.v1.Trainer/ReadCheckpoint',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.ReadCheckpointRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.ReadCheckpointResponse.FromString,
+                _registered_method=True)
+        self.OfferState = channel.unary_unary(
+                '/troupe.v1.Trainer/OfferState',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.OfferStateRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.OfferStateResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/troupe.v1.Trainer/Release',
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.ReleaseRequest.SerializeToString,
@@ -86,6 +96,21 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadCheckpoint(self, request, context):
+        """Streams the files of a checkpoint that this worker wrote, to an orchestrator on another host.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OfferState(self, request, context):
+        """Puts committed training state from this worker's disk into its transfer layer, for a trainer
+        on another host. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Gives the devices back. State of the last committed step is already stored.
         """
@@ -116,6 +141,16 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.SaveCheckpoint,
                     request_deserializer=troupe_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'ReadCheckpoint': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadCheckpoint,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.ReadCheckpointRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.ReadCheckpointResponse.SerializeToString,
+            ),
+            'OfferState': grpc.unary_unary_rpc_method_handler(
+                    servicer.OfferState,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.OfferStateRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.OfferStateResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -209,6 +244,60 @@ class Trainer:
             '/troupe.v1.Trainer/SaveCheckpoint',
             troupe_dot_v1_dot_trainer__pb2.SaveCheckpointRequest.SerializeToString,
             troupe_dot_v1_dot_trainer__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/troupe.v1.Trainer/ReadCheckpoint',
+            troupe_dot_v1_dot_trainer__pb2.ReadCheckpointRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.ReadCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OfferState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Trainer/OfferState',
+            troupe_dot_v1_dot_trainer__pb2.OfferStateRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.OfferStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,12 @@ class TrainerStub:
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Writes a checkpoint that `transformers` loads."""
+    ReadCheckpoint: _grpc.UnaryStreamMultiCallable[_trainer_pb2.ReadCheckpointRequest, _trainer_pb2.ReadCheckpointResponse]
+    """Streams the files of a checkpoint that this worker wrote, to an orchestrator on another host."""
+    OfferState: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OfferStateRequest, _trainer_pb2.OfferStateResponse]
+    """Puts committed training state from this worker's disk into its transfer layer, for a trainer
+    on another host. Idempotent.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseRequest, _trainer_pb2.ReleaseResponse]
     """Gives the devices back. State of the last committed step is already stored."""
     ListBindings: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ListBindingsRequest, _trainer_pb2.ListBindingsResponse]
@@ -54,6 +60,12 @@ class TrainerAsyncStub(TrainerStub):
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes a checkpoint that `transformers` loads."""
+    ReadCheckpoint: _aio.UnaryStreamMultiCallable[_trainer_pb2.ReadCheckpointRequest, _trainer_pb2.ReadCheckpointResponse]  # type: ignore[assignment]
+    """Streams the files of a checkpoint that this worker wrote, to an orchestrator on another host."""
+    OfferState: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OfferStateRequest, _trainer_pb2.OfferStateResponse]  # type: ignore[assignment]
+    """Puts committed training state from this worker's disk into its transfer layer, for a trainer
+    on another host. Idempotent.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseRequest, _trainer_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives the devices back. State of the last committed step is already stored."""
     ListBindings: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ListBindingsRequest, _trainer_pb2.ListBindingsResponse]  # type: ignore[assignment]
@@ -84,6 +96,24 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
         """Writes a checkpoint that `transformers` loads."""
+
+    @_abc_1.abstractmethod
+    def ReadCheckpoint(
+        self,
+        request: _trainer_pb2.ReadCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ReadCheckpointResponse], _abc.AsyncIterator[_trainer_pb2.ReadCheckpointResponse]]:
+        """Streams the files of a checkpoint that this worker wrote, to an orchestrator on another host."""
+
+    @_abc_1.abstractmethod
+    def OfferState(
+        self,
+        request: _trainer_pb2.OfferStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.OfferStateResponse, _abc.Awaitable[_trainer_pb2.OfferStateResponse]]:
+        """Puts committed training state from this worker's disk into its transfer layer, for a trainer
+        on another host. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def Release(
