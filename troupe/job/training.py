@@ -21,3 +21,7 @@ class TrainerSpec(Section):
     forward_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one forward pass, which a micro-batch is cut into; a longer sequence is a pass of
     its own. Default: what suits the device (1024 on a CPU, 16384 on a GPU)."""
+    gang: int = Field(default=1, ge=1, le=4096)
+    """Devices that share the policy's weights, gradients and optimizer (FSDP2), each computing its
+    part of every micro-batch. 1: one device holds all of it. Sums of several devices round in
+    another order: not with `pipeline.deterministic`. A resumed job may have another size."""
