@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, Protocol, TypeVar, runtime_checkable
@@ -16,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.chassis.interceptor import ChassisInterceptor
 from services.chassis.ports import bind, server_options
-from services.chassis.settings import ServiceSettings
+from services.chassis.settings import ServiceSettings, is_loopback
 from services.chassis.telemetry import Telemetry
 
 log = structlog.get_logger("troupe.app")
@@ -140,7 +139,7 @@ class RunningServer(Generic[S]):
             half.write_text(f"{settings.port} {settings.metrics_port}\n")
             half.replace(settings.port_file)
         log.info("serving", name=self.service.name, address=self.address)
-        if settings.token is None and not _is_loopback(settings.host):
+        if settings.token is None and not is_loopback(settings.host):
             log.warning(
                 "anyone who reaches this address can use it; set TROUPE_TOKEN",
                 host=settings.host,
@@ -193,13 +192,6 @@ async def serve(make: Service | Factory[S], settings: S) -> AsyncIterator[Runnin
         yield server
     finally:
         await server.close()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _stream_drain(settings: ServiceSettings) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import socket
@@ -76,6 +77,16 @@ class ServiceSettings(BaseSettings):
     """Jobs' directories; shared by the services of a cluster."""
     transfer_dir: Path = Field(default_factory=lambda: Path(f"/dev/shm/troupe-{os.getuid()}"))
     """tmpfs directory through which weights move on this host."""
+    transfer_serve: Literal["auto", "on", "off"] = "auto"
+    """Whether other hosts read weights and states from this one, and this one from them; `auto`:
+    when `host` is more than loopback."""
+    transfer_host: str | None = None
+    """Name or address at which other hosts reach this one's states, where it is not that of
+    `address`."""
+    transfer_port: int = Field(default=0, ge=0, le=65535)
+    """Its port, one per host; 0 takes a free one."""
+    transfer_ucx: bool = True
+    """Move bytes between hosts through UCX where both have it; otherwise through gRPC."""
     paced_trace_dir: Path | None = None
     """Where paced stand-ins write when they were busy (`troupe.timeline`)."""
 
@@ -95,6 +106,13 @@ class ServiceSettings(BaseSettings):
         host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
+    @property
+    def shares_states(self) -> bool:
+        """Whether states move between this host and others (`transfer_serve`)."""
+        if self.transfer_serve == "auto":
+            return not is_loopback(self.host)
+        return self.transfer_serve == "on"
+
     def client(self, *, retry: RetryPolicy | None = None) -> ClientSettings:
         """How this service calls others: the same token, authority and limits."""
         return ClientSettings(
@@ -105,3 +123,11 @@ class ServiceSettings(BaseSettings):
             max_message_mib=self.max_message_mib,
             retry=retry or RetryPolicy(),
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

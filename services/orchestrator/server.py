@@ -11,7 +11,7 @@ from typing import Any, Final
 import grpc
 
 from services.chassis.telemetry import Telemetry
-from services.orchestrator import audit, checkpoints
+from services.orchestrator import audit, checkpoints, directory
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.records import TERMINAL, JobRecord
 from services.orchestrator.settings import OrchestratorSettings
@@ -221,6 +221,13 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
             )
         await self._at.shared.ledger.commit(request.job_id, commit)
         return orch.ReportCommitResponse()
+
+    async def LocateState(
+        self, request: orch.LocateStateRequest, context: Any
+    ) -> orch.LocateStateResponse:
+        if not request.key:
+            raise InvalidArgument("is empty", field="key", remedy="Name the state.")
+        return directory.locate(request.key, self._at.shared.workers.all())
 
     async def _record(self, request: Any) -> JobRecord:
         _check_id(request)
