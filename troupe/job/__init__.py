@@ -4,6 +4,7 @@ from troupe.job.affinity import AffinitySpec, PoolSpec
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
 from troupe.job.loading import JobSpecError, load_job, parse_job
+from troupe.job.lora import LoraSpec
 from troupe.job.policy import EngineSpec, ModelSpec, OptimizerSpec, PacedSpec, PolicySpec
 from troupe.job.routing import RoutingSpec
 from troupe.job.sections import (
@@ -33,6 +34,7 @@ __all__ = [
     "JobSpecError",
     "LimitsSpec",
     "LoggingSpec",
+    "LoraSpec",
     "ModelSpec",
     "OptimizerSpec",
     "PacedSpec",

@@ -11,6 +11,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from troupe.job.lora import LoraSpec
 from troupe.job.policy import PolicySpec
 from troupe.job.section import Section
 from troupe.scheduling.balancing import Rules
@@ -138,9 +139,15 @@ def exchange(source: PolicySpec, target: PolicySpec) -> Exchange:
         return "never"
     alike = (
         source.model == target.model
+        and _shape(source.lora) == _shape(target.lora)
         and source.paced == target.paced
         and source.engine.model_dump(exclude=_OWN) == target.engine.model_dump(exclude=_OWN)
     )
     if alike:
         return "in_place"
     return "never" if target.engine.urls and target.paced is None else "rebuild"
+
+
+def _shape(lora: LoraSpec | None) -> object:
+    """What of an adapter its engine has to be made for."""
+    return lora and (lora.rank, lora.target_modules)

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from troupe.job.affinity import PoolSpec
+from troupe.job.lora import LoraSpec
 from troupe.job.section import Section, check_json, expand_home
 from troupe.job.training import TrainerSpec
 
@@ -190,6 +191,8 @@ class PolicySpec(Section):
     """Architecture, first weights, tokenizer."""
     trainable: bool = True
     """False: a frozen policy; it is served, never trained."""
+    lora: LoraSpec | None = None
+    """Train an adapter on the model's weights, which stay as they are; default: all weights."""
     optimizer: OptimizerSpec = OptimizerSpec()
     """How its weights are stepped."""
     trainer: TrainerSpec = TrainerSpec()

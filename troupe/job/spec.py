@@ -137,6 +137,22 @@ class JobSpec(Section):
         self.balancing.check(self.policies)
         return self
 
+    @model_validator(mode="after")
+    def _adapters(self) -> Self:
+        for name, policy in self.policies.items():
+            if policy.lora is None:
+                continue
+            if policy.paced is not None:
+                raise ValueError(
+                    f"policies.{name}.lora: a paced policy learns nothing; remove `lora` or `paced`"
+                )
+            if policy.lora.dropout and self.pipeline.deterministic:
+                raise ValueError(
+                    f"policies.{name}.lora.dropout: what is dropped depends on how samples are cut "
+                    "into micro-batches; set it to 0 with `pipeline.deterministic`"
+                )
+        return self
+
     @property
     def balances(self) -> bool:
         """Whether engines move between policies."""
