@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from services.trainer.exact_sum import ExactSum, NotSummable
 
@@ -40,7 +41,9 @@ class Gradients:
             self._exact.write(grads, float(total))
         else:
             torch._foreach_div_(grads, float(total))
-        return float(torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True))
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True)
+        # Of a sharded model: this rank's term of it.
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def discard(self) -> None:
         """Back to nothing."""

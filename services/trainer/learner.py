@@ -27,6 +27,7 @@ from services.trainer.optimizer import (
     make_optimizer,
 )
 from services.trainer.passes import Passes
+from services.trainer.peers import Peers
 from services.trainer.rows import Row, response_lengths
 from services.trainer.summary import BatchSummary
 from services.trainer.trained_model import Tensors, TrainedModel
@@ -86,8 +87,13 @@ class Learner:
         forward_tokens: int = 0,
         share_prefixes: bool = True,
         skip_zero_advantages: bool = True,
+        peers: Peers | None = None,
     ) -> None:
-        """Train `model` in the type of its parameters: float32, or float64 for proofs."""
+        """Train `model` in the type of its parameters: float32, or float64 for proofs.
+
+        `peers`: those that hold the other parts of a model that is sharded.
+        """
+        self._peers = peers or Peers()
         self._job = spec
         self._policy = spec.policies[policy]
         self._trained = TrainedModel(
@@ -101,6 +107,7 @@ class Learner:
             policy,
             forward_tokens=forward_tokens,
             share_prefixes=share_prefixes,
+            peers=self._peers,
         )
         self._baselines = Baselines(spec.algorithm)
         self._constant = spec.constant_tokens(policy)
@@ -209,6 +216,7 @@ class Learner:
         sums, optimizer = self._sums, self._policy.optimizer
         for unit in sums.groups.rest():
             self._add_unit(unit, None)
+        sums.tokens = self._peers.merged(sums.tokens)
         metrics = sums.summary.metrics(version) | sums.tokens.metrics()
         metrics |= self._baselines.metrics()
         total = max(sums.normalizer, 1)

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from services.trainer.learner import Applied, Learner
-from services.trainer.passes import Stopped
+from services.trainer.peers import Stopped
 from services.trainer.policy_model import load_config, policy_seed
 from services.trainer.rows import Row
 from services.trainer.summary import BatchSummary

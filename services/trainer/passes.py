@@ -12,6 +12,7 @@ import torch
 from services.trainer.batching import Piece, plan
 from services.trainer.columns import TokenColumns
 from services.trainer.forward import costs_of, response_logits, supports_sharing
+from services.trainer.peers import Peers
 from services.trainer.rows import Row
 from services.trainer.trained_model import TrainedModel
 from troupe.algorithms import TokenStatistics, grpo_loss_sum, selective_log_softmax
@@ -21,10 +22,6 @@ from troupe.job import JobSpec
 _FORWARD_TOKENS = {"cpu": 1024, "cuda": 16384}
 # Logits of one forward pass, in bytes of float32.
 _LOGITS_BYTES = 256 << 20
-
-
-class Stopped(Exception):
-    """The step was given up while it computed."""
 
 
 class Passes:
@@ -38,8 +35,10 @@ class Passes:
         *,
         forward_tokens: int = 0,
         share_prefixes: bool = True,
+        peers: Peers | None = None,
     ) -> None:
         self._model = model
+        self._peers = peers or Peers()
         self._job = spec
         self._policy = spec.policies[policy]
         self._reference: Any = None
@@ -62,12 +61,17 @@ class Passes:
     ) -> str:
         """Add the gradient of these rows' summed loss; why not, if it is not finite.
 
-        `advantages`: float64 [n]. Raises `Stopped` between pieces.
+        `advantages`: float64 [n]. Raises `Stopped` between pieces. In a gang every rank is given
+        all rows and computes its share of them.
         """
+        mine = self._peers.share(rows)
+        rows, advantages = [rows[i] for i in mine], advantages[mine]
         algorithm, device = self._job.algorithm, self._model.device
-        columns = TokenColumns.of(
-            rows, advantages, algorithm.normalize, device=device, dtype=self._model.dtype
-        )
+        columns = None
+        if rows:
+            columns = TokenColumns.of(
+                rows, advantages, algorithm.normalize, device=device, dtype=self._model.dtype
+            )
         how: dict[str, Any] = {
             "clip_low": algorithm.clip_low,
             "clip_high": algorithm.clip_high,
@@ -75,9 +79,12 @@ class Passes:
             "correction": self._job.correction,
             "correction_cap": algorithm.correction_cap,
         }
-        for piece in plan(rows, self._budget, sharing=self._sharing, limit=self._limit):
-            if stop is not None and stop.is_set():
-                raise Stopped
+        pieces = plan(rows, self._budget, sharing=self._sharing, limit=self._limit)
+        turns = self._peers.turns(pieces, stop)
+        for piece in turns:
+            if piece is None or columns is None:
+                self._take_part()
+                continue
             here = piece.to(device)
             own = columns.at(here.order)
             with self._autocast():
@@ -96,17 +103,32 @@ class Passes:
                 **how,
             )
             if not torch.isfinite(loss):
-                return f"the loss of a micro-batch is {loss.item()}"
+                turns.problem = f"the loss of a micro-batch is {loss.item()}"
+            # The gradients of a broken step are thrown away, but other ranks wait for this pass.
             torch.autograd.backward(loss)
             statistics.add(loss, logprobs, own.behaviour, own.advantages, entropy, **how)
-        return ""
+        return turns.problem
+
+    def _take_part(self) -> None:
+        """A pass of which nothing is kept, for ranks that have one piece more than this one."""
+        ids = torch.zeros((1, 1), dtype=torch.int64, device=self._model.device)
+        nothing = torch.zeros(1, dtype=torch.int64, device=self._model.device)
+        piece = Piece(input_ids=ids, positions=nothing, targets=nothing, order=nothing)
+        with self._autocast():
+            logits = response_logits(self._model.module, piece)
+        if self._reference is not None:
+            with torch.no_grad(), self._autocast():
+                response_logits(self._reference, piece)
+        torch.autograd.backward(logits.sum() * 0.0)
 
     def _reference_logprobs(self, piece: Piece, own: TokenColumns) -> torch.Tensor | None:
-        if own.reference is not None or self._reference is None:
+        if self._reference is None or (own.reference is not None and self._peers.size == 1):
             return own.reference
         with torch.no_grad(), self._autocast():
             logits = response_logits(self._reference, piece) / own.temperatures
-            return selective_log_softmax(logits, piece.targets)[0]
+            found = selective_log_softmax(logits, piece.targets)[0]
+        # Another rank's rows may bring none, and wait for this pass.
+        return found if own.reference is None else own.reference
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._policy.model.dtype == "bfloat16":

@@ -12,7 +12,7 @@ import structlog
 from services.trainer.binding import Binding
 from services.trainer.claims import Bounds, Claim, StepClaims, is_lost
 from services.trainer.compute import Compute
-from services.trainer.passes import Stopped
+from services.trainer.peers import Stopped
 from services.trainer.rows import parse_rows
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import Frontier

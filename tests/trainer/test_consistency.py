@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, event, example, given, settings
 from hypothesis import strategies as st
 
 from services.trainer.learner import Learner
-from services.trainer.passes import Stopped
+from services.trainer.peers import Stopped
 from services.trainer.policy_model import load_model
 from services.trainer.rows import Row
 from tests.support.training import VOCABULARY, make_spec
