@@ -9,6 +9,7 @@ import torch
 
 from troupe.algorithms import (
     Correction,
+    Loss,
     TokenStatistics,
     corrected_loss,
     grpo_loss_sum,
@@ -178,3 +179,77 @@ def test_statistics_tell_weights_and_what_was_cut(correction: Correction) -> Non
         assert metrics["correction/masked_fraction"] == 0.5
     # Nothing is clipped where nothing has a clip.
     assert metrics["clip_fraction"] == 0.0
+
+
+def _tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """pi, pi_old, mu and advantages of five tokens of one sequence."""
+    generator = torch.Generator().manual_seed(3)
+    pi = -torch.rand(5, dtype=torch.float64, generator=generator)
+    noise = torch.randn(2, 5, dtype=torch.float64, generator=generator)
+    advantages = torch.randn(5, dtype=torch.float64, generator=generator)
+    return pi, pi + 0.2 * noise[0], pi + 0.7 * noise[1], advantages
+
+
+@pytest.mark.parametrize("correction", ["none", "truncated", "masked", "sequence_masked"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "dppo_mask"])
+def test_decoupled_is_the_loss_against_the_old_weights_times_a_constant(
+    loss: Loss, correction: Correction
+) -> None:
+    """Hilton et al. 2022: the clip looks at pi/pi_old, the weight at pi_old/mu."""
+    pi, old, mu, advantages = _tokens()
+    pi.requires_grad_()
+    sequences, ones = torch.zeros(5, dtype=torch.int64), torch.ones(5, dtype=torch.float64)
+    weights = (old - mu).exp()
+    if correction == "sequence_masked":
+        weights = weights.prod().expand(5)
+    inside = (weights >= 1 / 1.5) & (weights <= 1.5)
+    if correction == "truncated":
+        weights = weights.clamp(max=1.5)
+    elif correction != "none":
+        weights = torch.where(inside, weights, 0.0)
+    else:
+        weights = ones
+    found = grpo_loss_sum(
+        pi,
+        mu,
+        advantages,
+        ones,
+        **CLIP,
+        loss=loss,
+        sequences=sequences,
+        correction=correction,
+        correction_cap=1.5,
+        old_logprobs=old,
+    )
+    # Against a behaviour that is pi_old itself the loss is known.
+    plain = grpo_loss_sum(pi, old, advantages, weights, **CLIP, loss=loss, sequences=sequences)
+    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, pi, retain_graph=True)[0], torch.autograd.grad(plain, pi)[0]
+    )
+
+
+def test_with_one_update_a_step_decoupled_is_truncated() -> None:
+    """pi_old is pi then: the same gradient, without a forward pass for it."""
+    pi, _, mu, advantages = _tokens()
+    pi.requires_grad_()
+    ones = torch.ones(5, dtype=torch.float64)
+    grads = []
+    for old in (None, pi.detach()):
+        how = {"correction": "truncated", "correction_cap": 1.5, "old_logprobs": old}
+        loss = grpo_loss_sum(pi, mu, advantages, ones, **CLIP, **how)  # type: ignore[arg-type]
+        grads.append(torch.autograd.grad(loss, pi)[0])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_decoupled_statistics_tell_the_clip_and_the_weights_apart() -> None:
+    old, mu = torch.zeros(4), -torch.tensor([0.25, 1.0, 1.5, 4.0]).log()
+    pi = torch.tensor([1.5, 1.0, 1.0, 1.0]).log()
+    total = TokenStatistics()
+    how = {"correction": "masked", "old_logprobs": old}
+    total.add(torch.zeros(()), pi, mu, torch.ones(4), pi, **CLIP, **how)  # type: ignore[arg-type]
+    metrics = total.metrics()
+    assert metrics["clip_fraction"] == 0.25  # pi/pi_old = 1.5
+    assert metrics["masked_fraction"] == 0.5  # pi_old/mu of 0.25 and 4
+    assert metrics["correction/weight_mean"] == pytest.approx((1 + 1.5) / 4)
+    assert metrics["importance_sampling_ratio/max"] == pytest.approx(4.0)

@@ -38,6 +38,7 @@ from troupe.algorithms.objectives import (
 )
 from troupe.algorithms.sequences import sequence_means, sequence_sums
 from troupe.algorithms.statistics import TokenStatistics
+from troupe.algorithms.values import ValueStatistics, clipped_values, gae, value_loss
 
 __all__ = [
     "Advantage",
@@ -45,12 +46,15 @@ __all__ = [
     "Loss",
     "Normalize",
     "TokenStatistics",
+    "ValueStatistics",
     "batch_advantages",
     "batch_statistics",
     "cispo_loss",
     "clipped_loss",
+    "clipped_values",
     "corrected_loss",
     "divergence_masked_loss",
+    "gae",
     "group_advantages",
     "group_statistics",
     "grpo_loss_sum",
@@ -71,4 +75,5 @@ __all__ = [
     "sequence_sums",
     "token_weights",
     "truncated_weights",
+    "value_loss",
 ]

@@ -7,8 +7,8 @@ through it.
 
 truncated: w_t = min(rho_t, c). Token-level truncated importance sampling: Ionides 2008, "Truncated
     importance sampling"; Espeholt et al. 2018 (IMPALA), section 4.1. Biased only by what the cap
-    cuts off. With one update per global batch pi is also the proximal policy, so this is AReaL's
-    decoupled objective (Fu et al. 2025, section 5.2).
+    cuts off. With one update per step pi is also the proximal policy, so this has the gradient of
+    AReaL's decoupled objective (Fu et al. 2025, section 5.2); for several see losses.py.
 masked: w_t = rho_t inside [1/c, c], else the token carries no loss at all (IcePop).
 sequence_masked: w_t = rho(y) for all tokens of y where rho(y) is inside [1/c, c], else y carries no
     loss at all. rho(y) strays further the longer y is: it wants a larger c than a token does.

@@ -3,6 +3,12 @@
 A step's loss is `(1/N) sum_t w_t l_t` over all its tokens t. Micro-batches accumulate the
 gradient of `sum_t w_t l_t`; the one division by N comes when the step is complete and N is
 known. Symbols: rho_t = pi(a_t)/mu(a_t) importance ratio, A_t advantage, w_t token weight.
+
+*Recomputed old log-probs*: the loss's ratio is pi/pi_old, pi_old the weights that the step began
+with, whatever drew the tokens; a correction then weighs each token's loss by what it makes of
+pi_old/mu, a constant. With `ppo_clip` and `truncated` that is decoupled PPO: Hilton et al. 2022
+("Batch size-invariance for policy optimization"), section 3, with pi_old the proximal and mu the
+behaviour policy; Fu et al. 2025 (AReaL), section 5.2.
 """
 
 from __future__ import annotations
@@ -111,6 +117,7 @@ def grpo_loss_sum(
     sequences: torch.Tensor | None = None,
     correction: Correction = "none",
     correction_cap: float = 2.0,
+    old_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
     kl_coefficient: float = 0.0,
     entropy: torch.Tensor | None = None,
@@ -122,10 +129,14 @@ def grpo_loss_sum(
     `sequence_sums`) names each token's sequence, all of whose tokens are there: `gspo` and
     `sequence_masked` need it. What is masked carries no KL and no entropy either; N counts it all
     the same, so that it does not depend on the weights. `truncated` weighs the policy term only.
-    Raises ValueError for `truncated` with another loss than `ppo_clip`: they use rho_t already.
+    `old_logprobs`: of the weights that the step began with, where the loss is against those.
+    Raises ValueError for `truncated` with another loss than `ppo_clip` and no `old_logprobs`: they
+    use rho_t already.
     """
-    seen = correction_ratio(logprobs, behaviour_logprobs, sequences, correction)
-    if loss == "ppo_clip":
+    start = logprobs if old_logprobs is None else old_logprobs
+    seen = correction_ratio(start, behaviour_logprobs, sequences, correction)
+    anchor = behaviour_logprobs if old_logprobs is None else old_logprobs
+    if old_logprobs is None and loss == "ppo_clip":
         total = policy_loss(
             logprobs,
             seen,
@@ -135,18 +146,13 @@ def grpo_loss_sum(
             correction=correction,
             correction_cap=correction_cap,
         )
-    elif correction == "truncated":
+    elif old_logprobs is None and correction == "truncated":
         raise ValueError(f"{loss} weighs tokens by pi/mu itself; `truncated` would do it again")
-    elif loss == "gspo":
-        ratio = sequence_level_ratio(logprobs, behaviour_logprobs, _given(sequences, loss))
-        total = clipped_loss(ratio, advantages, clip_low, clip_high)
-    elif loss == "cispo":
-        ratio = importance_ratio(logprobs, behaviour_logprobs)
-        total = cispo_loss(logprobs, ratio, advantages, clip_high)
     else:
-        total = divergence_masked_loss(
-            logprobs, behaviour_logprobs, advantages, clip_low, clip_high
-        )
+        total = _objective(loss, logprobs, anchor, advantages, sequences, clip_low, clip_high)
+    if old_logprobs is not None and correction != "none":
+        weigh = truncated_weights if correction == "truncated" else masked_weights
+        total = weigh(seen, correction_cap) * total
     if reference_logprobs is not None and kl_coefficient > 0:
         total = total + kl_coefficient * k3_kl(logprobs, reference_logprobs)
     if entropy is not None and entropy_coefficient > 0:
@@ -155,6 +161,27 @@ def grpo_loss_sum(
         kept = within(seen.detach(), correction_cap)
         total = torch.where(kept, total, torch.zeros_like(total))
     return (total * weights).sum()
+
+
+def _objective(
+    loss: Loss,
+    logprobs: torch.Tensor,
+    anchor: torch.Tensor,
+    advantages: torch.Tensor,
+    sequences: torch.Tensor | None,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """The loss of each token [T] against a policy whose log-probs are `anchor`."""
+    if loss == "dppo_mask":
+        return divergence_masked_loss(logprobs, anchor, advantages, clip_low, clip_high)
+    if loss == "gspo":
+        ratio = sequence_level_ratio(logprobs, anchor, _given(sequences, loss))
+    else:
+        ratio = importance_ratio(logprobs, anchor)
+    if loss == "cispo":
+        return cispo_loss(logprobs, ratio, advantages, clip_high)
+    return clipped_loss(ratio, advantages, clip_low, clip_high)
 
 
 def _given(sequences: torch.Tensor | None, what: str) -> torch.Tensor:

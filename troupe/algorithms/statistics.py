@@ -58,9 +58,10 @@ class TokenStatistics:
         sequences: torch.Tensor | None = None,
         correction: Correction = "none",
         correction_cap: float = 2.0,
+        old_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
     ) -> None:
-        """Add T tokens; `loss_sum` is a scalar, the rest [T]."""
+        """Add T tokens; `loss_sum` is a scalar, the rest [T], as `grpo_loss_sum` is given it."""
         if logprobs.numel() == 0:
             return
         ratio = importance_ratio(logprobs, behaviour_logprobs)
@@ -71,16 +72,20 @@ class TokenStatistics:
         self.ratio_min = torch.minimum(torch.as_tensor(self.ratio_min), ratio.min())
         self.ratio_max = torch.maximum(torch.as_tensor(self.ratio_max), ratio.max())
         masked = torch.zeros_like(ratio, dtype=torch.bool)
-        # A correction takes the place of PPO's clip.
-        if correction == "none" or loss != "ppo_clip":
-            of_loss = (logprobs, behaviour_logprobs, advantages, sequences, clip_low, clip_high)
+        recomputed = old_logprobs is not None
+        anchor = behaviour_logprobs if old_logprobs is None else old_logprobs
+        # A correction takes the place of PPO's clip, unless that is against other weights.
+        if correction == "none" or loss != "ppo_clip" or recomputed:
+            of_loss = (logprobs, anchor, advantages, sequences, clip_low, clip_high)
             removed = removed_by(loss, *of_loss)
             self.clipped = self.clipped + removed.sum()
             if loss == "dppo_mask":
                 masked = removed
         if correction != "none":
-            seen = correction_ratio(logprobs, behaviour_logprobs, sequences, correction)
-            cut = self._add_correction(seen, correction, correction_cap, loss)
+            start = logprobs if old_logprobs is None else old_logprobs
+            seen = correction_ratio(start, behaviour_logprobs, sequences, correction)
+            weighs = loss == "ppo_clip" or recomputed
+            cut = self._add_correction(seen, correction, correction_cap, weighs=weighs)
             if correction != "truncated":
                 masked = masked | cut
         self.masked = self.masked + masked.sum()
@@ -94,13 +99,13 @@ class TokenStatistics:
             self.reference_kl = self.reference_kl + kl.sum(dtype=torch.float64)
 
     def _add_correction(
-        self, seen: torch.Tensor, correction: Correction, cap: float, loss: Loss
+        self, seen: torch.Tensor, correction: Correction, cap: float, *, weighs: bool
     ) -> torch.Tensor:
         """Add the correction's weights; returns which tokens it cut down or masked, bool [T]."""
         self.corrected = correction
         if correction == "truncated":
             weights, cut = truncated_weights(seen, cap), seen > cap
-        elif loss == "ppo_clip":
+        elif weighs:
             weights, cut = masked_weights(seen, cap), ~within(seen, cap)
         else:
             cut = ~within(seen, cap)
