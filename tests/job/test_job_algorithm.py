@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.training import make_spec
+from troupe.job import JobSpec
 
 
 def _pipeline(mode: str) -> dict[str, Any]:
@@ -24,7 +25,15 @@ def _pipeline(mode: str) -> dict[str, Any]:
         ({"constant_tokens": 8}, "sync", "without effect with normalize `token`"),
         ({"correction": "none", "loss": "gspo"}, "async", "needs a correction"),
         ({"rae_decay": 1.0}, "sync", "less than 1"),
-        ({"advantage": "gae"}, "sync", "'reinforce_plus_plus'"),
+        ({"advantage": "gea"}, "sync", "'reinforce_plus_plus', 'rae' or 'gae'"),
+        ({"critic": {}}, "sync", "without effect with advantage `grpo`"),
+        ({"advantage": "gae", "group_by": "turn"}, "sync", "cut an agent's turns apart"),
+        ({"advantage": "gae", "normalize_per_agent": False}, "sync", "a baseline is of one agent"),
+        ({"advantage": "gae", "critic": {"gamma": 0}}, "sync", "greater than 0"),
+        ({"advantage": "gae", "critic": {"observes": "team"}}, "sync", "at least two agents"),
+        ({"epochs": 2}, "micro_batch", "algorithm.epochs: several updates need all samples"),
+        ({"minibatches": 2}, "micro_batch", "algorithm.minibatches: several updates need all"),
+        ({"epochs": 2}, "async", "choose `recomputed`"),
     ],
 )
 def test_what_does_not_go_together(algorithm: dict[str, Any], mode: str, message: str) -> None:
@@ -45,6 +54,34 @@ def test_what_does_not_go_together(algorithm: dict[str, Any], mode: str, message
 def test_the_correction_in_force(algorithm: dict[str, Any], mode: str, correction: str) -> None:
     spec = make_spec(Path("t"), algorithm=algorithm, pipeline=_pipeline(mode))
     assert spec.correction == correction
+
+
+def test_a_team_critic_reads_one_vocabulary_whenever_it_was_written() -> None:
+    algorithm = {"advantage": "gae", "critic": {"observes": "team"}}
+    spec = make_spec(Path("t"), policies=("row", "column"), algorithm=algorithm)
+    assert spec.algorithm.value_function == spec.algorithm.critic
+    deterministic = {**_pipeline("sync"), "deterministic": True}
+    with pytest.raises(ValidationError, match="may depend on time"):
+        make_spec(Path("t"), policies=("a", "b"), algorithm=algorithm, pipeline=deterministic)
+    values = spec.model_dump()
+    values["policies"]["row"]["model"]["tokenizer"] = "another"
+    with pytest.raises(ValidationError, match="of policies 'column' and 'row' are not the same"):
+        type(spec).model_validate(values)
+
+
+def test_a_critic_is_on_one_device() -> None:
+    values = make_spec(Path("t"), algorithm={"advantage": "gae"}).model_dump()
+    values["policies"]["solver"]["trainer"]["gang"] = 2
+    with pytest.raises(ValidationError, match="not sharded over 2 devices"):
+        JobSpec.model_validate(values)
+
+
+def test_several_updates_against_recomputed_log_probs_take_any_correction() -> None:
+    several = {"epochs": 2, "minibatches": 2, "old_logprobs": "recomputed"}
+    for loss in ("ppo_clip", "cispo"):
+        algorithm = {**several, "loss": loss, "correction": "truncated"}
+        spec = make_spec(Path("t"), algorithm=algorithm, pipeline=_pipeline("async"))
+        assert spec.algorithm.updates == 4
 
 
 def test_the_constant_is_the_longest_response_that_an_agent_may_give() -> None:

@@ -3,6 +3,7 @@
 from troupe.job.affinity import AffinitySpec, PoolSpec
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
+from troupe.job.critic import CriticSpec
 from troupe.job.loading import JobSpecError, load_job, parse_job
 from troupe.job.lora import LoraSpec
 from troupe.job.policy import EngineSpec, ModelSpec, OptimizerSpec, PacedSpec, PolicySpec
@@ -27,6 +28,7 @@ __all__ = [
     "AlgorithmSpec",
     "BalancingSpec",
     "CheckpointSpec",
+    "CriticSpec",
     "EngineSpec",
     "EvaluationSpec",
     "FunctionSpec",

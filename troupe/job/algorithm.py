@@ -6,9 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from troupe.job.critic import CriticSpec
 from troupe.job.section import Section
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae", "gae"]
 Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
 Correction = Literal["none", "truncated", "masked", "sequence_masked"]
 
@@ -17,14 +18,17 @@ class AlgorithmSpec(Section):
     """How rewards become gradients; docs/algorithms.md has the formulas."""
 
     name: Literal["grpo"] = "grpo"
-    """Policy optimization without a value model (GRPO, Shao et al. 2024, section 4.1); `advantage`
-    and `loss` choose among its kin."""
+    """Policy optimization by clipped policy gradients; `advantage` and `loss` choose among GRPO
+    (Shao et al. 2024, section 4.1) and its kin, PPO and MAPPO among them."""
     advantage: Advantage = "grpo"
     """What a sample's reward is measured against. `grpo`: its group's mean, in standard deviations;
     `dr_grpo`: its group's mean (Liu et al. 2025, section 3.2); `rloo`: the mean of its group's
     other samples (Ahmadian et al. 2024); `reinforce_plus_plus`: the mean of the step's samples, in
     their standard deviations (Hu et al. 2025), not in mode `micro_batch`; `rae`: a moving average
-    of its agent's rewards in earlier steps (SPIRAL, Liu et al. 2025, section 3.3)."""
+    of its agent's rewards in earlier steps (SPIRAL, Liu et al. 2025, section 3.3); `gae`: the
+    values of a critic, token by token (PPO; Schulman et al. 2016, equation 16)."""
+    critic: CriticSpec | None = None
+    """`gae`: the value function; left out, one with all its defaults."""
     scale_by_std: bool = True
     """`grpo`: divide by the group's standard deviation; false is `dr_grpo`."""
     normalize_per_agent: bool = True
@@ -44,6 +48,17 @@ class AlgorithmSpec(Section):
     (Zheng et al. 2025); `cispo`: each token's gradient weighted by min(pi/mu, 1 + `clip_high`)
     (MiniMax 2025, equation 4); `dppo_mask`: tokens whose probability moved by more than `clip_low`
     down or `clip_high` up carry no loss (Qi et al. 2026)."""
+    old_logprobs: Literal["behaviour", "recomputed"] = "behaviour"
+    """What the loss's ratio is against. `behaviour`: the log-probs that engines reported;
+    `recomputed`: those of the weights that the step began with, while a correction weighs each
+    token's loss by what it makes of their ratio to the engines'. With `ppo_clip` and `truncated`
+    that is decoupled PPO (Hilton et al. 2022; AReaL, Fu et al. 2025, section 5.2)."""
+    epochs: int = Field(default=1, ge=1, le=64)
+    """Passes over the samples of a step, which makes one version whatever it is. Above 1 all rows
+    are held until the step is complete: not in mode `micro_batch`."""
+    minibatches: int = Field(default=1, ge=1, le=4096)
+    """Optimizer updates per epoch, each with whole groups of about as many samples, in an order
+    drawn from the job's seed. Above 1 as `epochs`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Lower clip range of the importance ratio; `gspo` wants about 3e-4."""
     clip_high: float = Field(default=0.2, gt=0)
@@ -65,17 +80,39 @@ class AlgorithmSpec(Section):
     outside [1/cap, cap] carry no loss, the others are weighted by it; `sequence_masked`: the same
     with the product of pi/mu over a sample for all its tokens; `none`: only the loss's own clip.
     Losses other than `ppo_clip` weigh tokens by pi/mu themselves: with them a mask only takes
-    tokens out, and `truncated` is refused. Default: `none`; in mode `async`, which needs one,
-    `truncated` with `ppo_clip`, else `masked`."""
+    tokens out, and `truncated` is refused, both only with `old_logprobs: behaviour`. Default:
+    `none`; in mode `async`, which needs one, `truncated` with `ppo_clip`, else `masked`."""
     correction_cap: float = Field(default=2.0, ge=1)
     """The correction's cap on pi/mu."""
 
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of a step."""
+        return self.epochs * self.minibatches
+
+    @property
+    def value_function(self) -> CriticSpec | None:
+        """The critic in force; None: advantages need no values."""
+        return (self.critic or CriticSpec()) if self.advantage == "gae" else None
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.correction == "truncated" and self.loss != "ppo_clip":
+        behaviour = self.old_logprobs == "behaviour"
+        if self.correction == "truncated" and self.loss != "ppo_clip" and behaviour:
             raise ValueError(
                 f"correction: loss `{self.loss}` weighs tokens by pi/mu itself, and `truncated` "
-                "would do it again; choose `masked` or `sequence_masked`, or loss `ppo_clip`"
+                "would do it again; choose `masked` or `sequence_masked`, loss `ppo_clip`, or "
+                "old_logprobs `recomputed`"
+            )
+        if self.critic is not None and self.advantage != "gae":
+            raise ValueError(
+                f"critic: without effect with advantage `{self.advantage}`; remove it, or choose "
+                "`gae`"
+            )
+        if self.advantage == "gae" and self.group_by != "agent":
+            raise ValueError(
+                f"group_by: with advantage `gae` nothing is measured against a group, and "
+                f"`{self.group_by}` would cut an agent's turns apart; remove it"
             )
         if self.advantage != "reinforce_plus_plus" and not self.normalize_per_agent:
             raise ValueError(

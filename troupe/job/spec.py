@@ -120,6 +120,20 @@ class JobSpec(Section):
                 "before its first gradient, and mode `micro_batch` begins before they are there; "
                 "use pipeline.mode `sync` (or `serial`, `async`), or another advantage"
             )
+        if pipeline.mode == "micro_batch" and self.algorithm.updates > 1:
+            field = "epochs" if self.algorithm.epochs > 1 else "minibatches"
+            raise ValueError(
+                f"algorithm.{field}: several updates need all samples of the step before the "
+                "first, and mode `micro_batch` begins before they are there; use pipeline.mode "
+                "`sync` (or `serial`, `async`)"
+            )
+        replaced = self.correction != "none" and self.algorithm.loss == "ppo_clip"
+        if self.algorithm.updates > 1 and replaced and self.algorithm.old_logprobs == "behaviour":
+            raise ValueError(
+                f"algorithm.old_logprobs: with correction `{self.correction}` loss `ppo_clip` is "
+                "not clipped against `behaviour`, and nothing keeps several updates near the "
+                "weights that the step began with; choose `recomputed`"
+            )
         if pipeline.deterministic and pipeline.over_sampling:
             raise ValueError(
                 "pipeline.over_sampling: which queries are complete first depends on time; not "
@@ -131,6 +145,43 @@ class JobSpec(Section):
                 "time; not with `pipeline.deterministic`"
             )
         return self
+
+    @model_validator(mode="after")
+    def _critic(self) -> Self:
+        critic = self.algorithm.value_function
+        if critic is None:
+            return self
+        for name in self.trained_policies:
+            gang = self.policies[name].trainer.gang
+            if gang > 1:
+                raise ValueError(
+                    f"policies.{name}.trainer.gang: a critic is not sharded over {gang} devices; "
+                    "use 1, or another algorithm.advantage than `gae`"
+                )
+        if critic.observes == "team":
+            self._team_critic()
+        return self
+
+    def _team_critic(self) -> None:
+        field = "algorithm.critic.observes"
+        if len(self.agents) < 2:
+            raise ValueError(
+                f"{field}: `team` needs the observations of at least two agents, and there is "
+                f"one, '{next(iter(self.agents))}'; use `agent`"
+            )
+        sources = {p.model.tokenizer_source: name for name, p in sorted(self.policies.items())}
+        if len(sources) > 1:
+            one, other, *_ = sources.values()
+            raise ValueError(
+                f"{field}: `team` reads what other agents saw token by token, and the tokenizers "
+                f"of policies '{one}' and '{other}' are not the same; use `agent`, or give them "
+                "one `tokenizer`"
+            )
+        if self.pipeline.deterministic:
+            raise ValueError(
+                f"{field}: what other agents had said when a turn was asked for may depend on "
+                "time; use `agent` with `pipeline.deterministic`"
+            )
 
     @model_validator(mode="after")
     def _balancing(self) -> Self:
