@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.scheduling.binding import (
@@ -204,6 +204,7 @@ def tables(draw: st.DrawFn) -> tuple[list[Policy], list[Worker]]:
     return policies, workers
 
 
+@settings(deadline=None)
 @given(tables(), st.floats(0, 20), st.randoms())
 def test_every_plan_is_sound(
     table: tuple[list[Policy], list[Worker]], now: float, random: object
@@ -254,6 +255,7 @@ def test_every_plan_is_sound(
         )
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(-1, 2)), max_size=6),
     st.integers(1, 3),
@@ -347,6 +349,7 @@ class _Model:
             assert self.now < 1000, "somebody starves"
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(NAMES),
