@@ -190,6 +190,8 @@ class _BindingStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BindingS
     BINDING_STATE_PUBLISHING: _BindingState.ValueType  # 5
     BINDING_STATE_SUSPENDING: _BindingState.ValueType  # 6
     BINDING_STATE_RELEASED: _BindingState.ValueType  # 7
+    BINDING_STATE_SUSPENDED: _BindingState.ValueType  # 8
+    """Its training state waits in the transfer layer; it holds no device."""
 
 class BindingState(_BindingState, metaclass=_BindingStateEnumTypeWrapper):
     """A policy holding training devices."""
@@ -202,6 +204,8 @@ BINDING_STATE_STEPPING: BindingState.ValueType  # 4
 BINDING_STATE_PUBLISHING: BindingState.ValueType  # 5
 BINDING_STATE_SUSPENDING: BindingState.ValueType  # 6
 BINDING_STATE_RELEASED: BindingState.ValueType  # 7
+BINDING_STATE_SUSPENDED: BindingState.ValueType  # 8
+"""Its training state waits in the transfer layer; it holds no device."""
 Global___BindingState: _TypeAlias = BindingState  # noqa: Y015
 
 class _PipelineMode:

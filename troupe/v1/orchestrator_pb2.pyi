@@ -1220,6 +1220,11 @@ class GetClusterResponse(_message.Message):
     SERVICES_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
+    WANTED_TRAINERS_FIELD_NUMBER: _builtins.int
+    wanted_trainers: _builtins.int
+    """Trainer workers with which no policy would wait for another; 0: nobody needs one, and a
+    deployment may scale to zero.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -1245,10 +1250,11 @@ class GetClusterResponse(_message.Message):
         services: _abc.Iterable[Global___ServiceStatus] | None = ...,
         in_flight: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         loads: _abc.Iterable[_rollout_pb2.PolicyLoad] | None = ...,
+        wanted_trainers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bindings", b"bindings", "engines", b"engines", "in_flight", b"in_flight", "loads", b"loads", "services", b"services", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bindings", b"bindings", "engines", b"engines", "in_flight", b"in_flight", "loads", b"loads", "services", b"services", "wanted_trainers", b"wanted_trainers", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1265,6 +1271,7 @@ class WorkerStatus(_message.Message):
     SECONDS_SINCE_HEARTBEAT_FIELD_NUMBER: _builtins.int
     DOING_FIELD_NUMBER: _builtins.int
     RSS_BYTES_FIELD_NUMBER: _builtins.int
+    TRAINER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     kind: Global___WorkerKind.ValueType
     address: _builtins.str
@@ -1272,6 +1279,10 @@ class WorkerStatus(_message.Message):
     seconds_since_heartbeat: _builtins.float
     doing: _builtins.str
     rss_bytes: _builtins.int
+    @_builtins.property
+    def trainer(self) -> Global___TrainerDevice:
+        """Of trainer workers."""
+
     def __init__(
         self,
         *,
@@ -1282,10 +1293,11 @@ class WorkerStatus(_message.Message):
         seconds_since_heartbeat: _builtins.float = ...,
         doing: _builtins.str = ...,
         rss_bytes: _builtins.int = ...,
+        trainer: Global___TrainerDevice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "alive", b"alive", "doing", b"doing", "kind", b"kind", "rss_bytes", b"rss_bytes", "seconds_since_heartbeat", b"seconds_since_heartbeat", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "alive", b"alive", "doing", b"doing", "kind", b"kind", "rss_bytes", b"rss_bytes", "seconds_since_heartbeat", b"seconds_since_heartbeat", "trainer", b"trainer", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1391,6 +1403,7 @@ class HeartbeatRequest(_message.Message):
     HOST_ID_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
+    TRAINER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable per process; a restarted process uses a new one."""
     kind: Global___WorkerKind.ValueType
@@ -1412,6 +1425,10 @@ class HeartbeatRequest(_message.Message):
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.PolicyLoad]:
         """Of rollout workers: one per job and policy."""
 
+    @_builtins.property
+    def trainer(self) -> Global___TrainerDevice:
+        """Of trainer workers."""
+
     def __init__(
         self,
         *,
@@ -1426,14 +1443,49 @@ class HeartbeatRequest(_message.Message):
         host_id: _builtins.str = ...,
         loads: _abc.Iterable[_rollout_pb2.PolicyLoad] | None = ...,
         transfer_address: _builtins.str = ...,
+        trainer: Global___TrainerDevice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "rss_bytes", b"rss_bytes", "transfer_address", b"transfer_address", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bindings", b"bindings", "doing", b"doing", "draining", b"draining", "engines", b"engines", "host_id", b"host_id", "kind", b"kind", "loads", b"loads", "rss_bytes", b"rss_bytes", "trainer", b"trainer", "transfer_address", b"transfer_address", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class TrainerDevice(_message.Message):
+    """What a trainer worker has to offer, and how well it is used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    UTILIZATION_FIELD_NUMBER: _builtins.int
+    slots: _builtins.int
+    """Policies that it may hold at once; 0: any number."""
+    memory_bytes: _builtins.int
+    """Bytes of training state that fit; 0: not bounded."""
+    device: _builtins.str
+    """"cpu" or "cuda"."""
+    utilization: _builtins.float
+    """Fraction of the last seconds in which it computed."""
+    def __init__(
+        self,
+        *,
+        slots: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
+        device: _builtins.str = ...,
+        utilization: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "memory_bytes", b"memory_bytes", "slots", b"slots", "utilization", b"utilization"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainerDevice: _TypeAlias = TrainerDevice  # noqa: Y015
 
 @_typing.final
 class HeartbeatResponse(_message.Message):

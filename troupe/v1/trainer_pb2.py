@@ -26,7 +26,7 @@ from troupe.v1 import common_pb2 as troupe_dot_v1_dot_common__pb2
 from troupe.v1 import experience_store_pb2 as troupe_dot_v1_dot_experience__store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17troupe/v1/trainer.proto\x12\ttroupe.v1\x1a\x16troupe/v1/common.proto\x1a troupe/v1/experience_store.proto\"w\n\x0b\x42indRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x11\n\tspec_json\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"N\n\x0c\x42indResponse\x12&\n\x07weights\x18\x01 \x01(\x0b\x32\x15.troupe.v1.WeightsRef\x12\x16\n\x0enum_parameters\x18\x02 \x01(\x03\"\x93\x01\n\x0eRunStepRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x1b\n\x0eoldest_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_oldest_version\"\xa2\x01\n\tStepEvent\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.troupe.v1.BindingState\x12\x15\n\rmicro_batches\x18\x02 \x01(\x05\x12\x0f\n\x07samples\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12*\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x15.troupe.v1.StepCommitH\x00\x88\x01\x01\x42\t\n\x07_commit\"\\\n\x15SaveCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\"9\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\"H\n\x15ReadCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\"[\n\x16ReadCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x13\n\x0b\x65nd_of_file\x18\x03 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"j\n\x11OfferStateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\"W\n\x12OfferStateResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\x12\x0f\n\x07holders\x18\x04 \x03(\t\"D\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\"\x11\n\x0fReleaseResponse\"\x15\n\x13ListBindingsRequest\"B\n\x14ListBindingsResponse\x12*\n\x08\x62indings\x18\x01 \x03(\x0b\x32\x18.troupe.v1.BindingStatus\"\x87\x01\n\rBindingStatus\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.troupe.v1.BindingState\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x0f\n\x07samples\x18\x06 \x01(\x05\x32\x8e\x04\n\x07Trainer\x12\x37\n\x04\x42ind\x12\x16.troupe.v1.BindRequest\x1a\x17.troupe.v1.BindResponse\x12<\n\x07RunStep\x12\x19.troupe.v1.RunStepRequest\x1a\x14.troupe.v1.StepEvent0\x01\x12U\n\x0eSaveCheckpoint\x12 .troupe.v1.SaveCheckpointRequest\x1a!.troupe.v1.SaveCheckpointResponse\x12W\n\x0eReadCheckpoint\x12 .troupe.v1.ReadCheckpointRequest\x1a!.troupe.v1.ReadCheckpointResponse0\x01\x12I\n\nOfferState\x12\x1c.troupe.v1.OfferStateRequest\x1a\x1d.troupe.v1.OfferStateResponse\x12@\n\x07Release\x12\x19.troupe.v1.ReleaseRequest\x1a\x1a.troupe.v1.ReleaseResponse\x12O\n\x0cListBindings\x12\x1e.troupe.v1.ListBindingsRequest\x1a\x1f.troupe.v1.ListBindingsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17troupe/v1/trainer.proto\x12\ttroupe.v1\x1a\x16troupe/v1/common.proto\x1a troupe/v1/experience_store.proto\"w\n\x0b\x42indRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x11\n\tspec_json\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\"c\n\x0c\x42indResponse\x12&\n\x07weights\x18\x01 \x01(\x0b\x32\x15.troupe.v1.WeightsRef\x12\x16\n\x0enum_parameters\x18\x02 \x01(\x03\x12\x13\n\x0bstate_bytes\x18\x03 \x01(\x03\"\xdb\x01\n\x0eSuspendedState\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x11\n\x04step\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x10\n\x08\x63laimant\x18\x06 \x01(\t\x12\x0e\n\x06\x63laims\x18\x07 \x01(\x05\x12\x0f\n\x07samples\x18\x08 \x01(\x05\x12\x15\n\rlease_seconds\x18\t \x01(\x01\x12\x0f\n\x07holders\x18\n \x03(\t\x12\x0f\n\x07seconds\x18\x0b \x01(\x01\x42\x07\n\x05_step\"D\n\x0eSuspendRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\";\n\x0fSuspendResponse\x12(\n\x05state\x18\x01 \x01(\x0b\x32\x19.troupe.v1.SuspendedState\"\xa3\x01\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x11\n\tspec_json\x18\x04 \x01(\t\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\t\x12(\n\x05state\x18\x07 \x01(\x0b\x32\x19.troupe.v1.SuspendedState\"\x82\x01\n\x0fPrefetchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x11\n\tspec_json\x18\x04 \x01(\t\x12(\n\x05state\x18\x05 \x01(\x0b\x32\x19.troupe.v1.SuspendedState\"%\n\x10PrefetchResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x03\"\x93\x01\n\x0eRunStepRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x0f\n\x07version\x18\x05 \x01(\x03\x12\x1b\n\x0eoldest_version\x18\x06 \x01(\x03H\x00\x88\x01\x01\x42\x11\n\x0f_oldest_version\"\xa2\x01\n\tStepEvent\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.troupe.v1.BindingState\x12\x15\n\rmicro_batches\x18\x02 \x01(\x05\x12\x0f\n\x07samples\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x03\x12*\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x15.troupe.v1.StepCommitH\x00\x88\x01\x01\x42\t\n\x07_commit\"\\\n\x15SaveCheckpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\"9\n\x16SaveCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\"H\n\x15ReadCheckpointRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\x03\"[\n\x16ReadCheckpointResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x13\n\x0b\x65nd_of_file\x18\x03 \x01(\x08\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\"j\n\x11OfferStateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\t\"W\n\x12OfferStateResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\x12\x11\n\tnum_bytes\x18\x03 \x01(\x03\x12\x0f\n\x07holders\x18\x04 \x03(\t\"D\n\x0eReleaseRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\"\x11\n\x0fReleaseResponse\"\x15\n\x13ListBindingsRequest\"B\n\x14ListBindingsResponse\x12*\n\x08\x62indings\x18\x01 \x03(\x0b\x32\x18.troupe.v1.BindingStatus\"\xd5\x01\n\rBindingStatus\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.troupe.v1.BindingState\x12\x0f\n\x07version\x18\x04 \x01(\x03\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x0f\n\x07samples\x18\x06 \x01(\x05\x12\x12\n\nprefetched\x18\x07 \x01(\x08\x12\x13\n\x0bstate_bytes\x18\x08 \x01(\x03\x12\r\n\x05swaps\x18\t \x01(\x05\x12\x14\n\x0cswap_seconds\x18\n \x01(\x01\x32\xd2\x05\n\x07Trainer\x12\x37\n\x04\x42ind\x12\x16.troupe.v1.BindRequest\x1a\x17.troupe.v1.BindResponse\x12<\n\x07RunStep\x12\x19.troupe.v1.RunStepRequest\x1a\x14.troupe.v1.StepEvent0\x01\x12U\n\x0eSaveCheckpoint\x12 .troupe.v1.SaveCheckpointRequest\x1a!.troupe.v1.SaveCheckpointResponse\x12W\n\x0eReadCheckpoint\x12 .troupe.v1.ReadCheckpointRequest\x1a!.troupe.v1.ReadCheckpointResponse0\x01\x12I\n\nOfferState\x12\x1c.troupe.v1.OfferStateRequest\x1a\x1d.troupe.v1.OfferStateResponse\x12@\n\x07Suspend\x12\x19.troupe.v1.SuspendRequest\x1a\x1a.troupe.v1.SuspendResponse\x12;\n\x06Resume\x12\x18.troupe.v1.ResumeRequest\x1a\x17.troupe.v1.BindResponse\x12\x43\n\x08Prefetch\x12\x1a.troupe.v1.PrefetchRequest\x1a\x1b.troupe.v1.PrefetchResponse\x12@\n\x07Release\x12\x19.troupe.v1.ReleaseRequest\x1a\x1a.troupe.v1.ReleaseResponse\x12O\n\x0cListBindings\x12\x1e.troupe.v1.ListBindingsRequest\x1a\x1f.troupe.v1.ListBindingsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,33 +36,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BINDREQUEST']._serialized_start=96
   _globals['_BINDREQUEST']._serialized_end=215
   _globals['_BINDRESPONSE']._serialized_start=217
-  _globals['_BINDRESPONSE']._serialized_end=295
-  _globals['_RUNSTEPREQUEST']._serialized_start=298
-  _globals['_RUNSTEPREQUEST']._serialized_end=445
-  _globals['_STEPEVENT']._serialized_start=448
-  _globals['_STEPEVENT']._serialized_end=610
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=612
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=704
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=706
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=763
-  _globals['_READCHECKPOINTREQUEST']._serialized_start=765
-  _globals['_READCHECKPOINTREQUEST']._serialized_end=837
-  _globals['_READCHECKPOINTRESPONSE']._serialized_start=839
-  _globals['_READCHECKPOINTRESPONSE']._serialized_end=930
-  _globals['_OFFERSTATEREQUEST']._serialized_start=932
-  _globals['_OFFERSTATEREQUEST']._serialized_end=1038
-  _globals['_OFFERSTATERESPONSE']._serialized_start=1040
-  _globals['_OFFERSTATERESPONSE']._serialized_end=1127
-  _globals['_RELEASEREQUEST']._serialized_start=1129
-  _globals['_RELEASEREQUEST']._serialized_end=1197
-  _globals['_RELEASERESPONSE']._serialized_start=1199
-  _globals['_RELEASERESPONSE']._serialized_end=1216
-  _globals['_LISTBINDINGSREQUEST']._serialized_start=1218
-  _globals['_LISTBINDINGSREQUEST']._serialized_end=1239
-  _globals['_LISTBINDINGSRESPONSE']._serialized_start=1241
-  _globals['_LISTBINDINGSRESPONSE']._serialized_end=1307
-  _globals['_BINDINGSTATUS']._serialized_start=1310
-  _globals['_BINDINGSTATUS']._serialized_end=1445
-  _globals['_TRAINER']._serialized_start=1448
-  _globals['_TRAINER']._serialized_end=1974
+  _globals['_BINDRESPONSE']._serialized_end=316
+  _globals['_SUSPENDEDSTATE']._serialized_start=319
+  _globals['_SUSPENDEDSTATE']._serialized_end=538
+  _globals['_SUSPENDREQUEST']._serialized_start=540
+  _globals['_SUSPENDREQUEST']._serialized_end=608
+  _globals['_SUSPENDRESPONSE']._serialized_start=610
+  _globals['_SUSPENDRESPONSE']._serialized_end=669
+  _globals['_RESUMEREQUEST']._serialized_start=672
+  _globals['_RESUMEREQUEST']._serialized_end=835
+  _globals['_PREFETCHREQUEST']._serialized_start=838
+  _globals['_PREFETCHREQUEST']._serialized_end=968
+  _globals['_PREFETCHRESPONSE']._serialized_start=970
+  _globals['_PREFETCHRESPONSE']._serialized_end=1007
+  _globals['_RUNSTEPREQUEST']._serialized_start=1010
+  _globals['_RUNSTEPREQUEST']._serialized_end=1157
+  _globals['_STEPEVENT']._serialized_start=1160
+  _globals['_STEPEVENT']._serialized_end=1322
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=1324
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1416
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1418
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1475
+  _globals['_READCHECKPOINTREQUEST']._serialized_start=1477
+  _globals['_READCHECKPOINTREQUEST']._serialized_end=1549
+  _globals['_READCHECKPOINTRESPONSE']._serialized_start=1551
+  _globals['_READCHECKPOINTRESPONSE']._serialized_end=1642
+  _globals['_OFFERSTATEREQUEST']._serialized_start=1644
+  _globals['_OFFERSTATEREQUEST']._serialized_end=1750
+  _globals['_OFFERSTATERESPONSE']._serialized_start=1752
+  _globals['_OFFERSTATERESPONSE']._serialized_end=1839
+  _globals['_RELEASEREQUEST']._serialized_start=1841
+  _globals['_RELEASEREQUEST']._serialized_end=1909
+  _globals['_RELEASERESPONSE']._serialized_start=1911
+  _globals['_RELEASERESPONSE']._serialized_end=1928
+  _globals['_LISTBINDINGSREQUEST']._serialized_start=1930
+  _globals['_LISTBINDINGSREQUEST']._serialized_end=1951
+  _globals['_LISTBINDINGSRESPONSE']._serialized_start=1953
+  _globals['_LISTBINDINGSRESPONSE']._serialized_end=2019
+  _globals['_BINDINGSTATUS']._serialized_start=2022
+  _globals['_BINDINGSTATUS']._serialized_end=2235
+  _globals['_TRAINER']._serialized_start=2238
+  _globals['_TRAINER']._serialized_end=2960
 # @@protoc_insertion_point(module_scope)

@@ -63,7 +63,10 @@ class BindResponse(_message.Message):
 
     WEIGHTS_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
     num_parameters: _builtins.int
+    state_bytes: _builtins.int
+    """Of weights, optimizer and gradients on the device."""
     @_builtins.property
     def weights(self) -> _common_pb2.WeightsRef: ...
     def __init__(
@@ -71,14 +74,214 @@ class BindResponse(_message.Message):
         *,
         weights: _common_pb2.WeightsRef | None = ...,
         num_parameters: _builtins.int = ...,
+        state_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_parameters", b"num_parameters", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_parameters", b"num_parameters", "state_bytes", b"state_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BindResponse: _TypeAlias = BindResponse  # noqa: Y015
+
+@_typing.final
+class SuspendedState(_message.Message):
+    """Where the training state of a policy is that holds no device, and what it had begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    CLAIMANT_FIELD_NUMBER: _builtins.int
+    CLAIMS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """`{job}/{policy}/training@{version}` in the transfer layer."""
+    checksum: _builtins.str
+    """Of the state under `key`; another one there is not this state."""
+    num_bytes: _builtins.int
+    version: _builtins.int
+    step: _builtins.int
+    """The step in whose middle it was suspended; absent: between two steps."""
+    claimant: _builtins.str
+    """Who holds the step's samples in the experience store. Whoever suspended the policy renews the
+    leases; once they are lost the step begins again from `version`.
+    """
+    claims: _builtins.int
+    """Claims held, and samples whose gradients have accumulated."""
+    samples: _builtins.int
+    lease_seconds: _builtins.float
+    seconds: _builtins.float
+    """How long devices were kept from computing by the suspension."""
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"host:port" of transfer owners that had it when this was written."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        checksum: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        version: _builtins.int = ...,
+        step: _builtins.int | None = ...,
+        claimant: _builtins.str = ...,
+        claims: _builtins.int = ...,
+        samples: _builtins.int = ...,
+        lease_seconds: _builtins.float = ...,
+        holders: _abc.Iterable[_builtins.str] | None = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "checksum", b"checksum", "claimant", b"claimant", "claims", b"claims", "holders", b"holders", "key", b"key", "lease_seconds", b"lease_seconds", "num_bytes", b"num_bytes", "samples", b"samples", "seconds", b"seconds", "step", b"step", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+
+Global___SuspendedState: _TypeAlias = SuspendedState  # noqa: Y015
+
+@_typing.final
+class SuspendRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    policy: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "policy", b"policy", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SuspendRequest: _TypeAlias = SuspendRequest  # noqa: Y015
+
+@_typing.final
+class SuspendResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def state(self) -> Global___SuspendedState: ...
+    def __init__(
+        self,
+        *,
+        state: Global___SuspendedState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SuspendResponse: _TypeAlias = SuspendResponse  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    SPEC_JSON_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    policy: _builtins.str
+    spec_json: _builtins.str
+    """As in BindRequest."""
+    version: _builtins.int
+    checksum: _builtins.str
+    @_builtins.property
+    def state(self) -> Global___SuspendedState: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        spec_json: _builtins.str = ...,
+        version: _builtins.int = ...,
+        checksum: _builtins.str = ...,
+        state: Global___SuspendedState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "spec_json", b"spec_json", "state", b"state", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    SPEC_JSON_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    policy: _builtins.str
+    spec_json: _builtins.str
+    @_builtins.property
+    def state(self) -> Global___SuspendedState: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        spec_json: _builtins.str = ...,
+        state: Global___SuspendedState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "spec_json", b"spec_json", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchRequest: _TypeAlias = PrefetchRequest  # noqa: Y015
+
+@_typing.final
+class PrefetchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefetchResponse: _TypeAlias = PrefetchResponse  # noqa: Y015
 
 @_typing.final
 class RunStepRequest(_message.Message):
@@ -410,12 +613,23 @@ class BindingStatus(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    PREFETCHED_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
+    SWAPS_FIELD_NUMBER: _builtins.int
+    SWAP_SECONDS_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     policy: _builtins.str
     state: _common_pb2.BindingState.ValueType
     version: _builtins.int
     step: _builtins.int
     samples: _builtins.int
+    prefetched: _builtins.bool
+    """Suspended elsewhere, but its state is ready here."""
+    state_bytes: _builtins.int
+    """Of training state on the device, or in the transfer layer."""
+    swaps: _builtins.int
+    """Suspensions and resumptions on this worker, and how long they kept the device from computing."""
+    swap_seconds: _builtins.float
     def __init__(
         self,
         *,
@@ -425,10 +639,14 @@ class BindingStatus(_message.Message):
         version: _builtins.int = ...,
         step: _builtins.int = ...,
         samples: _builtins.int = ...,
+        prefetched: _builtins.bool = ...,
+        state_bytes: _builtins.int = ...,
+        swaps: _builtins.int = ...,
+        swap_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "policy", b"policy", "samples", b"samples", "state", b"state", "step", b"step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "policy", b"policy", "prefetched", b"prefetched", "samples", b"samples", "state", b"state", "state_bytes", b"state_bytes", "step", b"step", "swap_seconds", b"swap_seconds", "swaps", b"swaps", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,21 @@ class TrainerStub:
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.OfferStateRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_trainer__pb2.OfferStateResponse.FromString,
                 _registered_method=True)
+        self.Suspend = channel.unary_unary(
+                '/troupe.v1.Trainer/Suspend',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.SuspendRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.SuspendResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/troupe.v1.Trainer/Resume',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.BindResponse.FromString,
+                _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/troupe.v1.Trainer/Prefetch',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/troupe.v1.Trainer/Release',
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.ReleaseRequest.SerializeToString,
@@ -111,8 +126,32 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Suspend(self, request, context):
+        """Moves all training state of a policy into the transfer layer, in the middle of a step too, and
+        frees its devices. Between micro-batches: what computes or steps is finished first. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Binds a policy from its suspended state, on this worker or another, and goes on exactly there:
+        RunStep continues the step. A state that is gone or another is an error: bind it afresh.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """Brings a suspended state to this worker's host while another policy computes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
-        """Gives the devices back. State of the last committed step is already stored.
+        """Gives the devices back, and forgets a suspended state. State of the last committed step is
+        already stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -151,6 +190,21 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.OfferState,
                     request_deserializer=troupe_dot_v1_dot_trainer__pb2.OfferStateRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_trainer__pb2.OfferStateResponse.SerializeToString,
+            ),
+            'Suspend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Suspend,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.SuspendRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.SuspendResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.ResumeRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.BindResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.PrefetchRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.PrefetchResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -298,6 +352,87 @@ class Trainer:
             '/troupe.v1.Trainer/OfferState',
             troupe_dot_v1_dot_trainer__pb2.OfferStateRequest.SerializeToString,
             troupe_dot_v1_dot_trainer__pb2.OfferStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Suspend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Trainer/Suspend',
+            troupe_dot_v1_dot_trainer__pb2.SuspendRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.SuspendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Trainer/Resume',
+            troupe_dot_v1_dot_trainer__pb2.ResumeRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.BindResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Trainer/Prefetch',
+            troupe_dot_v1_dot_trainer__pb2.PrefetchRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.PrefetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,8 +45,20 @@ class TrainerStub:
     """Puts committed training state from this worker's disk into its transfer layer, for a trainer
     on another host. Idempotent.
     """
+    Suspend: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SuspendRequest, _trainer_pb2.SuspendResponse]
+    """Moves all training state of a policy into the transfer layer, in the middle of a step too, and
+    frees its devices. Between micro-batches: what computes or steps is finished first. Idempotent.
+    """
+    Resume: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ResumeRequest, _trainer_pb2.BindResponse]
+    """Binds a policy from its suspended state, on this worker or another, and goes on exactly there:
+    RunStep continues the step. A state that is gone or another is an error: bind it afresh.
+    """
+    Prefetch: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PrefetchRequest, _trainer_pb2.PrefetchResponse]
+    """Brings a suspended state to this worker's host while another policy computes."""
     Release: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseRequest, _trainer_pb2.ReleaseResponse]
-    """Gives the devices back. State of the last committed step is already stored."""
+    """Gives the devices back, and forgets a suspended state. State of the last committed step is
+    already stored.
+    """
     ListBindings: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ListBindingsRequest, _trainer_pb2.ListBindingsResponse]
 
 @_typing.type_check_only
@@ -66,8 +78,20 @@ class TrainerAsyncStub(TrainerStub):
     """Puts committed training state from this worker's disk into its transfer layer, for a trainer
     on another host. Idempotent.
     """
+    Suspend: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SuspendRequest, _trainer_pb2.SuspendResponse]  # type: ignore[assignment]
+    """Moves all training state of a policy into the transfer layer, in the middle of a step too, and
+    frees its devices. Between micro-batches: what computes or steps is finished first. Idempotent.
+    """
+    Resume: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ResumeRequest, _trainer_pb2.BindResponse]  # type: ignore[assignment]
+    """Binds a policy from its suspended state, on this worker or another, and goes on exactly there:
+    RunStep continues the step. A state that is gone or another is an error: bind it afresh.
+    """
+    Prefetch: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PrefetchRequest, _trainer_pb2.PrefetchResponse]  # type: ignore[assignment]
+    """Brings a suspended state to this worker's host while another policy computes."""
     Release: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseRequest, _trainer_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Gives the devices back. State of the last committed step is already stored."""
+    """Gives the devices back, and forgets a suspended state. State of the last committed step is
+    already stored.
+    """
     ListBindings: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ListBindingsRequest, _trainer_pb2.ListBindingsResponse]  # type: ignore[assignment]
 
 class TrainerServicer(metaclass=_abc_1.ABCMeta):
@@ -116,12 +140,42 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def Suspend(
+        self,
+        request: _trainer_pb2.SuspendRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.SuspendResponse, _abc.Awaitable[_trainer_pb2.SuspendResponse]]:
+        """Moves all training state of a policy into the transfer layer, in the middle of a step too, and
+        frees its devices. Between micro-batches: what computes or steps is finished first. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _trainer_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.BindResponse, _abc.Awaitable[_trainer_pb2.BindResponse]]:
+        """Binds a policy from its suspended state, on this worker or another, and goes on exactly there:
+        RunStep continues the step. A state that is gone or another is an error: bind it afresh.
+        """
+
+    @_abc_1.abstractmethod
+    def Prefetch(
+        self,
+        request: _trainer_pb2.PrefetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.PrefetchResponse, _abc.Awaitable[_trainer_pb2.PrefetchResponse]]:
+        """Brings a suspended state to this worker's host while another policy computes."""
+
+    @_abc_1.abstractmethod
     def Release(
         self,
         request: _trainer_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ReleaseResponse, _abc.Awaitable[_trainer_pb2.ReleaseResponse]]:
-        """Gives the devices back. State of the last committed step is already stored."""
+        """Gives the devices back, and forgets a suspended state. State of the last committed step is
+        already stored.
+        """
 
     @_abc_1.abstractmethod
     def ListBindings(
