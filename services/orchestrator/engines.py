@@ -42,6 +42,8 @@ class Engines:
         self._served: dict[Worker, dict[str, int]] = {}
         self._troubles: dict[Worker, str] = {}
         self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # What updates took since it was asked for last.
+        self._swaps: dict[str, float] = {}
         self._changed = asyncio.Event()
         self._victims = Victims(
             job.shared.workers,
@@ -98,7 +100,8 @@ class Engines:
 
     def values(self) -> dict[str, float]:
         """Metrics since they were asked for last."""
-        return self._balancer.values()
+        swaps, self._swaps = self._swaps, {}
+        return self._balancer.values() | swaps
 
     async def _keep_all(self) -> None:
         """One task per rollout worker that prepares it."""
@@ -137,7 +140,9 @@ class Engines:
         # Commits may come faster than engines load: one version after another, in order.
         async with self._loading[weights.policy]:
             workers = list(self._served)
-            await together(*(self._update(worker, weights, patience) for worker in workers))
+            swaps: list[ro.UpdateWeightsResponse] = []
+            await together(*(self._update(worker, weights, patience, swaps) for worker in workers))
+            self._note(weights.policy, swaps)
         self._notify()
 
     async def release(self, seconds: float) -> None:
@@ -201,13 +206,33 @@ class Engines:
             behind = [ref for ref in self._wanted.values() if versions[ref.policy] != ref.version]
         self._served[worker] = versions
 
-    async def _update(self, worker: Worker, ref: pb.WeightsRef, patience: Patience) -> None:
+    def _note(self, policy: str, swaps: list[ro.UpdateWeightsResponse]) -> None:
+        """Hosts fetch at the same time: the slowest counts. Engines are lost to turns one by one:
+        they are added up."""
+        if not swaps:
+            return
+        found = {
+            "exposed_seconds": sum(swap.exposed_seconds for swap in swaps),
+            "transfer_seconds": max(swap.transfer_seconds for swap in swaps),
+        }
+        for name, value in found.items():
+            name = f"{policy}/weights/{name}"
+            self._swaps[name] = self._swaps.get(name, 0.0) + value
+
+    async def _update(
+        self,
+        worker: Worker,
+        ref: pb.WeightsRef,
+        patience: Patience,
+        swaps: list[ro.UpdateWeightsResponse],
+    ) -> None:
         """One worker; who cannot be reached is left to its keeper, and nobody waits for it."""
         attempts = Attempts(patience)
         while worker in self._served and worker.alive:
             try:
                 async with worker.while_alive():
-                    await self._call_update(worker, ref, min(patience.left, self.prepare_seconds))
+                    seconds = min(patience.left, self.prepare_seconds)
+                    swaps.append(await self._call_update(worker, ref, seconds))
                 if (versions := self._served.get(worker)) is not None:
                     versions[ref.policy] = ref.version
                 return
@@ -223,9 +248,11 @@ class Engines:
                 await self._republish(ref.policy)
                 await attempts.failed(Unavailable(str(error)))
 
-    async def _call_update(self, worker: Worker, ref: pb.WeightsRef, seconds: float) -> None:
+    async def _call_update(
+        self, worker: Worker, ref: pb.WeightsRef, seconds: float
+    ) -> ro.UpdateWeightsResponse:
         request = ro.UpdateWeightsRequest(request_id=new_id("update"), weights=ref)
-        await worker.rollout.UpdateWeights(request, timeout=seconds)
+        return await worker.rollout.UpdateWeights(request, timeout=seconds)
 
     def _notify(self) -> None:
         self._changed.set()

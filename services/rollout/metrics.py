@@ -54,6 +54,11 @@ class RolloutMetrics:
             "Seconds in which engines could not serve because of updates.",
             ["job_id", "policy"],
         )
+        self._transfer = telemetry.counter(
+            "troupe_rollout_weight_transfer_seconds",
+            "Seconds that weights took from other hosts, while engines served the version before.",
+            ["job_id", "policy"],
+        )
         self._moves = telemetry.histogram(
             "troupe_rollout_engine_move_seconds",
             "Time in which an engine served nobody while it changed its policy.",
@@ -127,9 +132,12 @@ class RolloutMetrics:
                 if losses.restarted_turns:
                     self._lost.labels(job_id, name, "restarted").inc(losses.restarted_turns)
 
-    def updated(self, job_id: str, policy: str, exposed_seconds: float) -> None:
-        """Count a weight update."""
+    def updated(
+        self, job_id: str, policy: str, exposed_seconds: float, transfer_seconds: float
+    ) -> None:
+        """Count a weight update: what engines could not serve, and what came before that."""
         self._exposed.labels(job_id, policy).inc(exposed_seconds)
+        self._transfer.labels(job_id, policy).inc(transfer_seconds)
 
     def moved(self, job_id: str, source: str, target: str, seconds: float) -> None:
         """Count an engine that changed its policy."""

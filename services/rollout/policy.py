@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import structlog
 
+from services.rollout.arrivals import Arrivals
 from services.rollout.engines.base import Engine
 from services.rollout.router import PolicyRouter
 from services.rollout.supervision import EngineKeeper, Target
@@ -44,7 +45,7 @@ class ServedPolicy:
         self.name = name
         self.language = language
         self._target = Target(ref)
-        self._transfer = transfer
+        self._arrivals = Arrivals(transfer)
         self._start_timeout = spec.start_timeout_seconds
         self._attached = bool(spec.urls)
         # Engines that still come up although the policy serves.
@@ -104,6 +105,15 @@ class ServedPolicy:
             _, pending = await asyncio.wait(pending, timeout=_LATE_SECONDS)
         return pending
 
+    async def prefetch(self, ref: pb.WeightsRef) -> float:
+        """Bring weights to this host, which `update` will load; engines serve on meanwhile.
+
+        Returns the seconds that it took from another host. Raises as `update` does.
+        """
+        if not check_successor(self._target.ref, ref):
+            return 0.0
+        return await self._arrivals.bring(ref)
+
     async def update(self, ref: pb.WeightsRef) -> float:
         """Bring the engines to `ref`, one after another; returns exposed seconds, summed.
 
@@ -116,6 +126,8 @@ class ServedPolicy:
                 if not any(keeper.serves_target for keeper in self._keepers.values()):
                     await roll_out(list(self._keepers.values()))
                 return 0.0
+            # Before it is the target: an engine that restarts meanwhile gets the former one.
+            await self._arrivals.bring(ref)
             self._target.ref, self._target.rolling = ref, True
             try:
                 return await roll_out(list(self._keepers.values()))
@@ -167,7 +179,7 @@ class ServedPolicy:
         keeper = EngineKeeper(
             engine,
             self._target,
-            self._transfer,
+            self._arrivals,
             start_timeout=self._start_timeout,
             on_change=self._engine_changed,
         )

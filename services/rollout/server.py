@@ -11,6 +11,7 @@ import grpc
 
 from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
+from services.chassis.transfer import HostTransfer
 from services.rollout.endpoint.server import EndpointServer
 from services.rollout.engines.base import Device
 from services.rollout.engines.factory import make_engine
@@ -26,7 +27,6 @@ from services.rollout.warmup import warm_up
 from services.rollout.watchdog import Watchdog
 from troupe.rpc import InvalidArgument, RetryPolicy, connect
 from troupe.states import TRAJECTORY, is_terminal
-from troupe.transfer import Transfer
 from troupe.v1 import experience_store_pb2_grpc, orchestrator_pb2, reward_pb2_grpc, rollout_pb2_grpc
 from troupe.v1 import rollout_pb2 as pb
 
@@ -51,10 +51,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         client = settings.client(retry=_PATIENT)
         self._store = connect(settings.experience_store_address, client)
         self._reward = connect(settings.reward_address, client)
-        transfer = Transfer(settings.transfer_dir)
-        telemetry.registry.register(transfer.counters)
+        self._transfer = HostTransfer(settings, telemetry)
         preparation = Preparation(
-            transfer,
+            self._transfer,
             reward_pb2_grpc.RewardStub(self._reward),
             settings.worker_id,
             make
@@ -95,6 +94,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         warm_up()
         if self._fixed_port:  # one that is taken must be known now, not by the first trajectory
             self._endpoints.listen()
+        await self._transfer.start()
         await self._heartbeat.start()
 
     async def leave(self) -> None:
@@ -108,6 +108,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         await self._runner.stop()
         await self._endpoints.stop()
         await self._jobs.close()
+        await self._transfer.stop()
         await self._store.close(None)
         await self._reward.close(None)
 
@@ -151,10 +152,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         """Bring a policy's engines to a version."""
         job = self._jobs.get(request.weights.job_id)
         policy = job.policy(request.weights.policy)
+        transfer = await policy.prefetch(request.weights)
         exposed = await policy.update(request.weights)
-        self._metrics.updated(job.job_id, policy.name, exposed)
+        self._metrics.updated(job.job_id, policy.name, exposed, transfer)
         return pb.UpdateWeightsResponse(
-            engines=policy.statuses(job.job_id, self._worker_id), exposed_seconds=exposed
+            engines=policy.statuses(job.job_id, self._worker_id),
+            exposed_seconds=exposed,
+            transfer_seconds=transfer,
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
@@ -213,6 +217,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             engines=[status for job in jobs for status in job.statuses(self._worker_id)],
             loads=[load for job in jobs for load in job.loads(self._worker_id)],
             doing=f"{len(self._runner)} trajectories in flight" if len(self._runner) else "idle",
+            transfer_address=self._transfer.address,
         )
 
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import structlog
 
+from services.rollout.arrivals import Arrivals, gone
 from services.rollout.engines.base import Engine
-from troupe.rpc.errors import NotFound, TroupeError, Unavailable
-from troupe.transfer import Corrupt, KeyNotFound, Transfer
+from troupe.rpc.errors import TroupeError, Unavailable
+from troupe.transfer import Corrupt, KeyNotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
 
@@ -51,7 +52,7 @@ class EngineKeeper:
         self,
         engine: Engine,
         target: Target,
-        transfer: Transfer,
+        arrivals: Arrivals,
         *,
         start_timeout: float,
         on_change: Callable[[], None],
@@ -60,7 +61,7 @@ class EngineKeeper:
         """`on_change` is called whenever the engine may have begun to serve."""
         self.engine = engine
         self._target = target
-        self._transfer = transfer
+        self._arrivals = arrivals
         self._start_timeout = start_timeout
         self._on_change = on_change
         self._probe_seconds = probe_seconds
@@ -120,7 +121,9 @@ class EngineKeeper:
             if self.serves_target:
                 return 0.0
             # The reference is read once: a target that moves meanwhile gets an update of its own.
-            exposed = await self._load(self._target.ref)
+            ref = self._target.ref
+            await self._arrivals.bring(ref)
+            exposed = await self._load(ref)
         self._on_change()
         return exposed
 
@@ -129,12 +132,13 @@ class EngineKeeper:
         if self.is_down or self.serves_target:
             return
         ref = self._target.ref
+        await self._arrivals.bring(ref)
         with _published_again(ref):
-            await self.engine.accepts(ref, self._transfer)
+            await self.engine.accepts(ref, self._arrivals.transfer)
 
     async def _load(self, ref: pb.WeightsRef) -> float:
         with _published_again(ref):
-            return await self.engine.update_weights(ref, self._transfer)
+            return await self.engine.update_weights(ref, self._arrivals.transfer)
 
     def watch(self) -> None:
         """Begin to look after the engine."""
@@ -235,15 +239,9 @@ class EngineKeeper:
 
 @contextmanager
 def _published_again(ref: pb.WeightsRef) -> Iterator[None]:
-    """Weights that are gone (a host that restarted, a full disk) have to be published again by who
-    trained them: this kind of error says so."""
+    """Weights that are gone after all (a host's memory was cleared) have to be published again by
+    who trained them: this kind of error says so."""
     try:
         yield
     except (KeyNotFound, Corrupt) as error:
-        raise NotFound(
-            f"{ref.key}: {error.message}",
-            kind="weights_not_found",
-            field=ref.policy,
-            value=ref.version,
-            remedy="Publish the version again.",
-        ) from error
+        raise gone(ref, error) from error

@@ -1,0 +1,247 @@
+"""`HostTransfer`: a service's `Transfer`, which also reaches the states of other hosts.
+
+Who holds what is answered in three places, none of which has to be right:
+
+- a reference may name holders (`WeightsRef.holders`): who published was one a moment ago;
+- the orchestrator knows from heartbeats where the hosts are and what their workers have loaded
+  (`Orchestrator.LocateState`), also after it or whoever published a state was restarted;
+- an owner that is asked says itself whether it has this key with this checksum.
+
+So no list of holders is kept that could be lost or lie, and whoever has pulled a version can hand
+it on. A worker whose orchestrator is away asks whom it knew last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from services.chassis.host_owner import HostOwnership
+from services.chassis.settings import ServiceSettings
+from services.chassis.telemetry import Telemetry
+from troupe.rpc import NO_RETRY, TroupeError, Unavailable
+from troupe.rpc.channel import connect_sync
+from troupe.transfer import Transfer
+from troupe.v1 import orchestrator_pb2 as pb
+from troupe.v1 import orchestrator_pb2_grpc
+
+if TYPE_CHECKING:
+    from troupe.transfer.remote import HostOwner, OwnerProcess
+
+log = structlog.get_logger("troupe.transfer")
+
+_LOCATE_SECONDS: Final = 5.0
+# How soon another service of the host takes over the owner of one that died.
+_LOOK_SECONDS: Final = 1.0
+# An owner that the host should have and has not (yet) is waited for so long.
+_OWNER_SECONDS: Final = 30.0
+_HINTS: Final = 4096
+_DROP_SECONDS: Final = 10.0
+
+
+class HostTransfer(Transfer):
+    """`Transfer` over this host's `transfer_dir`; where `settings.shares_states`, over other hosts'
+    too. Readable and writable at once; other hosts are reached between `start` and `stop`."""
+
+    def __init__(self, settings: ServiceSettings, telemetry: Telemetry) -> None:
+        self._settings = settings
+        self._client = settings.client()
+        self._hints: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        self._known: tuple[str, ...] = ()
+        self._mutex = threading.Lock()
+        self._owner: HostOwnership | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._exit = contextlib.ExitStack()
+        self._directory: Any = None
+        peers = [_Others(self, self._client)] if settings.shares_states else []
+        super().__init__(settings.transfer_dir, peers=peers)
+        telemetry.registry.register(self.counters)
+        if settings.shares_states:
+            # Clusters that share a machine may share the directory.
+            mark = hashlib.sha256(settings.orchestrator_address.encode()).hexdigest()[:8]
+            self._owner = HostOwnership(self.roots[0], mark, settings.transfer_port, self._launch)
+
+    async def start(self) -> None:
+        """See that the host has an owner. Raises `TroupeError` when it cannot serve."""
+        if self._owner is None:
+            return
+        hasty = self._settings.client(retry=NO_RETRY)
+        channel = connect_sync(self._settings.orchestrator_address, hasty)
+        self._exit.callback(channel.close)
+        self._directory = orchestrator_pb2_grpc.OrchestratorStub(channel)
+        await asyncio.to_thread(self._owner.look)
+        self._watch = asyncio.create_task(self._look_on(self._owner), name="host-owner")
+
+    async def stop(self) -> None:
+        """End what was started here. Repeatable."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self._owner is not None:
+            await asyncio.to_thread(self._owner.close)
+        self._exit.close()
+
+    @property
+    def address(self) -> str:
+        """Where other hosts read this one's states; empty: nowhere."""
+        place = None if self._owner is None else self._owner.place()
+        return "" if place is None else place.address
+
+    @property
+    def holders(self) -> list[str]:
+        """What a reference to a state of this host says of where it is."""
+        return [self.address] if self.address else []
+
+    def hint(self, key: str, holders: Collection[str]) -> None:
+        """Remember who had `key`."""
+        if not holders:
+            return
+        with self._mutex:
+            self._hints[key] = tuple(holders)
+            self._hints.move_to_end(key)
+            while len(self._hints) > _HINTS:
+                self._hints.popitem(last=False)
+
+    def locate(self, key: str, expected: str | None = None) -> Sequence[str]:
+        """Owners of other hosts that may have `key`, likely ones first. Blocking.
+
+        Raises Unavailable when the orchestrator is away and nobody was known before.
+        """
+        with self._mutex:
+            hinted = self._hints.get(key, ())
+        try:
+            owners = tuple(self.directory(key).owners)
+        except TroupeError as error:
+            if not (hinted or self._known):
+                raise Unavailable(
+                    f"nobody says who has {key}: {error.message}", kind="directory_away"
+                ) from error
+            log.warning("nobody says who has a state now", key=key, error=str(error))
+            owners = self._known
+        else:
+            self._known = owners
+        return [one for one in dict.fromkeys((*hinted, *owners)) if one != self.address]
+
+    def directory(self, key: str) -> pb.LocateStateResponse:
+        """What the orchestrator says of `key`. Blocking. Raises `TroupeError`."""
+        if self._directory is None:
+            raise Unavailable("this host reaches no other one", kind="directory_away")
+        request = pb.LocateStateRequest(key=key)
+        answer: pb.LocateStateResponse = self._directory.LocateState(
+            request, timeout=_LOCATE_SECONDS
+        )
+        return answer
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """Delete unversioned `keys` (samples' values) wherever they are. Blocking.
+
+        A host that does not answer keeps them until its workers release the job.
+        """
+        keys = list(keys)
+        for key in keys:
+            self.delete(key)
+        if not keys or self._owner is None:
+            return
+        try:
+            addresses = self.locate(keys[0])
+        except Unavailable as error:
+            log.info("values of samples stay for now", keys=len(keys), error=str(error))
+            return
+        from troupe.transfer.remote import Peer
+
+        for address in addresses:
+            peer = Peer(address, self._settings.client(retry=NO_RETRY), use_ucx=False)
+            try:
+                peer.delete(keys)
+            except TroupeError as error:
+                log.info("values of samples stay", keys=len(keys), at=address, error=str(error))
+            finally:
+                peer.close()
+
+    def near_owner(self, deadline: float) -> str:
+        """Where this host's owner is, waiting for one until `deadline` of the monotonic clock.
+
+        Raises Unavailable.
+        """
+        deadline = min(deadline, time.monotonic() + _OWNER_SECONDS)
+        while True:
+            place = None if self._owner is None else self._owner.place()
+            if place is not None:
+                return place.near
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"no process of this host serves {self.roots[0]} to others",
+                    kind="transfer_owner_away",
+                    remedy="Look into the log of its workers for why none could be started.",
+                )
+            time.sleep(0.05)
+
+    async def _look_on(self, owner: HostOwnership) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            try:
+                await asyncio.to_thread(owner.look)
+            except (TroupeError, OSError) as error:
+                log.warning("this host has no owner of its states", error=str(error))
+
+    def _launch(self, port: int) -> OwnerProcess:
+        from troupe.transfer.remote import OwnerProcess
+
+        settings = self._settings
+        host, _, _ = settings.address.rpartition(":")
+        return OwnerProcess(
+            roots=list(self.roots),
+            host=settings.host,
+            port=port,
+            advertise=settings.transfer_host or host,
+            settings=self._client,
+            tls_cert=settings.tls_cert,
+            tls_key=settings.tls_key,
+            tls_client_auth=settings.tls_client_auth,
+            use_ucx=settings.transfer_ucx,
+            log_level=settings.log_level,
+        )
+
+
+class _Others:
+    """`places.Source`: has this host's owner fetch what this host lacks."""
+
+    def __init__(self, host: HostTransfer, client: Any) -> None:
+        self._host, self._client = host, client
+        self._mutex = threading.Lock()
+        self._at: tuple[str, HostOwner] | None = None
+
+    @property
+    def address(self) -> str:
+        """For people."""
+        return "other hosts"
+
+    @property
+    def deadline_seconds(self) -> float:
+        """Of a fetch whose caller names no time."""
+        return 600.0
+
+    def fetch(
+        self, key: str, roots: Sequence[Path], counters: Any, deadline: float, **how: Any
+    ) -> Any:
+        """See `places.Source.fetch`."""
+        return self._owner(deadline).fetch(key, roots, counters, deadline, **how)
+
+    def _owner(self, deadline: float) -> HostOwner:
+        from troupe.transfer.remote import HostOwner
+
+        address = self._host.near_owner(deadline)
+        with self._mutex:
+            if self._at is None or self._at[0] != address:
+                source = HostOwner(address, self._client, locate=self._host.locate)
+                self._at = (address, source)
+            return self._at[1]
