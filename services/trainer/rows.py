@@ -41,6 +41,18 @@ class Row:
     uses: int = 0
     # float32 [response_len]: log-probs under the first version, if the sample brings them.
     reference: Floats | None = None
+    # Position among the turns of its trajectory.
+    turn: int = 0
+    # Turns of one trajectory and agent with equal `chain` follow one another.
+    chain: str = ""
+    # Whether `reward` is this turn's, not its agent's for the whole trajectory.
+    own_reward: bool = False
+    # int64 [n]: what the other agents had seen and said, for a critic that observes the team.
+    context: Ints | None = None
+    # What the trainer adds. float64 [response_len]: advantages, where they differ by token.
+    advantages: np.ndarray[Any, np.dtype[np.float64]] | None = None
+    # [response_len]: log-probs under the weights that the step began with, once they have moved.
+    old: np.ndarray[Any, np.dtype[Any]] | None = None
 
     @property
     def response_length(self) -> int:
