@@ -10,6 +10,7 @@ import numpy as np
 import structlog
 import torch
 
+from services.chassis.transfer import HostTransfer
 from services.trainer.checkpoint import checkpoint_path, save_checkpoint
 from services.trainer.learner import Applied, Learner
 from services.trainer.paced import PacedLearner, stand_in
@@ -27,7 +28,6 @@ from services.trainer.state import Frontier, StateStore, TrainingState
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition, new_id
 from troupe.states import BINDING, check
-from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import trainer_pb2
@@ -49,7 +49,7 @@ class Binding:
         spec: JobSpec,
         spec_json: str,
         settings: TrainerSettings,
-        transfer: Transfer,
+        transfer: HostTransfer,
         device: torch.device,
     ) -> None:
         self.job_id, self.policy, self.spec, self.spec_json = job_id, policy, spec, spec_json
@@ -304,9 +304,8 @@ class Binding:
 
         Keys outside `{job}/`, and those of weights and states, are not samples' to delete.
         """
-        for key in keys:
-            if key.startswith(f"{self.job_id}/") and "@" not in key:
-                self._transfer.delete(key)
+        mine = f"{self.job_id}/"
+        self._transfer.drop(key for key in keys if key.startswith(mine) and "@" not in key)
 
     def _snapshot(self, weights: pb.WeightsRef, frontier: Frontier) -> TrainingState:
         learner = self.learner

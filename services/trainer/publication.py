@@ -6,8 +6,9 @@ import logging
 
 import torch
 
+from services.chassis.transfer import HostTransfer
 from troupe.rpc import FailedPrecondition
-from troupe.transfer import Corrupt, KeyNotFound, Transfer, checksum_of
+from troupe.transfer import Corrupt, KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -16,7 +17,7 @@ log = logging.getLogger(__name__)
 class Publication:
     """Puts versions into the transfer layer and takes old ones out."""
 
-    def __init__(self, transfer: Transfer, job_id: str, policy: str) -> None:
+    def __init__(self, transfer: HostTransfer, job_id: str, policy: str) -> None:
         self._transfer = transfer
         self._job, self._policy = job_id, policy
 
@@ -33,7 +34,7 @@ class Publication:
     def ensure(
         self, version: int, tensors: dict[str, torch.Tensor], expected: str
     ) -> pb.WeightsRef:
-        """Publish unless whole bytes of this content are there; a no-op when repeated.
+        """Publish unless whole bytes of this content are on this host; a no-op when repeated.
 
         Raises FailedPrecondition of kind "weights_changed" when `expected` (the ledger's
         checksum, or empty) is not that of `tensors`.
@@ -48,8 +49,12 @@ class Publication:
                 value=version,
                 remedy="Restore the model that the job was started with, or start a new job.",
             )
+        key = self.key(version)
         try:
-            manifest = self._transfer.get(self.key(version), expected_checksum=checksum)[1]
+            # Another host's copy is as good, but is gone with it: this host shall hold one.
+            if self._transfer.manifest(key).checksum != checksum:
+                raise Corrupt(key, "holds another attempt at this version")
+            manifest = self._transfer.get(key, expected_checksum=checksum)[1]
         except (KeyNotFound, Corrupt) as error:
             log.info("publishing %s: %s", self.key(version), error.message)
             return self.publish(version, tensors)
@@ -71,4 +76,5 @@ class Publication:
             key=self.key(version),
             checksum=checksum,
             num_bytes=num_bytes,
+            holders=self._transfer.holders,
         )

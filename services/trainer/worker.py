@@ -11,6 +11,7 @@ import structlog
 from pydantic import ValidationError
 
 from services.chassis.telemetry import Telemetry
+from services.chassis.transfer import HostTransfer
 from services.trainer.binding import Binding
 from services.trainer.claims import StepClaims
 from services.trainer.compute import Compute, choose_device
@@ -19,7 +20,6 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepRun
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, connect, new_id
-from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import (
@@ -44,8 +44,7 @@ class TrainerWorker:
         self._settings = settings
         self._device = choose_device(settings.trainer_device)
         self._compute = Compute(settings.threads, self._device)
-        self._transfer = Transfer(settings.transfer_dir)
-        telemetry.registry.register(self._transfer.counters)
+        self._transfer = HostTransfer(settings, telemetry)
         self._bindings: dict[Key, Binding] = {}
         self._runs: dict[Key, StepRun] = {}
         # Binding, releasing and starting a step of one policy exclude each other.
@@ -68,6 +67,7 @@ class TrainerWorker:
         await self._exit.enter_async_context(orchestrator)
         self._store = experience_store_pb2_grpc.ExperienceStoreStub(store)
         self._orchestrator = orchestrator_pb2_grpc.OrchestratorStub(orchestrator)
+        await self._transfer.start()
         self._spawn(self._compute.run(import_transformers))
 
     async def stop(self) -> None:
@@ -80,6 +80,7 @@ class TrainerWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._transfer.stop()
         await self._exit.aclose()
         self._compute.close()
 
@@ -157,6 +158,7 @@ class TrainerWorker:
             kind=orchestrator_pb2.WORKER_KIND_TRAINER,
             bindings=self.statuses(),
             doing="; ".join(busy) or ("idle" if self._bindings else "unbound"),
+            transfer_address=self._transfer.address,
         )
 
     # How.
