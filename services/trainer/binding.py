@@ -16,6 +16,7 @@ from services.trainer.learner import Applied, Learner
 from services.trainer.paced import PacedLearner, stand_in
 from services.trainer.policy_model import (
     check_tokenizer,
+    load_adapted,
     load_model,
     load_tokenizer,
     policy_seed,
@@ -125,6 +126,7 @@ class Binding:
         else:
             self._randomness = Randomness(self._seeded(), self._device)
         tensors = self._learner.published()
+        self._publication.ensure_base(self._learner.base)
         self.weights = self._publication.ensure(version, tensors, checksum)
         if self.trainable and not kept:
             self._states.save(self._snapshot(self.weights, self.frontier))
@@ -149,6 +151,7 @@ class Binding:
     def ensure_published(self) -> None:
         """Publish the committed version again if it has gone. Blocking."""
         checksum = self.weights.checksum
+        self._publication.ensure_base(self.learner.base)
         self._publication.ensure(self.version, self.learner.published(), checksum)
 
     def persist(self, frontier: Frontier) -> pb.WeightsRef:
@@ -265,6 +268,8 @@ class Binding:
         model: Any
         if paced:
             model = stand_in(self.policy, self.spec)
+        elif policy.lora is not None:
+            model = load_adapted(self.policy, policy, self.spec.seed, self._device)
         else:
             model = load_model(self.policy, policy, self.spec.seed)
         self._tokenizer = load_tokenizer(self.policy, policy)

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch.utils import deterministic
 
+from services.trainer import fields
 from services.trainer.baselines import Baselines
+from services.trainer.bases import Base
 from services.trainer.gradients import Gradients
 from services.trainer.optimizer import (
     Moments,
@@ -28,6 +30,7 @@ from services.trainer.optimizer import (
 )
 from services.trainer.passes import Passes
 from services.trainer.peers import Peers
+from services.trainer.residence import Lodger
 from services.trainer.rows import Row, response_lengths
 from services.trainer.summary import BatchSummary
 from services.trainer.trained_model import Tensors, TrainedModel
@@ -74,7 +77,8 @@ class Learner:
 
     A stand-in (paced.py) has to offer what `Binding` and `StepRun` use: `model`, `vocabulary`,
     `num_parameters`, `needs_reference`, `set_reference`, `accumulate`, `complete`, `apply` (whose
-    `digest` the store checks), `discard`, `published`, `weights`, `moments`, `restore`.
+    `digest` the store checks), `discard`, `published`, `weights`, `moments`, `restore`, and
+    `suspended`, `adopt`, `leave`.
     """
 
     def __init__(
@@ -113,11 +117,17 @@ class Learner:
         self._constant = spec.constant_tokens(policy)
         self._sums = _Sums()
         self._skip_zero = skip_zero_advantages
+        self._lodger = Lodger(self._trained.weights(), self._trained.parameters)
 
     @property
     def model(self) -> Any:
         """The Hugging Face model."""
         return self._trained.module
+
+    @property
+    def base(self) -> Base | None:
+        """The frozen weights under an adapter; None where all weights are trained."""
+        return self._trained.base
 
     @property
     def vocabulary(self) -> int:
@@ -270,6 +280,70 @@ class Learner:
         self.discard()
         self._trained.load(weights)
         import_moments(self.model, self._optimizer, self._baselines.restore(moments))
+
+    # Suspension: all of it, in the middle of a step too.
+
+    def suspended(self) -> tuple[Tensors, dict[str, Any]]:
+        """Tensors, not copied, and plain values (JSON) from which `adopt` goes on."""
+        sums = self._sums
+        gradients, bounds = self._gradients.state()
+        tokens, told = fields.take_apart(sums.tokens)
+        held, of_held = fields.rows_apart(sums.held)
+        waiting, of_waiting = fields.rows_apart(sums.groups.waiting)
+        parts = {
+            "weights": self.weights(),
+            "moments": self.moments(),
+            "gradients": gradients,
+            "tokens": tokens,
+            "held": held,
+            "waiting": waiting,
+        }
+        values = {
+            "bounds": bounds,
+            "tokens": told,
+            "summary": fields.take_apart(sums.summary)[1],
+            "held": of_held,
+            "waiting": of_waiting,
+            "normalizer": sums.normalizer,
+            "micro_batches": sums.micro_batches,
+            "seconds": sums.seconds,
+            "broken": sums.broken,
+            "baselines": self._baselines.of_step(),
+        }
+        named = [fields.under(name, tensors) for name, tensors in parts.items()]
+        return {name: t for tensors in named for name, t in tensors.items()}, values
+
+    def adopt(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
+        """Go on from what `suspended` gave, in these very tensors, which are on the device."""
+        part = {
+            name: fields.below(name, tensors)
+            for name in ("weights", "moments", "gradients", "tokens", "held", "waiting")
+        }
+        rest = self._lodger.enter(part["weights"])
+        if rest:
+            self._trained.load(part["weights"])
+        moments = self._baselines.restore(part["moments"])
+        import_moments(self.model, self._optimizer, moments, copy=False)
+        self._gradients.restore(part["gradients"], values["bounds"])
+        self._baselines.resume_step(values["baselines"])
+        self._sums = sums = _Sums(
+            normalizer=values["normalizer"],
+            held=fields.rows_together(part["held"], values["held"]),
+            micro_batches=values["micro_batches"],
+            seconds=values["seconds"],
+            broken=values["broken"],
+        )
+        fields.put_together(sums.tokens, part["tokens"], values["tokens"])
+        fields.put_together(sums.summary, {}, values["summary"])
+        sums.groups.add(fields.rows_together(part["waiting"], values["waiting"]))
+
+    def leave(self) -> list[torch.Tensor]:
+        """Give the device's memory up; only `adopt` makes a learner of this again."""
+        left = [*export_moments(self.model, self._optimizer).values(), *self._lodger.leave()]
+        self._optimizer.state.clear()
+        self.discard()
+        self._gradients.restore({}, [])
+        return left
 
 
 @contextlib.contextmanager

@@ -31,8 +31,8 @@ def learning_rate(spec: OptimizerSpec, applied: int, total: int) -> float:
 
 
 def make_optimizer(model: torch.nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW over all parameters; matrices decay, norms and biases do not."""
-    named = list(model.named_parameters())
+    """AdamW over what is trained; matrices decay, norms and biases do not."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": spec.weight_decay},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
@@ -57,9 +57,16 @@ def export_moments(model: torch.nn.Module, optimizer: torch.optim.AdamW) -> Mome
 
 
 def import_moments(
-    model: torch.nn.Module, optimizer: torch.optim.AdamW, moments: Mapping[str, torch.Tensor]
+    model: torch.nn.Module,
+    optimizer: torch.optim.AdamW,
+    moments: Mapping[str, torch.Tensor],
+    *,
+    copy: bool = True,
 ) -> None:
-    """Inverse of `export_moments`, copying; forgets what the optimizer had before."""
+    """Inverse of `export_moments`; forgets what the optimizer had before.
+
+    Without `copy` the optimizer goes on in the tensors themselves, where they are on its device.
+    """
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
     for key, value in moments.items():
@@ -67,4 +74,4 @@ def import_moments(
         parameter = parameters[name]
         # AdamW keeps `step` in float32, the moments in the parameter's type.
         device = parameter.device
-        optimizer.state.setdefault(parameter, {})[slot] = value.to(device, copy=True)
+        optimizer.state.setdefault(parameter, {})[slot] = value.to(device, copy=copy)

@@ -11,9 +11,14 @@ from typing import Any
 
 import torch
 
+from services.trainer.adapters import adapted_model
+from services.trainer.bases import BASES
+from services.trainer.first_adapter import begin_with
 from troupe.job import PolicySpec
 from troupe.rpc import InvalidArgument
 
+# In the place of a policy's name: random weights that several policies share.
+_BASE = "base"
 _HUB_REMEDY = (
     "Give an existing directory with config.json and weights, or a hub id ('owner/name') "
     "that this machine can reach or has in its cache. Relative paths start where the services run."
@@ -37,8 +42,31 @@ def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
     """The model of `policy` with its first weights: float32, evaluation mode, on the CPU.
 
     Random weights depend only on `seed` and the policy's name. Raises InvalidArgument of
-    kind "model_not_found", "model_unreadable" or "model_config_invalid", naming the field.
+    kind "model_not_found", "model_unreadable", "model_is_adapter" or "model_config_invalid", naming
+    the field.
     """
+    return _load(policy, spec, policy_seed(seed, policy))
+
+
+def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device) -> Any:
+    """The model of a policy that trains an adapter, over the base that it shares with others of
+    this process: evaluation mode, on `device`.
+
+    A base with random weights depends on `seed` and its configuration alone, the adapter on `seed`
+    and the policy's name. Raises as `load_model`, and InvalidArgument of kind "lora_invalid" or
+    "adapter_unusable".
+    """
+    assert spec.lora is not None  # the caller's choice
+    base = BASES.get(
+        spec.model, seed, device, lambda: _load(policy, spec, policy_seed(seed, _BASE))
+    )
+    model = adapted_model(policy, spec.lora, base, policy_seed(seed, policy))
+    if spec.lora.path is not None:
+        begin_with(policy, spec.lora, model)
+    return model
+
+
+def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -47,6 +75,7 @@ def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
     if source.config is not None:
         model = _from_config(policy, source.config, seed)
     else:
+        _refuse_adapter(policy, source.path)
         assert source.path is not None  # spec: exactly one of path and config
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -135,7 +164,7 @@ def _from_config(policy: str, values: dict[str, Any], seed: int) -> Any:
     config = _config_of(policy, values)
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(policy_seed(seed, policy))
+            torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:
         raise _no_model(policy, config.model_type, error) from error
@@ -157,6 +186,21 @@ def _config_of(policy: str, values: dict[str, Any]) -> Any:
         return AutoConfig.for_model(model_type, **settings)
     except Exception as error:
         raise _no_model(policy, model_type, error) from error
+
+
+def _refuse_adapter(policy: str, path: str | None) -> None:
+    """Given an adapter, transformers would load the base that it names, unasked."""
+    folder = Path(path or "")
+    if not (folder / "adapter_config.json").is_file() or (folder / "config.json").is_file():
+        return
+    raise InvalidArgument(
+        "this is an adapter, without the model that it belongs to",
+        kind="model_is_adapter",
+        field=f"policies.{policy}.model.path",
+        value=path,
+        remedy=f"Give the base model here and this directory as policies.{policy}.lora.path, or "
+        "export the adapter merged (`troupe export --merged`).",
+    )
 
 
 def _no_model(policy: str, model_type: str, error: Exception) -> InvalidArgument:

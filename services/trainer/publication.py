@@ -7,6 +7,8 @@ import logging
 import torch
 
 from services.chassis.transfer import HostTransfer
+from services.trainer.bases import Base
+from troupe.adapters import base_key
 from troupe.rpc import FailedPrecondition
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as pb
@@ -30,6 +32,17 @@ class Publication:
         metadata = {"job_id": self._job, "policy": self._policy}
         manifest = self._transfer.set(self.key(version), tensors, metadata=metadata)
         return self._reference(version, manifest.checksum, manifest.num_bytes)
+
+    def ensure_base(self, base: Base | None) -> None:
+        """Publish the frozen weights under an adapter, once for all policies of the job."""
+        if base is None:
+            return
+        key = base_key(self._job, base.checksum)
+        try:
+            self._transfer.get(key, expected_checksum=base.checksum)
+        except (KeyNotFound, Corrupt) as error:
+            log.info("publishing %s: %s", key, error.message)
+            self._transfer.set(key, base.weights(), metadata={"job_id": self._job})
 
     def ensure(
         self, version: int, tensors: dict[str, torch.Tensor], expected: str

@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 
-Tensors = dict[str, torch.Tensor]
+from services.trainer.adapters import adapter_of
+from services.trainer.bases import Base
+from services.trainer.named import Tensors, distinct_tensors
 
 
 class TrainedModel:
-    """A Hugging Face causal LM, the names of its tensors, and what engines get of them."""
+    """A Hugging Face causal LM, what of it is trained, and what engines get of that.
+
+    Of a model with an adapter (adapters.py) that is the adapter alone.
+    """
 
     def __init__(self, module: Any, device: torch.device, published_type: torch.dtype) -> None:
         """Take `module` to `device`; it trains in the type of its parameters.
@@ -21,7 +26,10 @@ class TrainedModel:
         """
         self.device = device
         self.module = module.to(device)
-        self.parameters: list[torch.nn.Parameter] = list(self.module.parameters())
+        self._adapter = adapter_of(module)
+        self.parameters: list[torch.nn.Parameter] = (
+            self._adapter.parameters if self._adapter else list(self.module.parameters())
+        )
         self.dtype = self.parameters[0].dtype
         self.vocabulary = int(module.get_input_embeddings().weight.shape[0])
         self._published_type = published_type
@@ -31,34 +39,47 @@ class TrainedModel:
         """Distinct parameters."""
         return sum(p.numel() for p in self.module.parameters())
 
+    @property
+    def base(self) -> Base | None:
+        """The frozen weights under an adapter; None where all weights are trained."""
+        return self._adapter.base if self._adapter else None
+
     def frozen_copy(self, weights: Mapping[str, torch.Tensor]) -> Any:
-        """A second module with these weights, which no gradient reaches."""
+        """A second module with these weights, which no gradient reaches.
+
+        With an adapter it shares the base's tensors.
+        """
+        if self._adapter is not None:
+            return self._adapter.frozen(weights)
         module = copy.deepcopy(self.module).requires_grad_(False)
         _copy_into(module, weights)
         return module
 
     def published(self) -> Tensors:
-        """What engines load: distinct parameters and persistent buffers, in the published type.
+        """What engines load: distinct parameters and persistent buffers, in the published type; or
+        an adapter in that type (`AdapterContent`).
 
         Tensors that have it already are the model's own: copy or store them before the next step.
         """
         dtype = self._published_type
+        if self._adapter is not None:
+            return self._adapter.content(dtype).to_tensors()
         return {
             name: t.to(dtype) if t.is_floating_point() else t for name, t in self.weights().items()
         }
 
     def weights(self) -> Tensors:
-        """Distinct parameters and persistent buffers in full precision; not a copy."""
-        named: Tensors = {name: p.detach() for name, p in self.module.named_parameters()}
-        known = {t.data_ptr() for t in named.values()}
-        for name, tensor in self.module.state_dict().items():
-            if name not in named and tensor.data_ptr() not in known:
-                named[name] = tensor.detach()
-        return named
+        """What is trained, and persistent buffers, in full precision; not a copy."""
+        if self._adapter is not None:
+            return self._adapter.weights()
+        return distinct_tensors(self.module)
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy what `weights` gave. Raises ValueError when the names are not the model's."""
-        _copy_into(self.module, weights)
+        if self._adapter is not None:
+            self._adapter.load(weights)
+        else:
+            _copy_into(self.module, weights)
 
 
 def _copy_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

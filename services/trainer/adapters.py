@@ -1,0 +1,166 @@
+"""The LoRA adapter of one policy (PEFT's layers) in a model over a shared base."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from services.trainer.bases import Base
+from services.trainer.named import Tensors
+from troupe.adapters import AdapterContent, linear_layers, output_layer
+from troupe.adapters.content import PREFIX
+from troupe.job import LoraSpec
+from troupe.rpc import InvalidArgument
+
+# PEFT's name of the only adapter in a model.
+_NAME = "default"
+_INFIX = f".{_NAME}.weight"
+
+
+class Adapter:
+    """What of a model is trained: A and B of every adapted layer, in float32."""
+
+    def __init__(self, module: Any, base: Base, content: AdapterContent) -> None:
+        """`content`: without tensors; these are the module's."""
+        self.base = base
+        self._about = content
+        self._parameters: dict[str, torch.nn.Parameter] = {
+            f"{PREFIX}{name.removesuffix(_INFIX)}.weight": parameter
+            for name, parameter in module.named_parameters()
+            if ".lora_" in name
+        }
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """In the model's order."""
+        return list(self._parameters.values())
+
+    def weights(self) -> Tensors:
+        """By PEFT's names; not copies."""
+        return {name: p.detach() for name, p in self._parameters.items()}
+
+    def content(self, dtype: torch.dtype) -> AdapterContent:
+        """As it is published: tensors in `dtype`, and what they belong to."""
+        about = self._about
+        return AdapterContent(
+            about.base,
+            about.rank,
+            about.alpha,
+            about.target_modules,
+            about.transposed,
+            {name: t.to(dtype) for name, t in self.weights().items()},
+        )
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy what `weights` gave. Raises ValueError when it is not this adapter's."""
+        if set(weights) != set(self._parameters):
+            odd = sorted(set(weights) ^ set(self._parameters))
+            raise ValueError(f"weights do not fit the adapter: {odd[:3]}")
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if weights[name].shape != parameter.shape:
+                    raise ValueError(
+                        f"'{name}' is {list(weights[name].shape)}, the adapter's is "
+                        f"{list(parameter.shape)}"
+                    )
+                parameter.copy_(weights[name])
+
+    def frozen(self, weights: Mapping[str, torch.Tensor]) -> Any:
+        """A module that computes what `weights` of this adapter would, which no gradient reaches.
+
+        It shares the base's tensors; an adapter that changes nothing (B = 0) is left out.
+        """
+        module = self.base.twin()
+        if any(bool(t.any()) for name, t in weights.items() if ".lora_B." in name):
+            other = _inject(module, self._about, 0.0, self.base)
+            other.load(weights)
+        return module.requires_grad_(False)
+
+
+class _Dropout(torch.nn.Module):
+    """Drops while gradients are computed and never else: models stay in evaluation mode."""
+
+    def __init__(self, fraction: float) -> None:
+        super().__init__()
+        self.fraction = fraction
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(inputs, self.fraction, torch.is_grad_enabled())
+
+
+def adapted_model(policy: str, lora: LoraSpec, base: Base, seed: int) -> Any:
+    """A model over `base` with an adapter, at `troupe_adapter`: A random by `seed`, B = 0.
+
+    Raises InvalidArgument of kind "lora_invalid", naming the field.
+    """
+    module = base.twin()
+    shapes, unknown = linear_layers(module, lora.target_modules)
+    if unknown or not shapes:
+        raise _unknown_layers(policy, module, unknown)
+    width = int(module.config.get_text_config().hidden_size)
+    if lora.rank > width:
+        raise InvalidArgument(
+            f"the model's hidden size is {width}",
+            kind="lora_invalid",
+            field=f"policies.{policy}.lora.rank",
+            value=lora.rank,
+            remedy=f"Choose a rank up to {width}; 8 to 64 is usual.",
+        )
+    about = AdapterContent(
+        base.checksum,
+        lora.rank,
+        lora.alpha,
+        tuple(sorted({name.rpartition(".")[2] for name in shapes})),
+        any(type(module.get_submodule(name)).__name__ == "Conv1D" for name in shapes),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module.troupe_adapter = _inject(module, about, lora.dropout, base)
+    return module
+
+
+def adapter_of(module: Any) -> Adapter | None:
+    """The adapter of a model that `adapted_model` made; None for any other."""
+    found: Adapter | None = getattr(module, "troupe_adapter", None)
+    return found
+
+
+def _inject(module: Any, about: AdapterContent, dropout: float, base: Base) -> Adapter:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=about.rank,
+        lora_alpha=about.alpha,
+        target_modules=list(about.target_modules),
+        # A layer of the same name as an adapted one may be the output layer.
+        exclude_modules=[output_layer(module)],
+        fan_in_fan_out=about.transposed,
+        bias="none",
+    )
+    with warnings.catch_warnings():  # it speaks of what we do not use
+        warnings.simplefilter("ignore")
+        inject_adapter_in_model(config, module, adapter_name=_NAME)
+    for layer in module.modules():
+        if hasattr(layer, "lora_A"):
+            # In the base's type small steps would round to nothing.
+            layer.lora_A[_NAME].float()
+            layer.lora_B[_NAME].float()
+            if dropout:
+                layer.lora_dropout[_NAME] = _Dropout(dropout)
+    module.eval()
+    return Adapter(module, base, about)
+
+
+def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgument:
+    known, _ = linear_layers(module, "all-linear")
+    leaves = sorted({name.rpartition(".")[2] for name in known})
+    return InvalidArgument(
+        "the model has no such linear layer" if unknown else "the model has no linear layer",
+        kind="lora_invalid",
+        field=f"policies.{policy}.lora.target_modules",
+        value=", ".join(unknown) or "all-linear",
+        remedy=f"Choose among: {', '.join(leaves) or 'none'}; the output layer is not adapted.",
+    )

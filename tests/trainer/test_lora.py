@@ -1,0 +1,242 @@
+"""Adapters over a shared base: what is trained, what is held, what is published."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.adapters import Adapter, adapter_of
+from services.trainer.learner import Learner
+from services.trainer.policy_model import load_adapted, load_model
+from tests.support.training import make_spec
+from tests.trainer.test_learner import make_rows
+from troupe.adapters import AdapterContent, NotAnAdapter, is_adapter, merged
+from troupe.job import JobSpec
+from troupe.rpc import InvalidArgument
+
+CPU = torch.device("cpu")
+
+
+def lora_spec(tokenizer: Path, policies: Any = ("a", "b"), **lora: Any) -> JobSpec:
+    values = make_spec(tokenizer, policies=policies).model_dump(mode="json")
+    for policy in values["policies"].values():
+        policy["lora"] = {"rank": 4, "alpha": 8, **lora}
+    return JobSpec.model_validate(values)
+
+
+def learner_of(spec: JobSpec, policy: str) -> Learner:
+    model = load_adapted(policy, spec.policies[policy], spec.seed, CPU)
+    return Learner(model, spec, policy)
+
+
+def adapter(model: Any) -> Adapter:
+    found = adapter_of(model)
+    assert found is not None
+    return found
+
+
+def storages(module: torch.nn.Module) -> dict[int, int]:
+    """Bytes by address of what a module's parameters lie in."""
+    kept = (p.untyped_storage() for p in module.parameters())
+    return {s.data_ptr(): s.nbytes() for s in kept}
+
+
+def test_only_the_adapter_is_trained(tokenizer: Path) -> None:
+    spec = lora_spec(tokenizer, ["a"])
+    learner = learner_of(spec, "a")
+    model = learner.model
+    base = {n: p.clone() for n, p in model.named_parameters() if ".lora_" not in n}
+    for step in range(2):
+        learner.accumulate(make_rows(model, 8, step, noise=0.3))
+        held = [n for n, p in model.named_parameters() if p.grad is not None]
+        assert held
+        assert all(".lora_" in name for name in held)
+        assert learner.apply(step).applied
+    after = dict(model.named_parameters())
+    assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
+    adapted = sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n)
+    assert sum(t.numel() for t in learner.weights().values()) == adapted
+    moments = learner.moments()
+    assert all(".lora_" in name for name in moments)
+    assert sum(t.numel() for n, t in moments.items() if not n.startswith("step/")) == 2 * adapted
+    assert all(bool(t.any()) for t in learner.weights().values())
+
+
+def test_a_base_is_held_once_however_many_policies_use_it(tokenizer: Path) -> None:
+    spec = lora_spec(tokenizer, [f"p{n}" for n in range(4)])
+    models = [load_adapted(name, spec.policies[name], spec.seed, CPU) for name in spec.policies]
+    assert len({id(adapter(model).base) for model in models}) == 1
+    alone = sum(storages(models[0]).values())
+    together = sum({**storages(models[0]), **storages(models[1]), **storages(models[2])}.values())
+    own = sum(p.nbytes for n, p in models[0].named_parameters() if ".lora_" in n)
+    assert together == alone + 2 * own
+    # The reference is the base itself.
+    reference = adapter(models[3]).frozen(adapter(models[3]).weights())
+    assert set(storages(reference)) <= set(storages(models[0]))
+    # Nobody else's adapter is in it.
+    assert not any(".lora_" in name for name, _ in reference.named_parameters())
+
+
+def test_a_base_that_nobody_uses_leaves_memory(tokenizer: Path) -> None:
+    spec = lora_spec(tokenizer, ["a"], rank=2)
+    other = spec.model_copy(update={"seed": 77})
+    model = load_adapted("a", other.policies["a"], 77, CPU)
+    base = weakref.ref(adapter(model).base)
+    del model
+    gc.collect()
+    assert base() is None
+
+
+def test_the_same_weights_under_two_paths_are_one_base(tokenizer: Path, tmp_path: Path) -> None:
+    whole = load_model("x", make_spec(tokenizer).policies["solver"], 0)
+    bases = []
+    for name in ("one", "two"):
+        whole.save_pretrained(tmp_path / name)
+        model = {"path": str(tmp_path / name), "tokenizer": str(tokenizer)}
+        values = make_spec(tokenizer, model=model, policies=["a"]).model_dump(mode="json")
+        values["policies"]["a"]["lora"] = {"rank": 2}
+        spec = JobSpec.model_validate(values)
+        bases.append(adapter(load_adapted("a", spec.policies["a"], 0, CPU)).base)
+    assert bases[0].module is bases[1].module
+
+
+def test_policies_begin_as_their_base_and_differ_in_their_adapters(tokenizer: Path) -> None:
+    spec = lora_spec(tokenizer)
+    a, b = (load_adapted(name, spec.policies[name], spec.seed, CPU) for name in ("a", "b"))
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(a(ids).logits, b(ids).logits)
+    one, two = (adapter(m).weights() for m in (a, b))
+    assert any(not torch.equal(one[name], two[name]) for name in one)
+    again = adapter(load_adapted("a", spec.policies["a"], spec.seed, CPU)).weights()
+    assert all(torch.equal(one[name], again[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_published_is_the_adapter_and_merges_to_the_same_model(
+    tokenizer: Path, dtype: str
+) -> None:
+    values = lora_spec(tokenizer, ["a"]).model_dump(mode="json")
+    values["policies"]["a"]["model"]["dtype"] = dtype
+    spec = JobSpec.model_validate(values)
+    learner = learner_of(spec, "a")
+    for step in range(3):
+        learner.accumulate(make_rows(learner.model, 8, step, noise=0.3))
+        learner.apply(step)
+    published = learner.published()
+    assert is_adapter(published)
+    content = AdapterContent.of(published)
+    base = adapter(learner.model).base
+    assert content.base == base.checksum
+    assert (content.rank, content.scale) == (4, 2.0)
+    assert content.target_modules == (
+        "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj",
+    )  # fmt: skip
+    assert {t.dtype for t in content.tensors.values()} == {getattr(torch, dtype)}
+    assert sum(t.nbytes for t in published.values()) < sum(
+        t.nbytes for t in base.weights().values()
+    )
+    plain = copy.deepcopy(base.module)
+    plain.load_state_dict(merged(base.weights(), content), strict=False)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        ours, theirs = learner.model(ids).logits.float(), plain(ids).logits.float()
+        untouched = base.module(ids).logits.float()
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+    assert (ours - untouched).abs().max() > 2 * tolerance
+
+
+def test_the_divergence_is_from_the_base(tokenizer: Path) -> None:
+    """It is nothing at first, and something once the adapter has moved."""
+    values = lora_spec(tokenizer, ["a"]).model_dump(mode="json")
+    values["algorithm"] = {"kl_coefficient": 1.0}
+    spec = JobSpec.model_validate(values)
+    learner = learner_of(spec, "a")
+    assert learner.needs_reference
+    first = {n: t.clone() for n, t in learner.weights().items()}
+    learner.set_reference(first)
+    learner.accumulate(make_rows(learner.model, 6, 0))
+    assert learner.apply(0).metrics["kl"] == pytest.approx(0, abs=1e-6)
+    learner.accumulate(make_rows(learner.model, 6, 1))
+    assert learner.apply(1).metrics["kl"] > 0
+
+
+def test_dropout_is_for_gradients_only(tokenizer: Path) -> None:
+    spec = lora_spec(tokenizer, ["a"], dropout=0.5)
+    model = load_adapted("a", spec.policies["a"], 0, CPU)
+    for parameter in adapter(model).parameters:
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, model(ids).logits)
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("lora", "field", "message"),
+    [
+        ({"target_modules": ["q_proj", "query"]}, "target_modules", "no such linear layer"),
+        ({"target_modules": ["lm_head"]}, "target_modules", "no such linear layer"),
+        ({"rank": 33}, "rank", "hidden size is 32"),
+    ],
+)
+def test_adapters_that_the_model_cannot_have(
+    tokenizer: Path, lora: dict[str, Any], field: str, message: str
+) -> None:
+    spec = lora_spec(tokenizer, ["a"], **lora)
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        load_adapted("a", spec.policies["a"], 0, CPU)
+    assert caught.value.kind == "lora_invalid"
+    assert caught.value.field == f"policies.a.lora.{field}"
+    assert caught.value.remedy
+
+
+def test_damaged_adapters_are_no_adapters(tokenizer: Path) -> None:
+    spec = lora_spec(tokenizer, ["a"])
+    good = learner_of(spec, "a").published()
+    name = next(n for n in good if n.endswith("lora_A.weight"))
+    with pytest.raises(NotAnAdapter, match="no pairs"):
+        AdapterContent.of({n: t for n, t in good.items() if n != name})
+    with pytest.raises(NotAnAdapter, match="its rank is 4"):
+        AdapterContent.of({**good, name: good[name][:2]})
+    with pytest.raises(NotAnAdapter, match="no tensor"):
+        AdapterContent.of({name: good[name]})
+    broken = torch.frombuffer(bytearray(json.dumps({"rank": 4}).encode()), dtype=torch.uint8)
+    with pytest.raises(NotAnAdapter, match="description"):
+        AdapterContent.of({**good, "adapter.json": broken})
+
+
+def test_gpt2_stores_its_layers_the_other_way_round(tokenizer: Path) -> None:
+    config = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    model = {"config": config, "tokenizer": str(tokenizer)}
+    values = make_spec(tokenizer, model=model, policies=["a"]).model_dump(mode="json")
+    values["policies"]["a"]["lora"] = {"rank": 4}
+    spec = JobSpec.model_validate(values)
+    adapted = load_adapted("a", spec.policies["a"], 0, CPU)
+    own = adapter(adapted)
+    for parameter in own.parameters:
+        torch.nn.init.normal_(parameter, std=0.3)
+    plain = copy.deepcopy(own.base.module)
+    state = merged(own.base.weights(), own.content(torch.float32))
+    plain.load_state_dict(state, strict=False)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(ids).logits, plain(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_an_adapters_folder_is_no_model(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    model = {"path": str(tmp_path), "tokenizer": str(tokenizer)}
+    spec = make_spec(tokenizer, model=model)
+    with pytest.raises(InvalidArgument, match="without the model") as caught:
+        load_model("solver", spec.policies["solver"], 0)
+    assert caught.value.kind == "model_is_adapter"
+    assert "lora.path" in (caught.value.remedy or "")

@@ -1,0 +1,46 @@
+"""Where a checkpoint's weights come from: a small file beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+LINEAGE: Final = "troupe.json"
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """What a trainer knows of the version that it writes."""
+
+    job_id: str
+    job: str
+    policy: str
+    version: int
+    # The step whose samples made the version, from 0; -1: the first weights.
+    step: int
+    # Of the version as published to engines.
+    checksum: str
+    # Directory, hub id or model type that training began with.
+    base_model: str
+    # Of the frozen weights under an adapter, as published; empty without one.
+    base_checksum: str = ""
+    # How rewards became gradients: loss and advantage.
+    algorithm: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Put the file into `folder`. Raises OSError."""
+        text = json.dumps(asdict(self), indent=2) + "\n"
+        (folder / LINEAGE).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Lineage | None:
+        """What `folder` says of itself; None where it says nothing that can be read."""
+        try:
+            values: Mapping[str, Any] = json.loads((folder / LINEAGE).read_text(encoding="utf-8"))
+            known = {one.name for one in fields(cls)}
+            return cls(**{name: value for name, value in values.items() if name in known})
+        except (OSError, ValueError, TypeError, AttributeError):
+            return None
