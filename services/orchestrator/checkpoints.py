@@ -6,20 +6,17 @@ all.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import xxhash
-
+from services.chassis.folders import files_below, read_folder
 from services.orchestrator.records import timestamp
 from troupe.rpc import Aborted, NotFound
 from troupe.v1 import orchestrator_pb2 as orch
 
-_CHUNK_BYTES: Final = 1 << 20
 _VERSION: Final = re.compile(r"^v(\d+)$")
 
 
@@ -36,7 +33,7 @@ def list_checkpoints(directory: Path) -> list[orch.Checkpoint]:
                     policy=path.parent.name,
                     version=int(match[1]),
                     path=str(path),
-                    num_bytes=sum(file.stat().st_size for file in _files(path)),
+                    num_bytes=sum(file.stat().st_size for file in files_below(path)),
                     saved_at=timestamp(path.stat().st_mtime),
                 )
             )
@@ -64,11 +61,14 @@ async def export(checkpoint: orch.Checkpoint) -> AsyncIterator[orch.ExportCheckp
 
     Raises `Aborted` when the checkpoint is removed meanwhile, since newer ones took its place.
     """
-    root = Path(checkpoint.path)
     try:
-        for path in await asyncio.to_thread(_files, root):
-            async for chunk in _chunks(path, path.relative_to(root).as_posix()):
-                yield chunk
+        async for chunk in read_folder(Path(checkpoint.path)):
+            yield orch.ExportCheckpointResponse(
+                path=chunk.path,
+                data=chunk.data,
+                end_of_file=chunk.end_of_file,
+                checksum=chunk.checksum,
+            )
     except FileNotFoundError as error:
         raise Aborted(
             f"the checkpoint {checkpoint.policy}@{checkpoint.version} was removed meanwhile",
@@ -76,25 +76,3 @@ async def export(checkpoint: orch.Checkpoint) -> AsyncIterator[orch.ExportCheckp
             value=checkpoint.version,
             remedy="Export a newer one, or raise `checkpoint.keep`.",
         ) from error
-
-
-async def _chunks(path: Path, name: str) -> AsyncIterator[orch.ExportCheckpointResponse]:
-    digest = xxhash.xxh3_64()
-    with await asyncio.to_thread(path.open, "rb") as file:
-        data = await asyncio.to_thread(file.read, _CHUNK_BYTES)
-        last = False
-        while not last:
-            following = await asyncio.to_thread(file.read, _CHUNK_BYTES)
-            last = not following
-            digest.update(data)
-            yield orch.ExportCheckpointResponse(
-                path=name,
-                data=data,
-                end_of_file=last,
-                checksum=digest.intdigest() if last else 0,
-            )
-            data = following
-
-
-def _files(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if path.is_file())

@@ -9,6 +9,7 @@ from typing import Final
 from services.orchestrator.context import JobContext
 from services.orchestrator.faults import RENEWABLE, Attempts, Patience, together
 from services.orchestrator.ledger import Entry
+from services.orchestrator.remote_checkpoints import at_hand
 from services.orchestrator.victims import Victims
 from services.orchestrator.workers import Worker
 from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
@@ -192,7 +193,8 @@ class PolicyTrainer:
                     version=self.weights.version,
                 )
                 async with worker.while_alive():
-                    return await worker.trainer.SaveCheckpoint(request, timeout=patience.left)
+                    saved = await worker.trainer.SaveCheckpoint(request, timeout=patience.left)
+                    return await at_hand(self._job, worker, request, saved, patience.left)
             except TroupeError as error:
                 self._unbind_after(error)
                 await attempts.failed(error)

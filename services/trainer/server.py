@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from services.chassis.folders import read_folder
 from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
 from services.trainer.settings import TrainerSettings
@@ -72,6 +73,29 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             request.job_id, request.policy, request.version
         )
         return trainer_pb2.SaveCheckpointResponse(path=path, num_bytes=size)
+
+    async def ReadCheckpoint(
+        self, request: trainer_pb2.ReadCheckpointRequest, context: Any
+    ) -> AsyncIterator[trainer_pb2.ReadCheckpointResponse]:
+        """Stream the files of a checkpoint."""
+        _require(request, "job_id", "policy")
+        path = self.worker.checkpoint(request.job_id, request.policy, request.version)
+        async for chunk in read_folder(path):
+            yield trainer_pb2.ReadCheckpointResponse(
+                path=chunk.path,
+                data=chunk.data,
+                end_of_file=chunk.end_of_file,
+                checksum=chunk.checksum,
+            )
+
+    async def OfferState(
+        self, request: trainer_pb2.OfferStateRequest, context: Any
+    ) -> trainer_pb2.OfferStateResponse:
+        """Let another host's trainer have a state of this one's disk."""
+        _require(request, "job_id", "policy")
+        return await self.worker.offer_state(
+            request.job_id, request.policy, request.version, request.checksum
+        )
 
     async def Release(
         self, request: trainer_pb2.ReleaseRequest, context: Any

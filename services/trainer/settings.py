@@ -28,5 +28,18 @@ class TrainerSettings(ServiceSettings):
     """Leave out samples whose gradient is exactly zero; they still count as tokens."""
     trainer_keep_states: int = Field(default=2, ge=1)
     """Versions of training state and published weights that are kept per policy."""
+    trainer_state_wait_seconds: float = Field(default=60, ge=0)
+    """How long a policy that moves here waits for a trainer that has its training state, where
+    hosts share no data_dir."""
     trainer_sync_files: bool = True
     """Have the operating system confirm that training state is on the disk."""
+    gang_ranks: int = Field(default=0, ge=0, le=64)
+    """Ranks of a gang on this host; 0: one per GPU, or per core where there is none."""
+    gang_nodes: int = Field(default=1, ge=1, le=64)
+    """Hosts of a gang, this one included; the others run `python -m services.trainer.gang`."""
+    gang_endpoint: str = "127.0.0.1:0"
+    """"host:port" at which the ranks of a gang meet; port 0 takes a free one (one host only)."""
+    gang_start_seconds: float = Field(default=180, gt=0)
+    """How long a gang waits for all of its ranks."""
+    gang_timeout_seconds: float = Field(default=120, gt=0)
+    """How long a rank waits for the others in one operation, before the gang is given up."""

@@ -65,7 +65,7 @@ class StateStore:
     def __init__(self, root: Path, job_id: str, policy: str, *, sync: bool = True) -> None:
         self._directory = root / job_id / "state" / policy
         self._sync = sync
-        self._job, self._policy = job_id, policy
+        self.job_id, self.policy = job_id, policy
 
     def versions(self) -> list[int]:
         """Versions that are here, ascending."""
@@ -122,7 +122,7 @@ class StateStore:
         for path in self._matching(version, checksum):
             return self._read(path, version, checksum)
         raise FailedPrecondition(
-            f"no training state of policy {self._policy} at version {version} "
+            f"no training state of policy {self.policy} at version {version} "
             f"with checksum {checksum or '(any)'} is kept in {self._directory}",
             kind="state_not_found",
             field="version",
@@ -134,6 +134,37 @@ class StateStore:
     def exists(self, version: int, checksum: str = "") -> bool:
         """Whether `load` would find something."""
         return any(True for _ in self._matching(version, checksum))
+
+    def find(self, version: int, checksum: str = "") -> Path | None:
+        """The directory that `load` would read; None when there is none."""
+        return next(self._matching(version, checksum), None)
+
+    def take_in(self, name: str, files: Mapping[str, memoryview]) -> None:
+        """Keep a directory of another store, whole or not at all; `load` will verify it.
+
+        Raises DataLoss of kind "state_corrupt" for what is no state's, ResourceExhausted.
+        """
+        paths = {part: Path(part) for part in files}
+        if not _NAME.match(name) or any(p.is_absolute() or ".." in p.parts for p in paths.values()):
+            raise DataLoss(f"'{name}' is no training state", kind="state_corrupt", value=name)
+        target = self._directory / name
+        temp = self._directory / f".{name}.{secrets.token_hex(4)}.tmp"
+        with reported(self._directory, "training state"):
+            try:
+                for part, path in paths.items():
+                    (temp / path).parent.mkdir(parents=True, exist_ok=True)
+                    (temp / path).write_bytes(files[part])
+                    if self._sync:
+                        sync_file(temp / path)
+                try:
+                    temp.rename(target)
+                except OSError:
+                    if not target.is_dir():  # else somebody was quicker
+                        raise
+                if self._sync:
+                    sync_directory(self._directory)
+            finally:
+                shutil.rmtree(temp, ignore_errors=True)
 
     def prune(self, newest: int, keep: int, *, first: bool = False) -> None:
         """Delete versions but the `keep` newest up to `newest`; `first`: keep version 0 too."""

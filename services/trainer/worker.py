@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -13,8 +14,10 @@ from pydantic import ValidationError
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.trainer.binding import Binding
+from services.trainer.checkpoint import checkpoint_path
 from services.trainer.claims import StepClaims
 from services.trainer.compute import Compute, choose_device
+from services.trainer.foreign import ForeignStates
 from services.trainer.policy_model import import_transformers
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepRun
@@ -45,6 +48,7 @@ class TrainerWorker:
         self._device = choose_device(settings.trainer_device)
         self._compute = Compute(settings.threads, self._device)
         self._transfer = HostTransfer(settings, telemetry)
+        self._foreign = ForeignStates(self._transfer, settings)
         self._bindings: dict[Key, Binding] = {}
         self._runs: dict[Key, StepRun] = {}
         # Binding, releasing and starting a step of one policy exclude each other.
@@ -137,6 +141,25 @@ class TrainerWorker:
         """Path and size of the checkpoint of `version`; training goes on meanwhile."""
         binding = self._bound((job_id, policy))
         return await asyncio.to_thread(binding.save_checkpoint, version)
+
+    def checkpoint(self, job_id: str, policy: str, version: int) -> Path:
+        """Where `save_checkpoint` wrote. Raises NotFound of kind "checkpoint_not_found"."""
+        path = checkpoint_path(self._settings.data_dir, job_id, policy, version)
+        if not path.is_dir():
+            raise NotFound(
+                f"there is no checkpoint of {policy}@{version} here",
+                kind="checkpoint_not_found",
+                field="version",
+                value=version,
+                remedy="Save it first, with the same worker.",
+            )
+        return path
+
+    async def offer_state(
+        self, job_id: str, policy: str, version: int, checksum: str
+    ) -> trainer_pb2.OfferStateResponse:
+        """Let a trainer of another host read a committed state of this one's disk."""
+        return await asyncio.to_thread(self._foreign.offer, job_id, policy, version, checksum)
 
     async def release(self, job_id: str, policy: str) -> None:
         """Give a policy up, if it is bound here; its committed state is on disk."""

@@ -1,0 +1,102 @@
+"""A folder's files as a stream of chunks, and back, where two services share no disk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+import xxhash
+
+from troupe.rpc import DataLoss
+
+_CHUNK_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a file. `checksum`: xxh3-64 of the whole file, with its last chunk; else 0."""
+
+    path: str
+    data: bytes
+    end_of_file: bool
+    checksum: int
+
+
+async def read_folder(root: Path) -> AsyncIterator[Chunk]:
+    """All files below `root`, by name. Raises FileNotFoundError when they go meanwhile."""
+    for path in await asyncio.to_thread(files_below, root):
+        name = path.relative_to(root).as_posix()
+        digest = xxhash.xxh3_64()
+        with await asyncio.to_thread(path.open, "rb") as file:
+            data = await asyncio.to_thread(file.read, _CHUNK_BYTES)
+            last = False
+            while not last:
+                following = await asyncio.to_thread(file.read, _CHUNK_BYTES)
+                last = not following
+                digest.update(data)
+                yield Chunk(name, data, last, digest.intdigest() if last else 0)
+                data = following
+
+
+async def write_folder(target: Path, chunks: AsyncIterator[Chunk]) -> int:
+    """Put what `read_folder` read at `target`, whole or not at all; returns its bytes.
+
+    One that is there stays. Raises DataLoss for a file that is not what was read, or a name that
+    leads out of the folder; OSError.
+    """
+    draft = target.parent / f".{target.name}.{secrets.token_hex(4)}.tmp"
+    size = 0
+    try:
+        await asyncio.to_thread(draft.mkdir, parents=True)
+        complete, digest = True, xxhash.xxh3_64()
+        async for chunk in chunks:
+            if complete:
+                digest = xxhash.xxh3_64()
+            name = PurePosixPath(chunk.path)
+            if name.is_absolute() or ".." in name.parts:
+                raise DataLoss(f"'{chunk.path}' leads out of the folder", kind="folder_corrupt")
+            digest.update(chunk.data)
+            size += len(chunk.data)
+            await asyncio.to_thread(_append, draft / name, chunk.data, chunk.end_of_file)
+            complete = chunk.end_of_file
+            if complete and digest.intdigest() != chunk.checksum:
+                raise DataLoss(f"'{chunk.path}' arrived damaged", kind="folder_corrupt")
+        if not complete:
+            raise DataLoss("the last file is not whole", kind="folder_corrupt")
+        await asyncio.to_thread(_show, draft, target)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, draft, ignore_errors=True)
+    return size
+
+
+def files_below(root: Path) -> list[Path]:
+    """All files below `root`, sorted."""
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def _append(path: Path, data: bytes, last: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(data)
+        if last:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _show(draft: Path, target: Path) -> None:
+    try:
+        draft.rename(target)
+    except OSError:
+        if not target.is_dir():  # else somebody was quicker
+            raise
+    handle = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

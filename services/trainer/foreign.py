@@ -1,0 +1,173 @@
+"""Committed training state from another trainer's disk, where hosts share no `data_dir`.
+
+It moves as it lies there: one directory, its files as they are, through the transfer layer. So it
+does not matter who wrote it in which format; `StateStore.load` verifies what arrived as it
+verifies its own. It costs nothing until a policy moves: nothing is copied ahead, unless
+`trainer_state_replicas` says so (`replicate`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+import torch
+
+from services.chassis.transfer import HostTransfer
+from services.trainer.settings import TrainerSettings
+from services.trainer.state import StateStore
+from troupe.rpc import NO_RETRY, FailedPrecondition, NotFound, TroupeError, new_id
+from troupe.rpc.channel import connect_sync
+from troupe.v1 import trainer_pb2 as pb
+from troupe.v1 import trainer_pb2_grpc
+
+log = structlog.get_logger("troupe.trainer")
+
+# Putting a state into memory; as for a checkpoint, disks may be slow.
+_OFFER_SECONDS: Final = 300.0
+_POLL_SECONDS: Final = 0.5
+
+
+class ForeignStates:
+    """What other trainers have on their disks. Blocking; safe to use from several threads."""
+
+    def __init__(self, host: HostTransfer, settings: TrainerSettings) -> None:
+        self._host, self._settings = host, settings
+
+    def bring(self, store: StateStore, version: int, checksum: str) -> None:
+        """Have the state of `version` in `store`, from whichever trainer keeps it.
+
+        Waits `trainer_state_wait_seconds` for one to come up. Raises FailedPrecondition of kind
+        "state_not_found", saying what is lost and how to keep it; at once where this host knows
+        no others.
+        """
+        if store.exists(version, checksum):
+            return
+        if not self._settings.shares_states:
+            store.load(version, checksum)  # raises: says what is kept here
+        began = time.monotonic()
+        troubles: dict[str, str] = {}
+        while True:
+            for address in self._trainers(store, version, troubles):
+                if self._from(address, store, version, checksum, troubles):
+                    return
+            if time.monotonic() - began > self._settings.trainer_state_wait_seconds:
+                raise self._lost(store, version, checksum, troubles)
+            time.sleep(_POLL_SECONDS)
+
+    def offer(self, job_id: str, policy: str, version: int, checksum: str) -> pb.OfferStateResponse:
+        """Put a state of this host's disk where other hosts can read it. Repeatable.
+
+        Raises NotFound of kind "state_not_found", StorageFull.
+        """
+        store = StateStore(self._settings.data_dir, job_id, policy)
+        path = store.find(version, checksum)
+        if path is None:
+            raise NotFound(
+                f"version {version} of policy {policy} is not kept here",
+                kind="state_not_found",
+                field="version",
+                value=version,
+            )
+        # Unversioned, so that whoever has read it may delete it.
+        key = f"{job_id}/states/{policy}/{path.name}"
+        manifest = self._host.set(key, _files(path))
+        log.info("state offered", job_id=job_id, policy=policy, version=version)
+        return pb.OfferStateResponse(
+            key=key,
+            checksum=manifest.checksum,
+            num_bytes=manifest.num_bytes,
+            holders=self._host.holders,
+        )
+
+    def withdraw(self, job_id: str, policy: str) -> None:
+        """Free what was offered and not fetched."""
+        for key in self._host.keys(f"{job_id}/states/{policy}/"):
+            self._host.delete(key)
+
+    def _trainers(self, store: StateStore, version: int, troubles: dict[str, str]) -> list[str]:
+        key = f"{store.job_id}/{store.policy}/state@{version}"
+        try:
+            found = self._host.directory(key).trainers
+        except TroupeError as error:
+            troubles["orchestrator"] = error.message
+            return []
+        return [address for address in found if address != self._settings.address]
+
+    def _from(
+        self,
+        address: str,
+        store: StateStore,
+        version: int,
+        checksum: str,
+        troubles: dict[str, str],
+    ) -> bool:
+        request = pb.OfferStateRequest(
+            request_id=new_id("offer"),
+            job_id=store.job_id,
+            policy=store.policy,
+            version=version,
+            checksum=checksum,
+        )
+        channel = connect_sync(address, self._settings.client(retry=NO_RETRY))
+        try:
+            offer = trainer_pb2_grpc.TrainerStub(channel).OfferState(
+                request, timeout=_OFFER_SECONDS
+            )
+            self._host.hint(offer.key, offer.holders)
+            files, _ = self._host.get(offer.key, expected_checksum=offer.checksum)
+            name = offer.key.rpartition("/")[2]
+            store.take_in(name, _contents(files))
+            self._host.drop([offer.key])
+        except TroupeError as error:
+            troubles[address] = error.message
+            return False
+        finally:
+            channel.close()
+        log.info(
+            "state fetched",
+            job_id=store.job_id,
+            policy=store.policy,
+            version=version,
+            source=address,
+            num_bytes=offer.num_bytes,
+        )
+        return True
+
+    def _lost(
+        self, store: StateStore, version: int, checksum: str, troubles: Mapping[str, str]
+    ) -> FailedPrecondition:
+        asked = "; ".join(f"{who}: {why}" for who, why in troubles.items()) or "there is none"
+        return FailedPrecondition(
+            f"training state of policy {store.policy} at version {version} with checksum "
+            f"{checksum or '(any)'} is lost: no trainer that answers keeps weights, optimizer and "
+            f"random generators of it ({asked})",
+            kind="state_not_found",
+            field="version",
+            value=version,
+            remedy="Bring the host back that trained it and resume the job. To be able to lose a "
+            "host, give all trainers the same data_dir (TROUPE_DATA_DIR) or keep copies "
+            "(TROUPE_TRAINER_STATE_REPLICAS).",
+        )
+
+
+def _files(path: Path) -> dict[str, torch.Tensor]:
+    """The files below `path` as bytes, mapped."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            size = file.stat().st_size
+            name = file.relative_to(path).as_posix()
+            found[name] = (
+                torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
+                if size
+                else torch.empty(0, dtype=torch.uint8)
+            )
+    return found
+
+
+def _contents(files: Mapping[str, Any]) -> dict[str, memoryview]:
+    return {name: memoryview(tensor.numpy()) for name, tensor in files.items()}
