@@ -7,6 +7,7 @@ whole step, and `rae` what its agents earned in the steps before, which is train
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -97,6 +98,15 @@ class Baselines:
         mine = {name: value for name, value in state.items() if name.startswith(_PREFIX)}
         self._roles = {name.removeprefix(_PREFIX): float(value) for name, value in mine.items()}
         return {name: value for name, value in state.items() if name not in mine}
+
+    def of_step(self) -> dict[str, Any]:
+        """What accumulates within a step, as plain values, for a policy that is suspended."""
+        return {"seen": self._seen, "batch": self._batch}
+
+    def resume_step(self, values: Mapping[str, Any]) -> None:
+        """Inverse of `of_step`."""
+        self._seen = {agent: list(rewards) for agent, rewards in values["seen"].items()}
+        self._batch = {pool: (one[0], one[1]) for pool, one in values["batch"].items()}
 
     def metrics(self) -> dict[str, float]:
         """`baseline/<agent>`: what the step's rewards were measured against."""

@@ -74,6 +74,17 @@ class ExactSum:
             quotient = total.to(torch.float64).div_(_SCALE * divisor)
             tensor.copy_(quotient.view_as(tensor))
 
+    def state(self) -> tuple[list[torch.Tensor], list[int]]:
+        """The sums in quanta (int64), not copied, and their bounds."""
+        return self._sums, list(self._bounds)
+
+    @staticmethod
+    def resumed(sums: Sequence[torch.Tensor], bounds: Sequence[int]) -> ExactSum:
+        """Goes on from what `state` gave, without copying it."""
+        found = ExactSum([])
+        found._sums, found._bounds = list(sums), list(bounds)
+        return found
+
     def clear(self) -> None:
         """Back to zero."""
         for total in self._sums:

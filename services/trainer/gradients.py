@@ -51,6 +51,29 @@ class Gradients:
         if self._exact is not None:
             self._exact.clear()
 
+    def state(self) -> tuple[dict[str, torch.Tensor], list[int]]:
+        """What has accumulated: tensors, not copied, and the bounds of exact sums, if any."""
+        found = {
+            f"{i}": parameter.grad
+            for i, parameter in enumerate(self._parameters)
+            if parameter.grad is not None
+        }
+        if self._exact is None:
+            return found, []
+        sums, bounds = self._exact.state()
+        return found | {f"exact/{i}": total for i, total in enumerate(sums)}, bounds
+
+    def restore(self, tensors: dict[str, torch.Tensor], bounds: list[int]) -> None:
+        """Take over what `state` gave, without copying it."""
+        self._drop()
+        for i, parameter in enumerate(self._parameters):
+            parameter.grad = tensors.get(f"{i}")
+        self._exact = None
+        if bounds:
+            self._exact = ExactSum.resumed(
+                [tensors[f"exact/{i}"] for i in range(len(bounds))], bounds
+            )
+
     def _drop(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None

@@ -21,6 +21,7 @@ from services.trainer import fields
 from services.trainer.baselines import Baselines
 from services.trainer.bases import Base
 from services.trainer.gradients import Gradients
+from services.trainer.named import Tensors
 from services.trainer.optimizer import (
     Moments,
     export_moments,
@@ -33,7 +34,7 @@ from services.trainer.peers import Peers
 from services.trainer.residence import Lodger
 from services.trainer.rows import Row, response_lengths
 from services.trainer.summary import BatchSummary
-from services.trainer.trained_model import Tensors, TrainedModel
+from services.trainer.trained_model import TrainedModel
 from services.trainer.units import GroupBuffer
 from troupe.algorithms import TokenStatistics, normalizer
 from troupe.job import JobSpec

@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from services.trainer import fields
 from services.trainer.learner import Applied, Learner
 from services.trainer.peers import Stopped
 from services.trainer.policy_model import load_config, policy_seed
@@ -107,6 +109,23 @@ class PacedLearner(Learner):
         super().discard()
         self._summary = BatchSummary()
         self._spent, self._batches = 0.0, 0
+
+    def suspended(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """As `Learner.suspended`."""
+        tensors, values = super().suspended()
+        paced = {
+            "summary": fields.take_apart(self._summary)[1],
+            "spent": self._spent,
+            "batches": self._batches,
+        }
+        return tensors, values | {"paced": paced}
+
+    def adopt(self, tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> None:
+        """As `Learner.adopt`."""
+        super().adopt(tensors, values)
+        paced = values["paced"]
+        fields.put_together(self._summary, {}, paced["summary"])
+        self._spent, self._batches = paced["spent"], paced["batches"]
 
     def _pass(self, seconds: float, stop: threading.Event | None) -> None:
         if stop is None:

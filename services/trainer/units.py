@@ -38,6 +38,11 @@ class GroupBuffer:
                 complete.append(sorted(self._waiting.pop(row.group), key=content_key))
         return complete
 
+    @property
+    def waiting(self) -> list[Row]:
+        """The rows that are held back."""
+        return [row for members in self._waiting.values() for row in members]
+
     def rest(self) -> list[list[Row]]:
         """The groups that some members never came of, in order of content; then it is empty."""
         left = [sorted(members, key=content_key) for members in self._waiting.values()]

@@ -1,0 +1,127 @@
+"""Memory of a device that policies take turns in.
+
+Fresh pages cost a host several times what copying into used ones does, and a GPU's allocator keeps
+what was freed for the same reason: the memory of a policy that left serves the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+# cudaHostRegisterDefault.
+_REGISTER_DEFAULT: Final = 0
+
+
+class Residence:
+    """Tensors of one device that nobody uses, by shape; at most `limit` bytes of them.
+
+    Of a GPU none: its caching allocator does the same. Safe to use from several threads.
+    """
+
+    def __init__(self, device: torch.device, limit: int = 8 << 30) -> None:
+        self.device = device
+        self._limit = limit if device.type == "cpu" else 0
+        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nobody uses these any more, nor views of them."""
+        with self._lock:
+            for tensor in tensors:
+                size = tensor.nbytes
+                whole = size and size == tensor.untyped_storage().nbytes()
+                if not whole or self._bytes + size > self._limit or not tensor.is_contiguous():
+                    continue
+                self._free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+                self._bytes += size
+
+    def bring(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Copies of `tensors`, host memory, on the device; complete when this returns."""
+        if self.device.type == "cpu":
+            return {name: self._place(t).copy_(t) for name, t in tensors.items()}
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream), _registered(list(tensors.values())):
+            found = {n: t.to(self.device, non_blocking=True) for n, t in tensors.items()}
+            stream.synchronize()
+        # The allocator must not hand them out again before what this stream did is over: it is.
+        return found
+
+    def fetch(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """`tensors` of the device in host memory: themselves on a CPU, else pinned copies."""
+        if self.device.type == "cpu":
+            return dict(tensors)
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            # Pinned memory is cached by torch: the second suspension pays no registration.
+            found = {
+                n: torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+                for n, t in tensors.items()
+            }
+            stream.synchronize()
+        return found
+
+    def _place(self, like: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            if found := self._free.get((like.shape, like.dtype)):
+                self._bytes -= like.nbytes
+                return found.pop()
+        return torch.empty(like.shape, dtype=like.dtype)
+
+
+class Lodger:
+    """The parameters of one model, which can leave the device and come back."""
+
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], parameters: Sequence[torch.nn.Parameter]
+    ) -> None:
+        """`weights` lie over the memory of `parameters`; what does not (buffers) stays."""
+        places = {p.data_ptr(): p for p in parameters if p.numel()}
+        self._named = {
+            name: places[t.data_ptr()] for name, t in weights.items() if t.data_ptr() in places
+        }
+
+    def leave(self) -> list[torch.Tensor]:
+        """Take the memory from under the model; it cannot compute before `enter`."""
+        left = []
+        for parameter in self._named.values():
+            left.append(parameter.data)
+            parameter.data = parameter.data.new_empty(0)
+        return left
+
+    def enter(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
+        """Lay the model over these tensors; returns those that are no parameters.
+
+        Raises ValueError when a parameter is missing; then nothing has changed.
+        """
+        missing = sorted(self._named.keys() - weights.keys())
+        if missing:
+            raise ValueError(f"weights do not fit: missing {missing[:3]}")
+        for name, parameter in self._named.items():
+            parameter.data = weights[name]
+        return {name: t for name, t in weights.items() if name not in self._named}
+
+
+@contextlib.contextmanager
+def _registered(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Host memory of `tensors`, pieces of one mapping, pinned meanwhile: copies are asynchronous
+    and as fast as the link. Where it cannot be pinned they are neither, and right all the same."""
+    spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes]
+    if not spans:
+        yield
+        return
+    start, end = min(first for first, _ in spans), max(last for _, last in spans)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(runtime.cudaHostRegister(start, end - start, _REGISTER_DEFAULT))
+    try:
+        yield
+    finally:
+        if status == 0:
+            runtime.cudaHostUnregister(start)

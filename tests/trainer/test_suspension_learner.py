@@ -1,0 +1,127 @@
+"""A learner that stops in the middle of a step and goes on elsewhere: the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.learner import Learner
+from services.trainer.policy_model import load_model
+from services.trainer.residence import Residence
+from services.trainer.rows import Row
+from tests.support.training import make_spec
+from tests.trainer.batches import Shape, random_rows
+from troupe.job import JobSpec
+
+PIPELINE = {"steps": 10, "queries_per_step": 2, "micro_batch_samples": 4}
+CPU = torch.device("cpu")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ordinary": {},
+    "deterministic": {"pipeline": {**PIPELINE, "deterministic": True}},
+    "whole_step": {
+        "algorithm": {"advantage": "reinforce_plus_plus"},
+        "pipeline": {**PIPELINE, "mode": "sync"},
+    },
+    "rae": {"algorithm": {"advantage": "rae"}},
+    "kl_and_entropy": {"algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}},
+}
+
+
+def make(spec: JobSpec) -> Learner:
+    learner = Learner(load_model("solver", spec.policies["solver"], 0), spec, "solver")
+    if learner.needs_reference:
+        learner.set_reference({name: t.clone() for name, t in learner.weights().items()})
+    return learner
+
+
+def steps(rows: list[Row]) -> list[list[list[Row]]]:
+    """Two steps of three micro-batches; their borders run through groups."""
+    half = len(rows) // 2
+    return [[some[0::3], some[1::3], some[2::3]] for some in (rows[:half], rows[half:])]
+
+
+def bits(learner: Learner) -> dict[str, bytes]:
+    parts = learner.weights() | learner.moments()
+    return {name: t.numpy().tobytes() for name, t in parts.items()}
+
+
+def moved(learner: Learner, spec: JobSpec, residence: Residence) -> Learner:
+    """The learner as it comes out of another process: through bytes and JSON."""
+    tensors, values = learner.suspended()
+    stored = {name: t.detach().clone() for name, t in tensors.items()}
+    document = json.dumps(values)
+    residence.give_back(learner.leave())
+    elsewhere = make(spec)
+    elsewhere.adopt(residence.bring(stored), json.loads(document))
+    return elsewhere
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_moved_between_any_two_micro_batches_it_ends_with_the_same_bits(
+    tokenizer: Path, variant: str
+) -> None:
+    spec = make_spec(tokenizer, **VARIANTS[variant])
+    rows = random_rows(make(spec).model, 3, Shape(groups=6))
+    still, travels = make(spec), make(spec)
+    residence = Residence(CPU)
+    for version, batches in enumerate(steps(rows)):
+        for batch in batches:
+            still.accumulate(batch)
+            travels.accumulate(batch)
+            travels = moved(travels, spec, residence)
+        one, other = still.apply(version), travels.apply(version)
+        same = [
+            {k: v for k, v in applied.metrics.items() if "seconds" not in k}
+            for applied in (one, other)
+        ]
+        assert same[0] == same[1]
+        assert (one.applied, one.digest) == (True, other.digest)
+        assert bits(still) == bits(travels)
+
+
+def test_a_learner_that_left_holds_no_memory_and_can_come_back(tokenizer: Path) -> None:
+    spec = make_spec(tokenizer)
+    learner = make(spec)
+    rows = random_rows(learner.model, 1)
+    learner.accumulate(rows)
+    learner.apply(0)
+    before = bits(learner)
+    tensors, values = learner.suspended()
+    residence = Residence(CPU)
+    stored = {name: t.detach().clone() for name, t in tensors.items()}
+    left = learner.leave()
+    assert sum(p.numel() for p in learner.model.parameters()) == 0
+    assert learner.moments() == {}
+    places = {t.data_ptr() for t in left}
+    residence.give_back(left)
+    learner.adopt(residence.bring(stored), values)
+    # In the memory that it left.
+    assert {p.data_ptr() for p in learner.model.parameters()} <= places
+    assert bits(learner) == before
+
+
+def test_memory_that_is_given_back_is_bounded_and_never_shared() -> None:
+    residence = Residence(CPU, limit=64)
+    whole = torch.zeros(8)
+    residence.give_back([whole, torch.zeros(100), torch.zeros(16)[:8], torch.zeros(4, 2).t()])
+    first = residence.bring({"a": torch.ones(8)})["a"]
+    second = residence.bring({"a": torch.ones(8)})["a"]
+    assert first.data_ptr() == whole.data_ptr()
+    assert second.data_ptr() != whole.data_ptr()
+    assert torch.equal(first, torch.ones(8))
+
+
+def test_weights_of_another_model_are_refused(tokenizer: Path) -> None:
+    spec = make_spec(tokenizer)
+    learner = make(spec)
+    tensors, values = learner.suspended()
+    name = next(name for name in tensors if name.startswith("weights/"))
+    before = bits(learner)
+    fewer = {key: t for key, t in tensors.items() if key != name}
+    with pytest.raises(ValueError, match="missing"):
+        learner.adopt(fewer, values)
+    assert bits(learner) == before
