@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound
+from troupe.scheduling.elastic import SpeedUp
 from troupe.v1 import reward_pb2 as pb
 
 _ENTRYPOINT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -26,6 +28,32 @@ class Function:
     running: int = 0
     queued: int = 0
     run_seconds: float = 0.0
+    # How long its calls take with how many cores, learned from those that ran.
+    curve: SpeedUp = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.curve = SpeedUp(self.spec.parallel_fraction)
+
+    @property
+    def cores(self) -> int:
+        """The fewest cores that a call takes."""
+        return self.spec.cores if self.spec.HasField("cores") else 1
+
+    @property
+    def elastic(self) -> bool:
+        """Whether a call can make use of more cores than the fewest."""
+        return self.spec.max_cores > max(1, self.cores)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Numbers of cores that a call of an elastic function may get."""
+        return tuple(range(max(1, self.cores), self.spec.max_cores + 1))
+
+    @property
+    def room(self) -> int:
+        """How many more of its calls may run at once."""
+        limit = self.spec.max_concurrency
+        return max(0, limit - self.running) if limit > 0 else sys.maxsize
 
     @property
     def key(self) -> str:
@@ -37,14 +65,9 @@ class Function:
         """The name without its job: what metrics are grouped by."""
         return self.spec.name.rpartition("/")[2]
 
-    @property
-    def full(self) -> bool:
-        """Whether as many of its calls run as may."""
-        limit = self.spec.max_concurrency
-        return limit > 0 and self.running >= limit
-
     def status(self) -> pb.FunctionStatus:
         """The counts as a message."""
+        serial, parallel = self.curve.line if self.invocations else (0.0, 0.0)
         return pb.FunctionStatus(
             function=self.spec,
             invocations=self.invocations,
@@ -52,13 +75,17 @@ class Function:
             running=self.running,
             queued=self.queued,
             mean_seconds=self.run_seconds / self.invocations if self.invocations else 0.0,
+            serial_seconds=serial,
+            parallel_seconds=parallel,
         )
 
 
 class Registry:
     """All functions of this process; rollout workers register them anew after a restart."""
 
-    def __init__(self) -> None:
+    def __init__(self, cores: int = 0) -> None:
+        """`cores`: as many as the host hands out; 0: it hands none out."""
+        self._cores = cores
         self._functions: dict[tuple[str, str], Function] = {}
 
     def __iter__(self) -> Iterator[Function]:
@@ -70,7 +97,7 @@ class Registry:
         Raises `InvalidArgument` for a field that cannot work and `AlreadyExists` when the name
         and version stand for something else.
         """
-        _check(spec)
+        _check(spec, self._cores)
         known = self._functions.get((spec.name, spec.version))
         if known is None:
             kept = pb.FunctionSpec()
@@ -102,7 +129,7 @@ class Registry:
         return function
 
 
-def _check(spec: pb.FunctionSpec) -> None:
+def _check(spec: pb.FunctionSpec, cores: int) -> None:
     def refuse(field: str, value: object, message: str, remedy: str) -> None:
         raise InvalidArgument(message, field=f"function.{field}", value=value, remedy=remedy)
 
@@ -122,6 +149,22 @@ def _check(spec: pb.FunctionSpec) -> None:
             "is not a positive number",
             "Give every function a timeout.",
         )
-    for field in ("memory_mib", "max_concurrency"):
-        if getattr(spec, field) < 0:
-            refuse(field, getattr(spec, field), "is negative", "0 means no limit.")
+    if cores and spec.cores > cores:
+        refuse(
+            "cores",
+            spec.cores,
+            f"more than the {cores} cores of this host: no call could ever run",
+            "Declare fewer, or start the reward service with a larger TROUPE_REWARD_CORES.",
+        )
+    if spec.max_cores and spec.max_cores < spec.cores:
+        refuse("max_cores", spec.max_cores, f"less than cores ({spec.cores})", "0 means no more.")
+    if not 0 <= spec.parallel_fraction <= 1:
+        refuse(
+            "parallel_fraction",
+            spec.parallel_fraction,
+            "is not within 0 .. 1",
+            "It is the part of the time that more cores make shorter.",
+        )
+    for name in ("memory_mib", "max_concurrency", "cores", "max_cores"):
+        if getattr(spec, name) < 0:
+            refuse(name, getattr(spec, name), "is negative", "0 means no limit.")

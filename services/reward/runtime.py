@@ -1,49 +1,54 @@
-"""Which invocation runs next, on which worker: by priority, within each function's limit."""
+"""Which invocations run next, on which workers and how many cores.
+
+`troupe.scheduling.elastic` decides, whenever something comes or ends: by priority, then first come,
+first served, within each function's limit.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Final
 
 import structlog
 
 from services.chassis.telemetry import Telemetry
+from services.reward.cpu import CoreManager, Lease
+from services.reward.queues import CORES, WORKERS, Queues, Waiting
 from services.reward.registry import Function
 from services.reward.slot import BadArguments, Outcome, Slot
 from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, Unavailable
+from troupe.scheduling.elastic import Grant, Rules, Running, decide
 from troupe.v1 import reward_pb2 as pb
 
 log = structlog.get_logger("troupe.reward")
 
 
-@dataclass(order=True)
-class _Waiting:
-    """One invocation until its outcome; ordered by priority, then by arrival."""
-
-    rank: tuple[int, int]
-    invocation_id: str = field(compare=False)
-    function: Function = field(compare=False)
-    arguments_json: str = field(compare=False)
-    done: asyncio.Future[pb.InvokeResponse] = field(compare=False)
-    since: float = field(compare=False)
-    slot: Slot | None = field(default=None, compare=False)
+_RULES: Final = Rules()
 
 
 class Runtime:
     """A queue per function in front of the worker slots; every invocation gets one outcome."""
 
     def __init__(
-        self, slots: Sequence[Slot], telemetry: Telemetry, *, max_queued: int = 10_000
+        self,
+        slots: Sequence[Slot],
+        telemetry: Telemetry,
+        *,
+        max_queued: int = 10_000,
+        cores: CoreManager | None = None,
     ) -> None:
+        """`cores` hands them out to calls; None: a call takes a worker and nothing else."""
         self._slots = slots
         self._free = list(slots)
         self._max_queued = max_queued
-        self._queues: dict[str, list[_Waiting]] = {}
-        self._open: dict[str, _Waiting] = {}
+        self._cores = cores
+        self._queues = Queues()
+        self._open: dict[str, Waiting] = {}
+        # What runs, as the scheduler knows it.
+        self._running: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._arrivals = itertools.count()
         self._stopped = False
@@ -54,9 +59,14 @@ class Runtime:
             "troupe_reward_queue_seconds", "Wait of an invocation for a worker.", ["function"]
         )
         queued = telemetry.gauge("troupe_reward_queued", "Invocations that wait for a worker.")
-        queued.set_function(lambda: sum(map(len, self._queues.values())))
+        queued.set_function(lambda: len(self._queues))
         running = telemetry.gauge("troupe_reward_running", "Invocations that run.")
         running.set_function(lambda: len(self._slots) - len(self._free))
+        held = telemetry.gauge("troupe_reward_cores_held", "Cores that calls hold.")
+        held.set_function(lambda: sum(r.holds.get(CORES, 0) for r in self._running.values()))
+        self._core_seconds = telemetry.counter(
+            "troupe_reward_core_seconds", "Cores times the seconds they were held.", ["function"]
+        )
         restarts = telemetry.gauge("troupe_reward_worker_restarts", "Workers replaced so far.")
         restarts.set_function(lambda: sum(slot.restarts for slot in self._slots))
 
@@ -73,6 +83,8 @@ class Runtime:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(slot.stop() for slot in self._slots))
+        if self._cores is not None:
+            self._cores.close()
 
     async def invoke(
         self, invocation_id: str, function: Function, arguments_json: str, priority: int = 0
@@ -88,7 +100,7 @@ class Runtime:
             raise ResourceExhausted(
                 f"{len(self._open)} invocations wait already", retry_after_ms=500
             )
-        waiting = _Waiting(
+        waiting = Waiting(
             (-priority, next(self._arrivals)),
             invocation_id,
             function,
@@ -97,8 +109,7 @@ class Runtime:
             time.perf_counter(),
         )
         self._open[invocation_id] = waiting
-        heapq.heappush(self._queues.setdefault(function.key, []), waiting)
-        function.queued += 1
+        self._queues.add(waiting)
         self._pump()
         return await waiting.done
 
@@ -113,7 +124,7 @@ class Runtime:
             error = pb.InvocationError(
                 kind=pb.InvocationError.KIND_CANCELLED, message="cancelled before it ran"
             )
-            self._unqueue(waiting)
+            self._queues.remove(waiting)
             self._finish(waiting, Outcome(error=error), 0.0)
         return True
 
@@ -124,29 +135,38 @@ class Runtime:
             self._refuse(waiting, Unavailable("its callers left before it ran"))
 
     def _pump(self) -> None:
-        """Give free workers to the first in rank whose function may run."""
-        while self._free:
-            heads = [
-                queue[0] for queue in self._queues.values() if queue and not queue[0].function.full
-            ]
-            if not heads:
-                return
-            waiting = min(heads)
-            self._unqueue(waiting)
-            holding = [slot for slot in self._free if slot.holds(waiting.function)]
-            slot = (holding or self._free)[0]
-            self._free.remove(slot)
-            waiting.slot = slot
-            waiting.function.running += 1
-            task = asyncio.create_task(self._run(waiting, slot))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        """Start what the scheduler says."""
+        if not self._free or not len(self._queues):
+            return
+        free = {WORKERS: len(self._free)}
+        # How much the first get depends on how many are behind them, where there is more to get.
+        beyond = 0
+        if self._cores is not None:
+            free[CORES], beyond = self._cores.free, _RULES.horizon
+        first = {w.invocation_id: w for w in self._queues.first(len(self._free) + beyond)}
+        queue = [w.action(with_cores=self._cores is not None) for w in first.values()]
+        for grant in decide(queue, free, self._running.values(), time.perf_counter(), _RULES):
+            self._start(first[grant.action.action_id], grant)
 
-    async def _run(self, waiting: _Waiting, slot: Slot) -> None:
+    def _start(self, waiting: Waiting, grant: Grant) -> None:
+        self._queues.remove(waiting)
+        holding = [slot for slot in self._free if slot.holds(waiting.function)]
+        slot = (holding or self._free)[0]
+        self._free.remove(slot)
+        waiting.slot, waiting.cores = slot, grant.holds.get(CORES, 0)
+        waiting.function.running += 1
+        ends = time.perf_counter() + grant.seconds
+        self._running[waiting.invocation_id] = Running(grant.holds, ends)
+        lease = None if self._cores is None else self._cores.take(slot.name, waiting.cores)
+        task = asyncio.create_task(self._run(waiting, slot, lease))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, waiting: Waiting, slot: Slot, lease: Lease | None) -> None:
         function = waiting.function
         start = time.perf_counter()
         try:
-            outcome = await slot.run(function, waiting.arguments_json)
+            outcome = await slot.run(function, waiting.arguments_json, lease)
         except BadArguments as error:
             self._refuse(waiting, InvalidArgument(str(error), field="arguments_json"))
         except Exception as error:
@@ -162,11 +182,16 @@ class Runtime:
             self._finish(waiting, outcome, start)
         finally:
             function.running -= 1
+            del self._running[waiting.invocation_id]
+            if lease is not None and self._cores is not None:
+                self._cores.give_back(lease)
+                seconds = time.perf_counter() - start
+                self._core_seconds.labels(function.label).inc(seconds * len(lease.cores))
             self._free.append(slot)
             if not self._stopped:
                 self._pump()
 
-    def _finish(self, waiting: _Waiting, outcome: Outcome, start: float) -> None:
+    def _finish(self, waiting: Waiting, outcome: Outcome, start: float) -> None:
         """Answer; `start` is when it began to run, 0 when it never did."""
         self._open.pop(waiting.invocation_id, None)
         function, now = waiting.function, time.perf_counter()
@@ -174,10 +199,11 @@ class Runtime:
         ran = now - start if start else 0.0
         function.invocations += 1
         function.run_seconds += ran
-        response = pb.InvokeResponse(queue_seconds=queued, run_seconds=ran)
+        response = pb.InvokeResponse(queue_seconds=queued, run_seconds=ran, cores=waiting.cores)
         label = "ok"
         if outcome.error is None:
             response.result_json = outcome.result_json
+            function.curve = function.curve.observed(max(1, waiting.cores), outcome.seconds)
         else:
             function.errors += 1
             response.error.CopyFrom(outcome.error)
@@ -187,21 +213,9 @@ class Runtime:
         if not waiting.done.done():
             waiting.done.set_result(response)
 
-    def _refuse(self, waiting: _Waiting, error: TroupeError) -> None:
+    def _refuse(self, waiting: Waiting, error: TroupeError) -> None:
         self._open.pop(waiting.invocation_id, None)
         if waiting.slot is None:
-            self._unqueue(waiting)
+            self._queues.remove(waiting)
         if not waiting.done.done():
             waiting.done.set_exception(error)
-
-    def _unqueue(self, waiting: _Waiting) -> None:
-        key = waiting.function.key
-        queue = self._queues[key]
-        if queue[0] is waiting:
-            heapq.heappop(queue)
-        else:
-            queue.remove(waiting)
-            heapq.heapify(queue)
-        if not queue:
-            del self._queues[key]
-        waiting.function.queued -= 1

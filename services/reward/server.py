@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, Literal
 
 import grpc
+import structlog
 from pydantic import Field
 
 from services.chassis.idempotency import IdempotencyCache
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
+from services.reward.cpu import CoreManager, choose_backend, usable_cores
 from services.reward.registry import Registry
 from services.reward.runtime import Runtime
 from services.reward.slot import Slot
@@ -17,12 +20,19 @@ from troupe.rpc import InvalidArgument
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1 import reward_pb2_grpc
 
+log = structlog.get_logger("troupe.reward")
+
 
 class RewardSettings(ServiceSettings):
     """What the reward service needs to know besides."""
 
     reward_workers: int = Field(default=2, gt=0)
     """Worker processes, that is, calls that run at once."""
+    reward_cores: int = Field(default=0, ge=0)
+    """Cores that calls hold while they run: handed out anew for every call, as many as pay.
+    0: none are handed out, and a call takes a worker process and nothing else."""
+    reward_core_backend: Literal["auto", "cgroup2", "cgroup1", "affinity"] = "auto"
+    """How the kernel is told; auto: the first of them that works here."""
     reward_import_seconds: float = Field(default=120, gt=0)
     """How long a worker may take to import a function's module."""
     reward_max_queued: int = Field(default=10_000, gt=0)
@@ -35,9 +45,15 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     name = "troupe.v1.Reward"
 
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
-        slots = [Slot(settings.reward_import_seconds) for _ in range(settings.reward_workers)]
-        self._registry = Registry()
-        self._runtime = Runtime(slots, telemetry, max_queued=settings.reward_max_queued)
+        cores = _core_manager(settings)
+        slots = [
+            Slot(settings.reward_import_seconds, f"worker-{i}", cores)
+            for i in range(settings.reward_workers)
+        ]
+        self._registry = Registry(settings.reward_cores)
+        self._runtime = Runtime(
+            slots, telemetry, max_queued=settings.reward_max_queued, cores=cores
+        )
         self._once = IdempotencyCache(settings.idempotency_seconds)
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -89,3 +105,22 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     ) -> pb.CancelInvocationResponse:
         """End an invocation that waits or runs."""
         return pb.CancelInvocationResponse(cancelled=self._runtime.cancel(request.invocation_id))
+
+
+def _core_manager(settings: RewardSettings) -> CoreManager | None:
+    if not settings.reward_cores:
+        return None
+    group = f"troupe-reward-{os.getpid()}"
+    try:
+        nodes = usable_cores(settings.reward_cores)
+        manager = CoreManager(nodes, choose_backend(settings.reward_core_backend, group=group))
+    except (ValueError, OSError) as error:
+        raise InvalidArgument(
+            str(error),
+            field="TROUPE_REWARD_CORES",
+            value=settings.reward_cores,
+            remedy="Name as many cores as this process may use, and a backend that works here "
+            "(TROUPE_REWARD_CORE_BACKEND=auto).",
+        ) from error
+    log.info("cores are handed out", cores=settings.reward_cores, backend=manager.kind)
+    return manager

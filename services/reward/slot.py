@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import structlog
 from pebble import ProcessExpired, ProcessPool
 
 from services.reward import worker
+from services.reward.cpu import CoreManager, Lease
 from services.reward.registry import Function
 from troupe.v1 import reward_pb2 as pb
 
@@ -35,9 +37,10 @@ _KINDS: Final = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one invocation: `result_json`, or `error`."""
+    """What became of one invocation: `result_json` after `seconds` of running, or `error`."""
 
     result_json: str = ""
+    seconds: float = 0.0
     error: pb.InvocationError | None = None
 
 
@@ -56,9 +59,16 @@ class _Lost(Exception):
 class Slot:
     """A pool of exactly one process, so that a killed worker can harm no other one's call."""
 
-    def __init__(self, import_seconds: float) -> None:
+    def __init__(
+        self, import_seconds: float, name: str = "worker", cores: CoreManager | None = None
+    ) -> None:
+        """`name` is unique among slots; `cores` hands cores out, if anybody does."""
         self.restarts = 0
+        self.name = name
         self._import_seconds = import_seconds
+        self._cores = cores
+        # Whether `cores` knows the process that runs now.
+        self._adopted = False
         self._pool: Any = None
         # Function -> its registrations when this worker last looked at its code.
         self._prepared: dict[str, int] = {}
@@ -75,6 +85,8 @@ class Slot:
         pool, self._pool = self._pool, None
         if pool is not None:
             await asyncio.to_thread(_end, pool)
+        if self._cores is not None:
+            self._cores.forget(self.name)
 
     def holds(self, function: Function) -> bool:
         """Whether the worker has imported `function` since its last registration."""
@@ -86,15 +98,23 @@ class Slot:
             self._cancelled = True
             self._current.cancel()
 
-    async def run(self, function: Function, arguments_json: str) -> Outcome:
-        """Run one call to its end. Raises `BadArguments`; every other end is an outcome."""
+    async def run(
+        self, function: Function, arguments_json: str, lease: Lease | None = None
+    ) -> Outcome:
+        """Run one call to its end, on the cores of `lease`.
+
+        Raises `BadArguments`; every other end is an outcome.
+        """
         self._cancelled = False
         entrypoint = function.spec.entrypoint
         try:
+            if self._cores is not None and lease is not None:
+                await self._move_to(lease, self._cores)
             if not self.holds(function):
                 failed = await self._prepare(function)
                 if failed is not None:
                     return failed
+            began = time.perf_counter()
             answer = await self._call(
                 worker.invoke,
                 (entrypoint, arguments_json, function.spec.memory_mib),
@@ -106,7 +126,14 @@ class Slot:
             raise BadArguments(answer.text)
         if answer.kind == worker.OUT_OF_MEMORY:
             await self._replace()  # whatever was half allocated goes with it
-        return _outcome(answer)
+        return _outcome(answer, time.perf_counter() - began)
+
+    async def _move_to(self, lease: Lease, cores: CoreManager) -> None:
+        if not self._adopted:
+            answer = await self._call(worker.ready, (), self._import_seconds)
+            cores.adopt(self.name, int(answer.text))
+            self._adopted = True
+        cores.grant(lease)
 
     async def _prepare(self, function: Function) -> Outcome | None:
         entrypoint, registrations = function.spec.entrypoint, function.registrations
@@ -172,6 +199,7 @@ class Slot:
         """The pool has replaced its worker by itself."""
         self.restarts += 1
         self._prepared.clear()
+        self._adopted = False
 
     async def _replace(self) -> None:
         """A new pool with a new worker; the old ones end in the background."""
@@ -181,9 +209,9 @@ class Slot:
         asyncio.get_running_loop().run_in_executor(None, _end, old)
 
 
-def _outcome(answer: worker.Answer) -> Outcome:
+def _outcome(answer: worker.Answer, seconds: float = 0.0) -> Outcome:
     if answer.kind == worker.OK:
-        return Outcome(result_json=answer.text)
+        return Outcome(answer.text, seconds)
     return Outcome(
         error=pb.InvocationError(
             kind=_KINDS[answer.kind], message=answer.text, traceback=answer.traceback

@@ -63,8 +63,8 @@ def initialize(service_pid: int) -> None:
 
 
 def ready() -> Answer:
-    """Proof that the worker answers."""
-    return Answer(OK)
+    """Proof that the worker answers, and the process that it is."""
+    return Answer(OK, str(os.getpid()))
 
 
 def prepare(entrypoint: str) -> Answer:

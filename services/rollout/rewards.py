@@ -77,6 +77,9 @@ class JobFunctions:
                     timeout_seconds=function.timeout_seconds,
                     memory_mib=function.memory_mib,
                     max_concurrency=function.max_concurrency,
+                    cores=function.cores,
+                    max_cores=function.max_cores,
+                    parallel_fraction=function.parallel_fraction,
                 ),
             )
             await self._stub.RegisterFunction(request)

@@ -94,3 +94,7 @@ def loaded_modules() -> list[str]:
 
 
 not_a_function = 3
+
+
+def its_cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -316,21 +316,11 @@ async def test_workers_are_light_and_die_with_the_service() -> None:
     assert not alive
 
 
-async def test_hundreds_of_invocations_per_second(client: Client) -> None:
+async def test_hundreds_of_invocations_at_once(client: Client) -> None:
     await client.register("score")
-    order = {"answer": "a", "expected": "b"}
-    await asyncio.gather(*(client.invoke("score", order) for _ in range(4)))  # imports
-    start = time.perf_counter()
-    for _ in range(50):
-        await client.invoke("score", order)
-    each = (time.perf_counter() - start) / 50
-    start = time.perf_counter()
-    await asyncio.gather(*(client.invoke("score", order) for _ in range(400)))
-    rate = 400 / (time.perf_counter() - start)
-    print(f"one call {each * 1e3:.2f} ms; {rate:.0f} calls/s")
-    # Generous: the machine is shared with other tests.
-    assert each < 0.02
-    assert rate > 100
+    answers = [{"answer": "a", "expected": "ab"[i % 2]} for i in range(400)]
+    responses = await asyncio.gather(*(client.invoke("score", one) for one in answers))
+    assert [json.loads(one.result_json) for one in responses] == [1.0, 0.0] * 200
 
 
 async def test_a_deadline_ends_the_wait(client: Client) -> None:

@@ -140,6 +140,18 @@ def test_runs_at_one_level_scale_the_declared_shape() -> None:
     assert curve.seconds((1, 2, 4)) == pytest.approx((10.0, 6.0, 4.0))
 
 
+def test_a_level_that_never_ran_is_tried() -> None:
+    curve, levels = SpeedUp(1.0, 1.0), (1, 2, 3, 4)
+    assert curve.offered(levels) == levels
+    curve = curve.observed(4, 10.0)
+    assert curve.offered(levels) == (1,)
+    curve = curve.observed(1, 10.0)
+    assert curve.offered(levels) == levels
+    for _ in range(500):  # what was seen long ago may have changed
+        curve = curve.observed(1, 10.0)
+    assert curve.offered(levels) == (4,)
+
+
 def test_a_curve_follows_a_function_that_changes() -> None:
     curve = SpeedUp(0.9, 4.0)
     for _ in range(100):

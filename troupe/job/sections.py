@@ -7,9 +7,9 @@ and editors show it.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from troupe.job.section import COLUMN, Section, check_entrypoint, check_json
 
@@ -53,8 +53,26 @@ class FunctionSpec(Section):
     """Memory that a call may take in its worker process; 0: unlimited."""
     max_concurrency: int = Field(default=0, ge=0)
     """Calls at once; 0: as many as there are worker processes."""
+    cores: int = Field(default=1, ge=0)
+    """Cores that a call takes while it runs; 0 for one that waits for something else. They count
+    where the reward service hands cores out (`TROUPE_REWARD_CORES`)."""
+    max_cores: int = Field(default=0, ge=0)
+    """Cores that a call can make use of; 0: `cores`. How many it gets, up to that, the scheduler
+    decides anew for every call. The function finds them in `os.sched_getaffinity(0)`."""
+    parallel_fraction: float = Field(default=0.9, ge=0, le=1)
+    """Part of a call's time that more cores make shorter. A first guess: it is learned from calls
+    that ran with different numbers of cores."""
 
     _entrypoint = field_validator("entrypoint")(check_entrypoint)
+
+    @model_validator(mode="after")
+    def _cores_ascend(self) -> Self:
+        if self.max_cores and self.max_cores < max(1, self.cores):
+            raise ValueError(
+                f"`max_cores` is {self.max_cores}, less than `cores` ({self.cores}); leave it out, "
+                "or raise it"
+            )
+        return self
 
 
 class TasksSpec(Section):

@@ -29,6 +29,9 @@ class FunctionSpec(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     MEMORY_MIB_FIELD_NUMBER: _builtins.int
     MAX_CONCURRENCY_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    MAX_CORES_FIELD_NUMBER: _builtins.int
+    PARALLEL_FRACTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.str
     entrypoint: _builtins.str
@@ -38,6 +41,12 @@ class FunctionSpec(_message.Message):
     """Address space a call may add to its worker process; 0: unlimited."""
     max_concurrency: _builtins.int
     """Calls of this function that may run at once; 0: as many as there are workers."""
+    cores: _builtins.int
+    """Cores that a call takes while it runs; absent: one. 0: it mostly waits for something else."""
+    max_cores: _builtins.int
+    """Cores that a call can make use of; 0: `cores`. What it gets is the scheduler's affair."""
+    parallel_fraction: _builtins.float
+    """Part of a call's time that more cores make shorter (Amdahl), until runs have shown it."""
     def __init__(
         self,
         *,
@@ -47,12 +56,17 @@ class FunctionSpec(_message.Message):
         timeout_seconds: _builtins.float = ...,
         memory_mib: _builtins.int = ...,
         max_concurrency: _builtins.int = ...,
+        cores: _builtins.int | None = ...,
+        max_cores: _builtins.int = ...,
+        parallel_fraction: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "cores", b"cores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entrypoint", b"entrypoint", "max_concurrency", b"max_concurrency", "memory_mib", b"memory_mib", "name", b"name", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "cores", b"cores", "entrypoint", b"entrypoint", "max_concurrency", b"max_concurrency", "max_cores", b"max_cores", "memory_mib", b"memory_mib", "name", b"name", "parallel_fraction", b"parallel_fraction", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cores: _TypeAlias = _typing.Literal["cores"]  # noqa: Y015
+    _WhichOneofArgType__cores: _TypeAlias = _typing.Literal["_cores", b"_cores"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cores) -> _WhichOneofReturnType__cores | None: ...
 
 Global___FunctionSpec: _TypeAlias = FunctionSpec  # noqa: Y015
 
@@ -139,11 +153,16 @@ class FunctionStatus(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     MEAN_SECONDS_FIELD_NUMBER: _builtins.int
+    SERIAL_SECONDS_FIELD_NUMBER: _builtins.int
+    PARALLEL_SECONDS_FIELD_NUMBER: _builtins.int
     invocations: _builtins.int
     errors: _builtins.int
     running: _builtins.int
     queued: _builtins.int
     mean_seconds: _builtins.float
+    serial_seconds: _builtins.float
+    """What the scheduler has learned: a call takes serial + parallel / cores seconds."""
+    parallel_seconds: _builtins.float
     @_builtins.property
     def function(self) -> Global___FunctionSpec: ...
     def __init__(
@@ -155,10 +174,12 @@ class FunctionStatus(_message.Message):
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
         mean_seconds: _builtins.float = ...,
+        serial_seconds: _builtins.float = ...,
+        parallel_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["function", b"function"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "function", b"function", "invocations", b"invocations", "mean_seconds", b"mean_seconds", "queued", b"queued", "running", b"running"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "function", b"function", "invocations", b"invocations", "mean_seconds", b"mean_seconds", "parallel_seconds", b"parallel_seconds", "queued", b"queued", "running", b"running", "serial_seconds", b"serial_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,9 +232,12 @@ class InvokeResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     RUN_SECONDS_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
     result_json: _builtins.str
     queue_seconds: _builtins.float
     run_seconds: _builtins.float
+    cores: _builtins.int
+    """Cores that it had, where cores are handed out."""
     @_builtins.property
     def error(self) -> Global___InvocationError: ...
     def __init__(
@@ -223,10 +247,11 @@ class InvokeResponse(_message.Message):
         error: Global___InvocationError | None = ...,
         queue_seconds: _builtins.float = ...,
         run_seconds: _builtins.float = ...,
+        cores: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "result_json", b"result_json"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "queue_seconds", b"queue_seconds", "result_json", b"result_json", "run_seconds", b"run_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cores", b"cores", "error", b"error", "outcome", b"outcome", "queue_seconds", b"queue_seconds", "result_json", b"result_json", "run_seconds", b"run_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["result_json", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# Below this spread of 1/m the runs say nothing about the shape: they had all the same level.
-_SPREAD = 1e-9
+# Below this variance of 1/m, relative to its squared mean, the runs say nothing about the shape:
+# they had all the same level. Runs at another level are forgotten after some hundred.
+_SPREAD = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +53,30 @@ class SpeedUp:
         )
 
     @property
+    def explored(self) -> bool:
+        """Whether the runs had levels that differ enough to tell the shape."""
+        squared = self._x * self._x
+        return self._n * self._xx - squared > _SPREAD * squared
+
+    def offered(self, levels: Sequence[int]) -> tuple[int, ...]:
+        """Those of `levels` (ascending) that the next run may have.
+
+        All; but where runs had one level only, what is known of the others is a declaration that
+        decides for that level again: then the end of `levels` that is farther from it.
+        """
+        if not self._n or self.explored:
+            return tuple(levels)
+        seen = self._x / self._n
+        return (max(levels[0], levels[-1], key=lambda level: abs(1.0 / level - seen)),)
+
+    @property
     def line(self) -> tuple[float, float]:
         """(serial, parallel) in seconds, neither negative: least squares over the runs."""
         declared = self.seconds_at_one * (1 - self.parallel_fraction)
         if not self._n:
             return declared, self.seconds_at_one - declared
         spread = self._xx - self._x * self._x / self._n
-        if spread <= _SPREAD * self._n:
+        if not self.explored:
             # One level: the declared shape, scaled.
             shape = 1 - self.parallel_fraction + self.parallel_fraction * self._x / self._n
             at_one = self._y / self._n / shape

@@ -1,0 +1,58 @@
+"""Cores by affinity and nice: works everywhere, and binds whoever does not fight it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+import psutil
+
+# Of a worker without an action: whatever its children still do, others go first.
+_IDLE_NICE = 19
+
+
+class Affinity:
+    """Affinity of a process and of the children that it has at that moment; later ones inherit."""
+
+    name = "affinity"
+
+    def __init__(self) -> None:
+        self._pids: dict[str, int] = {}
+        # Without the right to lower a nice value again, it must never be raised.
+        self._may_renice = os.geteuid() == 0
+
+    def adopt(self, group: str, pid: int) -> None:
+        """`group` is `pid` and its children."""
+        self._pids[group] = pid
+
+    def grant(self, group: str, cores: Sequence[int]) -> None:
+        """Bind them to `cores`."""
+        for process in self._members(group):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.cpu_affinity(list(cores))
+                if self._may_renice:
+                    process.nice(0)
+
+    def revoke(self, group: str) -> None:
+        """Leave them where they are, behind everybody else."""
+        if not self._may_renice:
+            return
+        for process in self._members(group):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.nice(_IDLE_NICE)
+
+    def forget(self, group: str) -> None:
+        """Nothing is left behind."""
+        self._pids.pop(group, None)
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+        self._pids.clear()
+
+    def _members(self, group: str) -> list[psutil.Process]:
+        try:
+            process = psutil.Process(self._pids[group])
+            return [process, *process.children(recursive=True)]
+        except (KeyError, psutil.NoSuchProcess) as error:
+            raise ProcessLookupError(f"{group} has no process: {error}") from error

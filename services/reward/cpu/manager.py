@@ -1,0 +1,149 @@
+"""Which cores an action gets, and how the kernel is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from services.reward.cpu.affinity import Affinity
+from services.reward.cpu.cgroup import CgroupV1, CgroupV2
+
+log = structlog.get_logger("troupe.reward")
+
+_NODES = Path("/sys/devices/system/node")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class Backend(Protocol):
+    """How cores are given to a process and all that it starts, and taken back."""
+
+    name: str
+
+    def adopt(self, group: str, pid: int) -> None:
+        """From now on `group` speaks of process `pid` and its children. Raises OSError."""
+
+    def grant(self, group: str, cores: Sequence[int]) -> None:
+        """`group` may use exactly these cores. Raises OSError."""
+
+    def revoke(self, group: str) -> None:
+        """`group` may use next to nothing, but goes on to exist: its memory and files stay."""
+
+    def forget(self, group: str) -> None:
+        """There is no such group any more."""
+
+    def close(self) -> None:
+        """There are none any more."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Cores that one action holds."""
+
+    group: str
+    cores: tuple[int, ...]
+
+
+class CoreManager:
+    """Hands out whole cores, those of one NUMA node first. Not thread-safe."""
+
+    def __init__(self, nodes: Mapping[int, Sequence[int]], backend: Backend) -> None:
+        """`nodes`: the cores of each NUMA node that may be handed out."""
+        self._free: dict[int, list[int]] = {n: sorted(cores) for n, cores in nodes.items()}
+        self._node_of = {core: n for n, cores in nodes.items() for core in cores}
+        self._backend = backend
+        self.kind = backend.name
+
+    @property
+    def free(self) -> int:
+        """Cores that nobody holds."""
+        return sum(map(len, self._free.values()))
+
+    def take(self, group: str, count: int) -> Lease:
+        """`count` cores for `group`, which nobody else gets. Raises ValueError when not free.
+
+        The fullest node that has them all; else of as few nodes as possible.
+        """
+        if count > self.free:
+            raise ValueError(f"{count} cores wanted, {self.free} are free")
+        whole = [n for n, cores in self._free.items() if len(cores) >= count]
+        order = (
+            [min(whole, key=lambda n: (len(self._free[n]), n))]
+            if whole
+            else sorted(self._free, key=lambda n: (-len(self._free[n]), n))
+        )
+        taken: list[int] = []
+        for node in order:
+            part = self._free[node][: count - len(taken)]
+            del self._free[node][: len(part)]
+            taken += part
+        return Lease(group, tuple(taken))
+
+    def adopt(self, group: str, pid: int) -> None:
+        """Process `pid`, a new worker, is `group` from now on."""
+        self._tell("adopt", group, pid)
+
+    def grant(self, lease: Lease) -> None:
+        """Let the kernel know, just before the action runs."""
+        if lease.cores:
+            self._tell("grant", lease.group, lease.cores)
+
+    def give_back(self, lease: Lease) -> None:
+        """The action has ended."""
+        for core in lease.cores:
+            self._free[self._node_of[core]].append(core)
+        for cores in self._free.values():
+            cores.sort()
+        self._tell("revoke", lease.group)
+
+    def _tell(self, what: str, group: str, *values: Any) -> None:
+        try:
+            getattr(self._backend, what)(group, *values)
+        except OSError as error:  # its process is gone: whoever waits for it will see
+            log.warning("cores of a worker", what=what, group=group, error=str(error))
+
+    def forget(self, group: str) -> None:
+        """The worker of `group` is gone for good."""
+        self._backend.forget(group)
+
+    def close(self) -> None:
+        """All workers are gone."""
+        self._backend.close()
+
+
+def usable_cores(count: int) -> dict[int, list[int]]:
+    """`count` of the cores that this process may use, by NUMA node. Raises ValueError."""
+    allowed = sorted(os.sched_getaffinity(0))
+    if count > len(allowed):
+        raise ValueError(f"{count} cores wanted, this process may use {len(allowed)}")
+    nodes: dict[int, list[int]] = {}
+    for core in allowed[:count]:
+        nodes.setdefault(_node_of(core), []).append(core)
+    return nodes
+
+
+def choose_backend(name: str = "auto", *, root: Path = _CGROUP, group: str = "troupe") -> Backend:
+    """The strongest way that works here: cgroup v2, cgroup v1, else affinity and nice.
+
+    With a `name` that one; raises OSError where it does not work.
+    """
+    kinds: dict[str, Callable[[Path, str], Backend]] = {"cgroup2": CgroupV2, "cgroup1": CgroupV1}
+    if name in kinds:
+        return kinds[name](root, group)
+    if name == "auto":
+        for kind, make in kinds.items():
+            try:
+                return make(root, group)
+            except OSError as error:
+                log.info("cores are not given through it", kind=kind, reason=str(error))
+    return Affinity()
+
+
+def _node_of(core: int) -> int:
+    for node in _NODES.glob(f"node*/cpu{core}"):
+        return int(node.parent.name.removeprefix("node"))
+    return 0

@@ -1,0 +1,251 @@
+"""Cores for calls: as many as pay, given while one runs, and taken back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.reward.cpu import CoreManager, choose_backend, usable_cores
+from services.reward.cpu.affinity import Affinity
+from services.reward.cpu.cgroup import CgroupV2
+from services.reward.queues import Queues, Waiting
+from services.reward.registry import Function
+from tests.reward.test_reward_service import Client, client_of
+from troupe.rpc import InvalidArgument, new_id
+from troupe.v1 import reward_pb2 as pb
+
+CGROUPS = Path("/sys/fs/cgroup")
+two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+
+
+class Recorder:
+    """A backend that does nothing but remember."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.held: dict[str, Sequence[int]] = {}
+
+    def adopt(self, group: str, pid: int) -> None:
+        self.held[group] = ()
+
+    def grant(self, group: str, cores: Sequence[int]) -> None:
+        self.held[group] = cores
+
+    def revoke(self, group: str) -> None:
+        self.held[group] = ()
+
+    def forget(self, group: str) -> None:
+        self.held.pop(group, None)
+
+    def close(self) -> None:
+        self.held.clear()
+
+
+def test_cores_of_one_node_first() -> None:
+    manager = CoreManager({0: [0, 1, 2, 3], 1: [4, 5]}, Recorder())
+    pair = manager.take("a", 2)
+    assert pair.cores == (4, 5)  # the node that it fills, not the one that it would split
+    assert manager.take("b", 3).cores == (0, 1, 2)
+    manager.give_back(pair)
+    assert manager.take("c", 3).cores == (4, 5, 3)
+    with pytest.raises(ValueError, match="1 cores wanted, 0 are free"):
+        manager.take("d", 1)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30))
+def test_property_no_core_is_held_twice(moves: list[tuple[bool, int]]) -> None:
+    manager = CoreManager({0: [0, 1, 2], 1: [3, 4, 5]}, Recorder())
+    leases = []
+    for give, count in moves:
+        if give and leases:
+            manager.give_back(leases.pop(count % len(leases)))
+        elif count <= manager.free:
+            leases.append(manager.take(str(count), count))
+        held = [core for lease in leases for core in lease.cores]
+        assert len(held) == len(set(held)) == 6 - manager.free
+
+
+@pytest.fixture
+def spinner() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a child."""
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children():
+                child.kill()
+        process.kill()
+        process.wait()
+
+
+def test_affinity_reaches_children(spinner: subprocess.Popen[bytes]) -> None:
+    core = min(os.sched_getaffinity(0))
+    manager = CoreManager({0: [core]}, Affinity())
+    deadline = time.monotonic() + 20
+    while not (children := psutil.Process(spinner.pid).children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    manager.adopt("w", spinner.pid)
+    lease = manager.take("w", 1)
+    manager.grant(lease)
+    assert children[0].cpu_affinity() == psutil.Process(spinner.pid).cpu_affinity() == [core]
+    manager.give_back(lease)
+    if os.geteuid() == 0:
+        assert children[0].nice() == 19
+    for process in (*children, spinner):
+        process.kill()
+        process.wait()
+    manager.grant(lease)  # of a process that is gone: nothing to be told, nobody to be harmed
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (CGROUPS / "cpu" / "cpu.cfs_quota_us").exists(),
+    reason="no writable cgroup v1 here",
+)
+def test_cgroup1_for_real(spinner: subprocess.Popen[bytes]) -> None:
+    name = f"troupe-test-{new_id()}"
+    backend = choose_backend("cgroup1", group=name)
+    core = min(os.sched_getaffinity(0))
+    manager = CoreManager({0: [core]}, backend)
+    group = CGROUPS / "cpu" / name / "w"
+    try:
+        manager.adopt("w", spinner.pid)
+        assert (group / "cgroup.procs").read_text().split() == [str(spinner.pid)]
+        lease = manager.take("w", 1)
+        manager.grant(lease)
+        assert os.sched_getaffinity(spinner.pid) == {core}
+        assert (group / "cpu.cfs_quota_us").read_text().strip() == "100000"
+        manager.give_back(lease)
+        assert (group / "cpu.cfs_quota_us").read_text().strip() == "1000"
+    finally:
+        for process in (*psutil.Process(spinner.pid).children(), spinner):
+            process.kill()
+            process.wait()
+        manager.forget("w")
+        manager.close()
+    assert not (CGROUPS / "cpu" / name).exists()
+    assert not (CGROUPS / "cpuset" / name).exists()
+
+
+def test_cgroup2_writes_what_the_kernel_documents(tmp_path: Path) -> None:
+    """There is none with a `cpu` controller on the machines that test this: a tree of files."""
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory\n")
+    (tmp_path / "cgroup.subtree_control").write_text("")
+    base = tmp_path / "troupe"
+    group = base / "w"
+    group.mkdir(parents=True)
+    for file in (base / "cgroup.subtree_control", *map(group.joinpath, FILES)):
+        file.write_text("")
+    backend = CgroupV2(tmp_path, "troupe")
+    assert (base / "cgroup.subtree_control").read_text() == "+cpu +cpuset"
+    backend.adopt("w", 42)
+    backend.grant("w", [3, 4])
+    assert [(group / name).read_text() for name in FILES] == ["42", "3,4", "200000 100000"]
+    backend.revoke("w")
+    assert (group / "cpu.max").read_text() == "1000 100000"
+
+
+FILES = ("cgroup.procs", "cpuset.cpus", "cpu.max")
+
+
+def test_without_its_controllers_cgroup2_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").write_text("io memory\n")
+    with pytest.raises(OSError, match="no controller cpu, cpuset"):
+        choose_backend("cgroup2", root=tmp_path)
+    assert choose_backend("auto", root=tmp_path).name == "affinity"
+
+
+def test_more_cores_than_there_are() -> None:
+    with pytest.raises(ValueError, match="cores wanted, this process may use"):
+        usable_cores(10_000)
+
+
+# Through the service.
+
+
+@two_cores
+@pytest.mark.parametrize("backend", ["auto", "affinity"])
+async def test_a_call_runs_on_the_cores_that_it_was_given(backend: str) -> None:
+    async with client_of(reward_workers=2, reward_cores=2, reward_core_backend=backend) as client:
+        await client.register("its_cores", max_cores=2, parallel_fraction=1.0)
+        alone = await client.invoke("its_cores")
+        assert (alone.cores, alone.result_json) == (2, "2")
+        await client.register("its_cores", version="narrow")
+        narrow = await asyncio.gather(*(client.invoke("its_cores") for _ in range(4)))
+        assert [(one.cores, one.result_json) for one in narrow] == [(1, "1")] * 4
+        # A worker that died left nothing held, and its successor is given cores again.
+        await client.register("dies")
+        assert (await client.invoke("dies")).error.kind == pb.InvocationError.KIND_WORKER_DIED
+        again = await asyncio.gather(*(client.invoke("its_cores") for _ in range(4)))
+        assert [one.result_json for one in again] == ["1"] * 4
+
+
+@two_cores
+async def test_the_speed_up_of_a_function_is_learned() -> None:
+    async with client_of(reward_workers=2, reward_cores=2) as client:
+        # It says that it scales, so it gets both; then what was never seen is tried.
+        await client.register("sleeps", max_cores=2, parallel_fraction=1.0)
+        calls = [await client.invoke("sleeps", {"seconds": 0.02}) for _ in range(2)]
+        assert [one.cores for one in calls] == [2, 1]
+        listed = (await client.stub.ListFunctions(pb.ListFunctionsRequest())).functions
+        (status,) = (one for one in listed if one.function.name == "sleeps")
+        # Not what it said: its runs are on that line.
+        line = [status.serial_seconds + status.parallel_seconds / one.cores for one in calls]
+        assert min(line) >= 0.02
+        assert status.serial_seconds > 0
+
+
+async def test_what_could_never_run_is_refused_at_once(client_with_one_core: Client) -> None:
+    for fields, field in [
+        ({"cores": 2}, "function.cores"),
+        ({"cores": 1, "max_cores": -1}, "function.max_cores"),
+        ({"cores": 0, "parallel_fraction": 1.5}, "function.parallel_fraction"),
+    ]:
+        with pytest.raises(InvalidArgument) as caught:
+            await client_with_one_core.register("score", version=new_id(), **fields)
+        assert caught.value.field == field
+
+
+@pytest_asyncio.fixture
+async def client_with_one_core() -> AsyncIterator[Client]:
+    async with client_of(reward_workers=1, reward_cores=1) as client:
+        yield client
+
+
+# The queues.
+
+
+def _waiting(function: Function, arrival: int, priority: int = 0) -> Waiting:
+    done: asyncio.Future[pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
+    return Waiting((-priority, arrival), str(arrival), function, "", done, float(arrival))
+
+
+def test_a_functions_limit_stands_in_nobodys_way() -> None:
+    limited = Function(pb.FunctionSpec(name="limited", max_concurrency=2))
+    other = Function(pb.FunctionSpec(name="other"))
+    limited.running = 1
+    queues = Queues()
+    for arrival in range(4):
+        queues.add(_waiting(limited, arrival))
+    late, urgent = _waiting(other, 9), _waiting(other, 10, priority=1)
+    queues.add(late)
+    queues.add(urgent)
+    assert [w.invocation_id for w in queues.first(10)] == ["10", "0", "9"]
+    queues.remove(late)
+    assert [w.invocation_id for w in queues.first(1)] == ["10"]
+    assert (len(queues), limited.queued, other.queued) == (5, 4, 1)
