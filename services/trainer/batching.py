@@ -1,22 +1,24 @@
 """From rows to forward passes: which tokens are computed together.
 
-Two layouts, the same mathematics. *Padded*: rows of similar length side by side; causal
-attention never looks at the padding behind a row, so no mask is needed. *Shared*: rows with
-a common prefix (a group answers one prompt; a later turn repeats the earlier ones) become
-one tree, whose common tokens are computed once; every token attends to its own ancestors.
+*Packed*: rows side by side in one sequence without padding; with sharing, rows with a common
+prefix (a group answers one prompt; a later turn repeats the earlier ones) become one tree, whose
+common tokens are computed once (packing.py). *Padded*, for models whose attention cannot be told
+which tokens are one row: rows of similar length below each other; causal attention never looks
+at the padding behind a row, so no mask is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from services.trainer.packing import Packing, Segment
 from services.trainer.rows import Ints, Row
 
-# Trees and rows whose lengths differ by less than this share a forward pass.
+# Padded rows whose lengths differ by less than this share a forward pass.
 _BUCKET = 16
 
 
@@ -32,18 +34,24 @@ class Piece:
     targets: torch.Tensor
     # int64 [N]: which response token of the micro-batch each one is, counted row after row.
     order: torch.Tensor
+    # How many of the N are of each row, one row's after the other's.
+    spans: tuple[int, ...] = ()
     # int64 [B, L], or None: 0 .. L-1 in every sequence.
     position_ids: torch.Tensor | None = None
-    # bool [B, 1, L, L] (True: attends to), or None: causal.
-    mask: torch.Tensor | None = None
+    # How the tokens of a packed sequence attend to each other; None: a padded piece.
+    packing: Packing | None = None
 
     def to(self, device: torch.device) -> Piece:
         """The same on `device`."""
-        fields = (self.input_ids, self.positions, self.targets, self.order)
-        optional = (self.position_ids, self.mask)
+        depths, packing = self.position_ids, self.packing
         return Piece(
-            *(t.to(device, non_blocking=True) for t in fields),
-            *(None if t is None else t.to(device, non_blocking=True) for t in optional),
+            self.input_ids.to(device, non_blocking=True),
+            self.positions.to(device, non_blocking=True),
+            self.targets.to(device, non_blocking=True),
+            self.order.to(device, non_blocking=True),
+            self.spans,
+            None if depths is None else depths.to(device, non_blocking=True),
+            None if packing is None else packing.to(device),
         )
 
 
@@ -54,13 +62,13 @@ class Costs:
     token: float
     pair: float
 
-    def padded(self, length: int) -> float:
-        """Of one row alone, under causal attention."""
+    def alone(self, length: int) -> float:
+        """Of one row, under causal attention."""
         return self.token * length + self.pair * length * length / 2
 
-    def tree(self, size: int) -> float:
-        """Of a tree of `size` tokens, whose mask is dense."""
-        return self.token * size + self.pair * size * size
+    def joined(self, fresh: int, length: int) -> float:
+        """Of the `fresh` last tokens of a row whose others another one computes, under a mask."""
+        return self.token * fresh + self.pair * fresh * length
 
 
 class _Tree:
@@ -70,8 +78,8 @@ class _Tree:
         self._tokens: list[Ints] = []
         self._depths: list[Ints] = []
         self.size = 0
-        # (index of the row, node of each of its tokens)
-        self.paths: list[tuple[int, Ints]] = []
+        # (index of the row, node of each of its tokens, how many of them are its own)
+        self.paths: list[tuple[int, Ints, int]] = []
 
     def add(self, index: int, tokens: Ints, common: int) -> None:
         """Add a row whose first `common` tokens are those of the row added before."""
@@ -80,7 +88,7 @@ class _Tree:
         self._tokens.append(tokens[common:])
         self._depths.append(np.arange(common, len(tokens)))
         self.size += len(fresh)
-        self.paths.append((index, path))
+        self.paths.append((index, path, len(fresh)))
 
     @property
     def tokens(self) -> Ints:
@@ -94,55 +102,60 @@ class _Tree:
 
 
 def plan(
-    rows: Sequence[Row], budget: int, *, sharing: Costs | None = None, limit: int | None = None
+    rows: Sequence[Row],
+    budget: int,
+    *,
+    packed: bool = True,
+    sharing: Costs | None = None,
+    limit: int | None = None,
 ) -> list[Piece]:
     """Pieces that together score every response token of `rows` exactly once.
 
     A piece has at most `budget` tokens, padding included, and scores at most `limit` of them
-    (None: no bound), but always holds at least one sequence. `sharing` turns the shared
-    layout on where its costs say that it pays. Rows without response tokens are left out.
-    Deterministic: depends on the order of `rows` only through ties.
+    (None: no bound), but always holds at least one sequence. `sharing` computes common prefixes
+    of packed rows once where its costs say that it pays. Rows without response tokens are left
+    out. Deterministic: depends on the order of `rows` only through ties.
     """
     starts = np.cumsum([0, *(row.response_length for row in rows)])
     chosen = [i for i, row in enumerate(rows) if row.response_length]
     # The last token of a row is scored, never fed.
     fed = {i: rows[i].ids[:-1] for i in chosen}
-    found = [] if sharing is None else _share(fed, sharing)
-    trees = [tree for tree in found if len(tree.paths) > 1]
-    joined = {i for tree in trees for i, _ in tree.paths}
-    alone = [i for i in chosen if i not in joined]
-    lone = [(len(fed[i]), rows[i].response_length) for i in alone]
-    joint = [(t.size, sum(rows[i].response_length for i, _ in t.paths)) for t in trees]
-    return [
-        *(
-            _padded([alone[k] for k in part], rows, fed, starts)
-            for part in _bucket(lone, budget, limit)
-        ),
-        *(
-            _shared([trees[k] for k in part], rows, starts)
-            for part in _bucket(joint, budget, limit)
-        ),
-    ]
+    if not packed:
+        lone = [(len(fed[i]), rows[i].response_length) for i in chosen]
+        parts = _bucket(lone, budget, limit, padded=True)
+        return [_padded([chosen[k] for k in part], rows, fed, starts) for part in parts]
+    if sharing is None:
+        trees = _alone(fed)
+    else:
+        trees = _share(fed, {i: rows[i].response_length for i in chosen}, sharing, budget, limit)
+    sizes = [(t.size, sum(rows[i].response_length for i, _, _ in t.paths)) for t in trees]
+    parts = _bucket(sizes, budget, limit, padded=False)
+    return [_packed([trees[k] for k in part], rows, starts) for part in parts]
 
 
-def _bucket(sizes: list[tuple[int, int]], budget: int, limit: int | None) -> list[list[int]]:
+def _bucket(
+    sizes: list[tuple[int, int]], budget: int, limit: int | None, *, padded: bool
+) -> list[list[int]]:
     """Indices of (length, scored) grouped by length, longest first, within both bounds."""
     order = sorted(range(len(sizes)), key=lambda k: (-sizes[k][0], k))
     parts: list[list[int]] = []
-    scored = 0
+    scored = total = 0
     for k in order:
         length, tokens = sizes[k]
         if parts:
             longest = sizes[parts[-1][0]][0]
-            fits = (len(parts[-1]) + 1) * longest <= budget
-            close = longest - length <= max(_BUCKET, longest // 4)
-            small = limit is None or scored + tokens <= limit
-            if fits and close and small:
+            if padded:
+                close = longest - length <= max(_BUCKET, longest // 4)
+                fits = close and (len(parts[-1]) + 1) * longest <= budget
+            else:
+                fits = total + length <= budget
+            if fits and (limit is None or scored + tokens <= limit):
                 parts[-1].append(k)
                 scored += tokens
+                total += length
                 continue
         parts.append([k])
-        scored = tokens
+        scored, total = tokens, length
     return parts
 
 
@@ -154,55 +167,75 @@ def _padded(part: list[int], rows: Sequence[Row], fed: dict[int, Ints], starts: 
         ids[b, : len(fed[i])] = fed[i]
         first = b * length + rows[i].prompt_length - 1
         positions.append(np.arange(first, first + rows[i].response_length))
-    return Piece(
-        input_ids=torch.from_numpy(ids),
-        positions=_concatenate(positions),
-        targets=_concatenate([rows[i].ids[rows[i].prompt_length :] for i in part]),
-        order=_concatenate([np.arange(starts[i], starts[i + 1]) for i in part]),
+    return _piece(torch.from_numpy(ids), part, positions, rows, starts)
+
+
+def _packed(part: list[_Tree], rows: Sequence[Row], starts: Ints) -> Piece:
+    members: list[int] = []
+    positions: list[Ints] = []
+    segments: list[Segment] = []
+    offset = 0
+    for tree in part:
+        for i, path, fresh in tree.paths:
+            members.append(i)
+            segments.append(Segment(path + offset, fresh))
+            positions.append(offset + path[rows[i].prompt_length - 1 :])
+        offset += tree.size
+    ids = np.concatenate([tree.tokens for tree in part])
+    depths = np.concatenate([tree.depths for tree in part])
+    return replace(
+        _piece(torch.from_numpy(ids[None]), members, positions, rows, starts),
+        position_ids=torch.from_numpy(depths[None]),
+        packing=Packing.of(segments),
     )
 
 
-def _share(fed: dict[int, Ints], costs: Costs) -> list[_Tree]:
+def _piece(
+    ids: torch.Tensor,
+    members: list[int],
+    positions: list[Ints],
+    rows: Sequence[Row],
+    starts: Ints,
+) -> Piece:
+    return Piece(
+        input_ids=ids,
+        positions=_concatenate(positions),
+        targets=_concatenate([rows[i].ids[rows[i].prompt_length :] for i in members]),
+        order=_concatenate([np.arange(starts[i], starts[i + 1]) for i in members]),
+        spans=tuple(rows[i].response_length for i in members),
+    )
+
+
+def _alone(fed: dict[int, Ints]) -> list[_Tree]:
+    trees = []
+    for i, tokens in fed.items():
+        trees.append(_Tree())
+        trees[-1].add(i, tokens, 0)
+    return trees
+
+
+def _share(
+    fed: dict[int, Ints], scored: dict[int, int], costs: Costs, budget: int, limit: int | None
+) -> list[_Tree]:
     """Lay rows with long common prefixes over each other, greedily in lexicographic order."""
     # Big-endian bytes compare like the numbers: neighbours share the longest prefixes.
     order = sorted(fed, key=lambda i: (fed[i].astype(">i8").tobytes(), i))
     trees: list[_Tree] = []
+    targets = 0
     for previous, i in zip([-1, *order], order, strict=False):
         tokens = fed[i]
         common = _common_prefix(fed[previous], tokens) if previous >= 0 else 0
-        if common:
-            size = trees[-1].size
-            apart = costs.tree(size) if len(trees[-1].paths) > 1 else costs.padded(size)
-            if costs.tree(size + len(tokens) - common) > apart + costs.padded(len(tokens)):
-                common = 0
-        if not common:
+        # A row that says nothing new feeds its last token all the same.
+        fresh = max(len(tokens) - common, 1)
+        fits = bool(trees) and trees[-1].size + fresh <= budget
+        small = limit is None or targets + scored[i] <= limit
+        pays = costs.joined(fresh, len(tokens)) <= costs.alone(len(tokens))
+        if not (fits and small and pays and fresh < len(tokens)):
+            fresh, targets = len(tokens), 0
             trees.append(_Tree())
-        trees[-1].add(i, tokens, common)
+        targets += scored[i]
+        trees[-1].add(i, tokens, len(tokens) - fresh)
     return trees
-
-
-def _shared(part: list[_Tree], rows: Sequence[Row], starts: Ints) -> Piece:
-    length = max(tree.size for tree in part)
-    ids = np.zeros((len(part), length), np.int64)
-    depth = np.zeros((len(part), length), np.int64)
-    # Padding attends to itself: a row of the mask without any True is undefined.
-    mask = np.broadcast_to(np.eye(length, dtype=bool), (len(part), length, length)).copy()
-    positions: list[Ints] = []
-    for b, tree in enumerate(part):
-        ids[b, : tree.size] = tree.tokens
-        depth[b, : tree.size] = tree.depths
-        for i, path in tree.paths:
-            mask[b, path[:, None], path[None, :]] |= np.tri(len(path), dtype=bool)
-            positions.append(b * length + path[rows[i].prompt_length - 1 :])
-    members = [i for tree in part for i, _ in tree.paths]
-    return Piece(
-        input_ids=torch.from_numpy(ids),
-        positions=_concatenate(positions),
-        targets=_concatenate([rows[i].ids[rows[i].prompt_length :] for i in members]),
-        order=_concatenate([np.arange(starts[i], starts[i + 1]) for i in members]),
-        position_ids=torch.from_numpy(depth),
-        mask=torch.from_numpy(mask[:, None]),
-    )
 
 
 def _common_prefix(left: Ints, right: Ints) -> int:

@@ -1,27 +1,154 @@
-"""Logits of exactly the tokens that are scored, from any Hugging Face causal LM."""
+"""Scores of exactly the tokens that are scored, from any Hugging Face causal LM."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from services.trainer.batching import Costs, Piece
+from services.trainer.attention import PACKED
+from services.trainer.batching import Costs, Piece, plan
+from services.trainer.rows import Row
+from troupe.algorithms import selective_log_softmax
+from troupe.algorithms.linear_loss import Head, LossOf, Scores, linear_loss, linear_scores
 from troupe.rpc import FailedPrecondition
+
+_PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError)
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What of a model's forward pass may be arranged otherwise; tried out, not assumed."""
+
+    # Rows may lie side by side in one sequence (packing.py).
+    packs: bool
+    # Nothing follows its output layer, which is linear (linear_loss.py).
+    linear_head: bool
+
+
+class Forward:
+    """Forward passes of one model over pieces.
+
+    Hidden states are narrowed just before the output layer, so that neither it nor anything
+    behind it sees prompt tokens or padding. All goes through the model's own forward, and what
+    is differentiated comes out of it, as wrappers (FSDP, PEFT) expect.
+    """
+
+    def __init__(self, model: Any, abilities: Abilities | None = None) -> None:
+        """`abilities`: those of a model of the same kind; None: they are tried out."""
+        self.model = model
+        self.abilities = abilities or abilities_of(model)
+        if self.abilities.packs:
+            model.config._attn_implementation = PACKED
+
+    def loss(
+        self, piece: Piece, temperatures: torch.Tensor, loss_of: LossOf, *, whole: bool = False
+    ) -> tuple[torch.Tensor, Scores]:
+        """The sum of `loss_of` over the piece's N tokens, differentiable, and their scores.
+
+        `temperatures`: [N, 1]. `whole`: the loss couples the tokens of a row.
+        """
+        if not self.abilities.linear_head:
+            logits = response_logits(self.model, piece) / temperatures
+            logprobs, entropy = selective_log_softmax(logits, piece.targets)
+            loss = loss_of(logprobs, entropy, slice(0, len(piece.targets)))
+            return loss, Scores(logprobs.detach(), entropy.detach())
+        found: list[Scores] = []
+
+        def head(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+            spans = piece.spans if whole else None
+            own = Head(layer.weight, layer.bias)
+            loss, scores = linear_loss(
+                hidden, own, piece.targets, temperatures, loss_of, spans=spans
+            )
+            found.append(scores)
+            return loss
+
+        output = _through(self.model, piece, head)
+        return output.reshape(()), found[0]
+
+    @torch.no_grad()
+    def scores(self, piece: Piece, temperatures: torch.Tensor) -> Scores:
+        """Log-probs and entropies of the piece's N tokens, without gradients."""
+        if not self.abilities.linear_head:
+            logits = response_logits(self.model, piece) / temperatures
+            return Scores(*selective_log_softmax(logits, piece.targets))
+        found: list[Scores] = []
+
+        def head(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+            own = Head(layer.weight, layer.bias)
+            found.append(linear_scores(hidden, own, piece.targets, temperatures))
+            return hidden.new_zeros(())
+
+        _through(self.model, piece, head)
+        return found[0]
 
 
 def response_logits(model: Any, piece: Piece) -> torch.Tensor:
-    """Logits [N, V] at the piece's positions.
-
-    The hidden states are narrowed just before the output layer, so that neither it nor
-    anything behind it (soft-capping, scaling) sees prompt tokens or padding.
-    """
+    """Logits [N, V] at the piece's positions."""
 
     def narrow(_module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, *rest = inputs
-        flat = hidden.reshape(-1, hidden.shape[-1]).index_select(0, piece.positions)
-        return (flat.unsqueeze(0), *rest)
+        return (_narrow(hidden, piece).unsqueeze(0), *rest)
 
+    with _hooked(_head_of(model).register_forward_pre_hook(narrow)):
+        return _call(model, piece).squeeze(0)
+
+
+def _through(
+    model: Any, piece: Piece, instead: Callable[[Any, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """What the model returns as logits when `instead` takes the place of its output layer.
+
+    `instead` is given the layer and the hidden states [N, d] and returns a scalar. It runs where
+    the layer is about to: wrappers have its weights there, and may take them away behind it.
+    """
+    head, made = _head_of(model), []
+
+    def before(layer: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, *rest = inputs
+        made.append(instead(layer, _narrow(hidden, piece)))
+        return (hidden[:, :0], *rest)  # the layer itself has nothing to do
+
+    def after(_layer: Any, _inputs: Any, _output: Any) -> torch.Tensor:
+        return made[0].reshape(1, 1, 1)
+
+    with _hooked(head.register_forward_pre_hook(before), head.register_forward_hook(after)):
+        return _call(model, piece)
+
+
+def _narrow(hidden: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Hidden states [N, d] before the scored tokens."""
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, piece.positions)
+
+
+def _call(model: Any, piece: Piece) -> torch.Tensor:
+    own = {} if piece.packing is None else {"packing": piece.packing}
+    output = model(
+        input_ids=piece.input_ids,
+        attention_mask=None,
+        position_ids=piece.position_ids,
+        use_cache=False,
+        **own,
+    )
+    logits: torch.Tensor = output.logits
+    return logits
+
+
+@contextlib.contextmanager
+def _hooked(*handles: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _head_of(model: Any) -> Any:
     head = model.get_output_embeddings()
     if head is None:
         raise FailedPrecondition(
@@ -29,18 +156,7 @@ def response_logits(model: Any, piece: Piece) -> torch.Tensor:
             kind="model_unsupported",
             remedy="Use a causal language model.",
         )
-    handle = head.register_forward_pre_hook(narrow)
-    try:
-        output = model(
-            input_ids=piece.input_ids,
-            attention_mask=piece.mask,
-            position_ids=piece.position_ids,
-            use_cache=False,
-        )
-    finally:
-        handle.remove()
-    logits: torch.Tensor = output.logits
-    return logits.squeeze(0)
+    return head
 
 
 def costs_of(model: Any) -> Costs:
@@ -54,36 +170,74 @@ def costs_of(model: Any) -> Costs:
     return Costs(token=2.0 * max(body, 1), pair=3 * 4.0 * width * config.num_hidden_layers)
 
 
-def supports_sharing(model: Any, tolerance: float = 1e-3) -> bool:
-    """Whether the shared layout gives this model's log-probs: tried out, not assumed.
+def abilities_of(model: Any, tolerance: float = 1e-3) -> Abilities:
+    """What `model` can do, from forward passes over a few short rows."""
+    rows = _probe_rows(int(model.get_input_embeddings().weight.shape[0]))
+    with torch.no_grad():
+        plain = _scored(model, rows, packed=False)
+        packs = _may_pack(model) and _packs(model, rows, plain, tolerance)
+        return Abilities(packs=packs, linear_head=_has_linear_head(model, rows))
 
-    Sliding windows, recurrent layers and attention without mask support do not pass.
+
+def _packs(model: Any, rows: list[Row], plain: torch.Tensor, tolerance: float) -> bool:
+    """Whether packed rows, with shared prefixes or without, get the log-probs of padded ones.
+
+    Recurrent layers and attention of another kind do not pass.
     """
-    import numpy as np
+    before = model.config._attn_implementation
+    model.config._attn_implementation = PACKED
+    try:
+        found = [
+            _scored(model, rows, packed=True, sharing=sharing)
+            for sharing in (None, Costs(token=1.0, pair=0.0))
+        ]
+    except _PROBE_ERRORS:
+        return False
+    finally:
+        model.config._attn_implementation = before
+    return all(bool((scores - plain).abs().max() <= tolerance) for scores in found)
 
-    from services.trainer.batching import plan
-    from services.trainer.rows import Row
 
-    vocabulary = model.get_output_embeddings().weight.shape[0]
+def _may_pack(model: Any) -> bool:
+    """Whether what short rows cannot show is known: how far its layers look back."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    known = kinds <= {"full_attention", "sliding_attention"}
+    return known and model.config._attn_implementation in ("sdpa", PACKED)
+
+
+def _has_linear_head(model: Any, rows: list[Row]) -> bool:
+    """Whether what the output layer returns are the model's logits."""
+    head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear:
+        return False
+    seen: list[torch.Tensor] = []
+    (piece, *_) = plan(rows, 1, packed=False)
+    piece = piece.to(head.weight.device)
+    with _hooked(head.register_forward_hook(lambda *call: seen.append(call[2]))):
+        logits = response_logits(model, piece)
+    return len(seen) == 1 and torch.equal(seen[0].squeeze(0), logits)
+
+
+def _scored(model: Any, rows: list[Row], **how: Any) -> torch.Tensor:
+    """Log-probs of all response tokens, row after row."""
+    device = next(model.parameters()).device
+    found = torch.empty(sum(row.response_length for row in rows), device=device)
+    for piece in plan(rows, 1 << 20, **how):
+        here = piece.to(device)
+        logits = response_logits(model, here).float()
+        found[here.order] = torch.log_softmax(logits, -1).gather(1, here.targets[:, None])[:, 0]
+    return found
+
+
+def _probe_rows(vocabulary: int) -> list[Row]:
+    """Three answers to one prompt and two to others, of different lengths."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(vocabulary, size=24)
+    others = [rng.integers(vocabulary, size=size) for size in (9, 3)]
     rows = []
-    for index in range(3):
-        ids = np.concatenate([prompt, rng.integers(vocabulary, size=5 + index)])
-        behaviour = np.zeros(5 + index, np.float32)
-        rows.append(Row(str(index), ids, 24, behaviour, 0.0, (0.0,), 0))
-    device = next(model.parameters()).device
-    found = []
-    try:
-        with torch.no_grad():
-            for sharing in (None, Costs(token=1.0, pair=0.0)):
-                scores = torch.empty(sum(row.response_length for row in rows), device=device)
-                for piece in plan(rows, 1 << 20, sharing=sharing):
-                    on_device = piece.to(device)
-                    logits = response_logits(model, on_device).float()
-                    chosen = torch.log_softmax(logits, -1).gather(1, on_device.targets[:, None])
-                    scores[on_device.order] = chosen[:, 0]
-                found.append(scores)
-    except (RuntimeError, ValueError, TypeError):
-        return False
-    return bool((found[0] - found[1]).abs().max() <= tolerance)
+    for index, start in enumerate([prompt, prompt, prompt, *others]):
+        ids = np.concatenate([start, rng.integers(vocabulary, size=5 + 3 * index)])
+        behaviour = np.zeros(len(ids) - len(start), np.float32)
+        rows.append(Row(str(index), ids, len(start), behaviour, 0.0, (0.0,), 0))
+    return rows

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from services.trainer.batching import Piece, plan
 from services.trainer.columns import TokenColumns
-from services.trainer.forward import costs_of, response_logits, supports_sharing
-from services.trainer.peers import Peers
+from services.trainer.forward import Forward, costs_of
+from services.trainer.peers import Peers, Stopped
 from services.trainer.rows import Row
 from services.trainer.trained_model import TrainedModel
-from troupe.algorithms import TokenStatistics, grpo_loss_sum, selective_log_softmax
+from troupe.algorithms import TokenStatistics, grpo_loss_sum
 from troupe.job import JobSpec
 
 # Tokens of a forward pass: on a CPU what stays in its caches, on a GPU what fills it.
 _FORWARD_TOKENS = {"cpu": 1024, "cuda": 16384}
-# Logits of one forward pass, in bytes of float32.
+# Losses and corrections that couple the tokens of a sample.
+_BY_SEQUENCE = {"gspo", "sequence_masked"}
+# Logits of one forward pass, in bytes of float32, where they are made all at once.
 _LOGITS_BYTES = 256 << 20
 
 
@@ -41,16 +43,20 @@ class Passes:
         self._peers = peers or Peers()
         self._job = spec
         self._policy = spec.policies[policy]
-        self._reference: Any = None
+        self._forward = Forward(model.module)
+        abilities = self._forward.abilities
+        self._reference: Forward | None = None
         self._budget = forward_tokens or _FORWARD_TOKENS.get(model.device.type, 4096)
-        self._limit = max(1, _LOGITS_BYTES // (4 * model.vocabulary))
-        self._sharing = None
-        if share_prefixes and self._policy.trainable and supports_sharing(model.module):
-            self._sharing = costs_of(model.module)
+        # How pieces are planned.
+        self._layout: dict[str, Any] = {"packed": abilities.packs}
+        if share_prefixes and abilities.packs:
+            self._layout["sharing"] = costs_of(model.module)
+        if not abilities.linear_head:
+            self._layout["limit"] = max(1, _LOGITS_BYTES // (4 * model.vocabulary))
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
-        self._reference = self._model.frozen_copy(weights)
+        self._reference = Forward(self._model.frozen_copy(weights), self._forward.abilities)
 
     def backward(
         self,
@@ -79,54 +85,98 @@ class Passes:
             "correction": self._job.correction,
             "correction_cap": algorithm.correction_cap,
         }
-        pieces = plan(rows, self._budget, sharing=self._sharing, limit=self._limit)
-        turns = self._peers.turns(pieces, stop)
+        recomputed = algorithm.old_logprobs == "recomputed"
+        whole = not _BY_SEQUENCE.isdisjoint((algorithm.loss, self._job.correction))
+        turns = self._peers.turns(plan(rows, self._budget, **self._layout), stop)
         for piece in turns:
             if piece is None or columns is None:
                 self._take_part()
                 continue
             here = piece.to(device)
             own = columns.at(here.order)
+            own = own.with_reference(self._reference_logprobs(here, own))
+
+            def loss_of(
+                logprobs: torch.Tensor,
+                entropy: torch.Tensor,
+                part: slice,
+                own: TokenColumns = own,
+            ) -> torch.Tensor:
+                some = own.at(part)
+                # Before the first update they are what was just computed.
+                old = logprobs.detach() if some.old is None else some.old
+                return grpo_loss_sum(
+                    logprobs,
+                    some.behaviour,
+                    some.advantages,
+                    some.weights,
+                    sequences=some.sequences,
+                    old_logprobs=old if recomputed else None,
+                    reference_logprobs=some.reference,
+                    kl_coefficient=algorithm.kl_coefficient,
+                    entropy=entropy,
+                    entropy_coefficient=algorithm.entropy_coefficient,
+                    **how,
+                )
+
             with self._autocast():
-                logits = response_logits(self._model.module, here) / own.temperatures
-            logprobs, entropy = selective_log_softmax(logits, here.targets)
-            how["sequences"] = own.sequences
-            how["reference_logprobs"] = self._reference_logprobs(here, own)
-            loss = grpo_loss_sum(
-                logprobs,
-                own.behaviour,
-                own.advantages,
-                own.weights,
-                kl_coefficient=algorithm.kl_coefficient,
-                entropy=entropy,
-                entropy_coefficient=algorithm.entropy_coefficient,
-                **how,
-            )
+                loss, scores = self._forward.loss(here, own.temperatures, loss_of, whole=whole)
             if not torch.isfinite(loss):
                 turns.problem = f"the loss of a micro-batch is {loss.item()}"
             # The gradients of a broken step are thrown away, but other ranks wait for this pass.
             torch.autograd.backward(loss)
-            statistics.add(loss, logprobs, own.behaviour, own.advantages, entropy, **how)
+            old = scores.logprobs if own.old is None else own.old
+            statistics.add(
+                loss.detach(),
+                scores.logprobs,
+                own.behaviour,
+                own.advantages,
+                scores.entropy,
+                sequences=own.sequences,
+                old_logprobs=old if recomputed else None,
+                reference_logprobs=own.reference,
+                **how,
+            )
         return turns.problem
 
     def _take_part(self) -> None:
         """A pass of which nothing is kept, for ranks that have one piece more than this one."""
         ids = torch.zeros((1, 1), dtype=torch.int64, device=self._model.device)
         nothing = torch.zeros(1, dtype=torch.int64, device=self._model.device)
-        piece = Piece(input_ids=ids, positions=nothing, targets=nothing, order=nothing)
-        with self._autocast():
-            logits = response_logits(self._model.module, piece)
+        piece = Piece(ids, nothing, nothing, nothing, spans=(1,))
+        heat = torch.ones((1, 1), dtype=self._model.dtype, device=self._model.device)
         if self._reference is not None:
-            with torch.no_grad(), self._autocast():
-                response_logits(self._reference, piece)
-        torch.autograd.backward(logits.sum() * 0.0)
+            with self._autocast():
+                self._reference.scores(piece, heat)
+        with self._autocast():
+            loss, _ = self._forward.loss(piece, heat, lambda logprobs, _, __: logprobs.sum() * 0.0)
+        torch.autograd.backward(loss)
+
+    def logprobs(self, rows: Sequence[Row], stop: threading.Event | None) -> torch.Tensor:
+        """Of every response token under the present weights, [T]. Raises `Stopped`."""
+        device, dtype = self._model.device, self._model.dtype
+        heat = torch.tensor([row.temperature for row in rows], dtype=dtype)
+        sizes = torch.tensor([row.response_length for row in rows])
+        temperatures = torch.repeat_interleave(heat, sizes)[:, None].to(device)
+        found = torch.empty(len(temperatures), dtype=dtype, device=device)
+        for here in self.pieces(rows, stop):
+            with self._autocast():
+                scores = self._forward.scores(here, temperatures[here.order])
+            found[here.order] = scores.logprobs.to(dtype)
+        return found
+
+    def pieces(self, rows: Sequence[Row], stop: threading.Event | None) -> Iterator[Piece]:
+        """Forward passes that score every response token once. Raises `Stopped` between them."""
+        for piece in plan(rows, self._budget, **self._layout):
+            if stop is not None and stop.is_set():
+                raise Stopped
+            yield piece.to(self._model.device)
 
     def _reference_logprobs(self, piece: Piece, own: TokenColumns) -> torch.Tensor | None:
         if self._reference is None or (own.reference is not None and self._peers.size == 1):
             return own.reference
-        with torch.no_grad(), self._autocast():
-            logits = response_logits(self._reference, piece) / own.temperatures
-            found = selective_log_softmax(logits, piece.targets)[0]
+        with self._autocast():
+            found = self._reference.scores(piece, own.temperatures).logprobs
         # Another rank's rows may bring none, and wait for this pass.
         return found if own.reference is None else own.reference
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.batching import Costs, Piece, plan
-from services.trainer.forward import costs_of, response_logits, supports_sharing
+from services.trainer.forward import Abilities, Forward, abilities_of, costs_of, response_logits
 from services.trainer.rows import Row
 from tests.support.training import VOCABULARY, score, tiny_config
 
 FREE = Costs(token=1.0, pair=0.0)
+SLIDING = {
+    "use_sliding_window": True,
+    "sliding_window": 3,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
 DEAR = Costs(token=1.0, pair=100.0)
 
 
@@ -46,11 +52,21 @@ def model() -> Any:
 
 def path_of(piece: Piece, batch: int, position: int) -> list[int]:
     """The tokens that a position attends to, in order."""
-    if piece.mask is None or piece.position_ids is None:
+    if piece.packing is None or piece.position_ids is None:
         return piece.input_ids[batch, : position + 1].tolist()
-    seen = piece.mask[batch, 0, position].nonzero()[:, 0]
-    depths = piece.position_ids[batch, seen]
-    assert depths.tolist() == list(range(len(seen)))
+    place = piece.packing.place
+    slot = position if place is None else int(place[position])
+    for block in piece.packing.blocks:
+        n, queries, keys = block.shape
+        if slot < n * queries:
+            break
+        slot -= n * queries
+    b, q = divmod(slot, queries)
+    assert int(block.queries[slot]) == position
+    seen = block.keys.view(n, keys)[b, : q + 1]
+    if block.mask is not None:
+        seen = block.keys.view(n, keys)[b, block.mask[b, 0, q]]
+    assert piece.position_ids[batch, seen].tolist() == list(range(len(seen)))
     return piece.input_ids[batch, seen].tolist()
 
 
@@ -59,10 +75,11 @@ def path_of(piece: Piece, batch: int, position: int) -> list[int]:
     rows_of_few_tokens,
     st.integers(1, 60),
     st.sampled_from([None, FREE, DEAR]),
+    st.booleans(),
     st.one_of(st.none(), st.integers(1, 20)),
 )
 def test_every_response_token_is_scored_once_behind_its_own_prefix(
-    rows: list[Row], budget: int, sharing: Costs | None, limit: int | None
+    rows: list[Row], budget: int, sharing: Costs | None, packed: bool, limit: int | None
 ) -> None:
     expected = [
         (row.ids[:k].tolist(), int(row.ids[k]))
@@ -70,10 +87,15 @@ def test_every_response_token_is_scored_once_behind_its_own_prefix(
         for k in range(row.prompt_length, len(row.ids))
     ]
     found: dict[int, tuple[list[int], int]] = {}
-    for piece in plan(rows, budget, sharing=sharing, limit=limit):
+    for piece in plan(rows, budget, packed=packed, sharing=sharing, limit=limit):
         batch, length = piece.input_ids.shape
-        assert batch == 1 or batch * length <= budget
-        assert batch == 1 or limit is None or len(piece.targets) <= limit
+        if packed:  # no token but those of rows
+            assert piece.packing is not None
+            assert (batch, length) == (1, sum(piece.packing.query_lengths))
+        assert sum(piece.spans) == len(piece.targets)
+        alone = len(piece.spans) == 1
+        assert alone or batch * length <= budget
+        assert alone or limit is None or len(piece.targets) <= limit
         places = zip(piece.order.tolist(), piece.positions.tolist(), strict=True)
         for (number, position), target in zip(places, piece.targets.tolist(), strict=True):
             assert number not in found
@@ -92,33 +114,68 @@ def test_a_shared_prompt_is_fed_once() -> None:
     turns = [row("a", prompt, [5, 6]), row("b", [*prompt, 5, 6, 7], [8])]
     (piece,) = plan(turns, 1000, sharing=FREE)
     assert piece.input_ids.numel() == len(prompt) + 3
-    # Long answers to a short prompt are cheaper apart.
-    assert all(p.mask is None for p in plan(rows, 1000, sharing=DEAR))
+    # Long answers to a short prompt are cheaper apart: a shared prompt costs them a mask.
+    long = [row(str(k), [1], [k] * 20) for k in range(4)]
+    (piece,) = plan(long, 1000, sharing=DEAR)
+    assert piece.packing is not None
+    assert piece.packing.query_lengths == piece.packing.key_lengths
+    # A tree does not outgrow what a pass may hold.
+    assert max(p.input_ids.numel() for p in plan(rows, 10, sharing=FREE)) == 10
 
 
 @settings(deadline=None, max_examples=25)
-@given(rows_of_few_tokens.filter(lambda rows: any(r.response_length for r in rows)))
-def test_both_layouts_give_the_models_logprobs(model: Any, rows: list[Row]) -> None:
+@given(
+    rows_of_few_tokens.filter(lambda rows: any(r.response_length for r in rows)),
+    st.booleans(),
+)
+def test_all_layouts_give_the_models_logprobs(model: Any, rows: list[Row], slides: bool) -> None:
+    if slides:
+        model = make_model(**SLIDING)
     expected = np.concatenate(
         [score(model, r.ids.tolist(), r.prompt_length) for r in rows if r.response_length]
     )
-    for sharing in (None, FREE):
-        found = torch.empty(len(expected))
-        for piece in plan(rows, 40, sharing=sharing):
+    forward = Forward(copy.deepcopy(model))
+    assert forward.abilities == Abilities(packs=True, linear_head=True)
+    heat = torch.ones(len(expected), 1)
+    for layout in ({"packed": False}, {"sharing": None}, {"sharing": FREE}):
+        found = {"logits": torch.empty(len(expected)), "scores": torch.empty(len(expected))}
+        for piece in plan(rows, 40, **layout):
             with torch.no_grad():
-                logits = response_logits(model, piece)
+                logits = response_logits(forward.model, piece)
             assert logits.shape == (len(piece.targets), VOCABULARY)
             logp = torch.log_softmax(logits, -1).gather(1, piece.targets[:, None])[:, 0]
-            found[piece.order] = logp
-        np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+            found["logits"][piece.order] = logp
+            found["scores"][piece.order] = forward.scores(piece, heat[piece.order]).logprobs
+        for scores in found.values():
+            np.testing.assert_allclose(scores.numpy(), expected, atol=1e-5)
 
 
-def test_sharing_is_tried_out(model: Any) -> None:
-    assert supports_sharing(model)
+def test_packing_is_tried_out(model: Any) -> None:
+    assert abilities_of(model) == Abilities(packs=True, linear_head=True)
+    assert model.config._attn_implementation == "sdpa"  # as it was
     costs = costs_of(model)
     assert costs.token > costs.pair > 0
-    # A recurrent model ignores masks: its log-probs would be wrong.
+    # A recurrent model reads one row on into the next: its log-probs would be wrong.
     recurrent = make_model(
         model_type="mamba", state_size=4, conv_kernel=2, expand=2, intermediate_size=64
     )
-    assert not supports_sharing(recurrent)
+    assert not abilities_of(recurrent).packs
+    # Attention that looks at blocks of the text: short rows do not show it.
+    blocks = make_model(model_type="llama")
+    assert abilities_of(blocks).packs
+    blocks.config.layer_types = ["chunked_attention"] * 2
+    assert not abilities_of(blocks).packs
+    # Soft-capped logits are not what its output layer returns.
+    capped = make_model(model_type="gemma2", final_logit_softcapping=3.0)
+    assert not abilities_of(capped).linear_head
+
+
+def test_a_model_that_cannot_pack_is_scored_all_the_same() -> None:
+    capped = make_model(model_type="gemma2", final_logit_softcapping=3.0)
+    rows = [row("a", [1, 2, 3], [4, 5]), row("b", [6], [7, 8, 9])]
+    expected = np.concatenate([score(capped, r.ids.tolist(), r.prompt_length) for r in rows])
+    forward = Forward(capped)
+    found = torch.empty(5)
+    for piece in plan(rows, 40, packed=forward.abilities.packs):
+        found[piece.order] = forward.scores(piece, torch.ones(len(piece.order), 1)).logprobs
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)

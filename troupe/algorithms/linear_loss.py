@@ -1,0 +1,287 @@
+"""A loss of log-probs under a linear output layer, without the [N, V] logits of all tokens.
+
+Blocks of tokens go through layer, log-softmax, loss and back at once, in buffers that are used
+again: what a block leaves is its share of the gradients of the hidden states and of the layer.
+Nothing is computed twice, unless the loss couples more tokens than a block has (Cut Your Losses,
+Wijmans et al. 2024, and Liger Kernel, Hsu et al. 2024, do so for the cross-entropy).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.autograd.function import once_differentiable
+
+# Logits of one block in bytes of float32: enough rows for the matrix products to run at full
+# speed, little beside what else a pass needs.
+_BLOCK_BYTES: Final = {"cpu": 64 << 20, "cuda": 512 << 20}
+# Elements that are exponentiated at a time: on a CPU what stays in its caches.
+_SCRATCH_ELEMENTS: Final = {"cpu": 1 << 18, "cuda": 1 << 26}
+
+# (log-probs [n], entropies [n], which tokens they are of) -> summed loss, a scalar.
+LossOf = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of N tokens: [N], in nats, float32 (float64 for float64 hidden states), no gradient."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear output layer: logits = (hidden weight^T + bias) / temperature."""
+
+    # [V, d]
+    weight: torch.Tensor
+    # [V]
+    bias: torch.Tensor | None = None
+
+
+def linear_scores(
+    hidden: torch.Tensor,
+    head: Head,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    *,
+    block: int | None = None,
+) -> Scores:
+    """Log-probs of `targets` (int64 [N]) and entropies, without gradients.
+
+    `hidden`: [N, d]; `temperatures`: [N, 1]; `block`: tokens computed at a time.
+    """
+    with torch.no_grad():
+        work = _Work(hidden, head, targets, temperatures, block)
+        for part in work.blocks(0, len(targets)):
+            work.score(part)
+        return Scores(work.logprobs, work.entropy)
+
+
+def linear_loss(
+    hidden: torch.Tensor,
+    head: Head,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    loss_of: LossOf,
+    *,
+    spans: Sequence[int] | None = None,
+    block: int | None = None,
+) -> tuple[torch.Tensor, Scores]:
+    """The sum of `loss_of` over all tokens, differentiable in `hidden`, weight and bias.
+
+    Shapes as in `linear_scores`. `spans`: lengths, which add up to N, of the runs of tokens whose
+    losses depend on each other; None: every token stands alone. A run that is longer than
+    `block` costs one more product with the weight. The loss may be differentiated once.
+    """
+    work = _Work(hidden.detach(), head, targets, temperatures, block)
+    loss = _LinearLoss.apply(hidden, head.weight, head.bias, work, loss_of, spans)  # type: ignore[no-untyped-call]
+    return loss, Scores(work.logprobs, work.entropy)
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        work: _Work,
+        loss_of: LossOf,
+        spans: Sequence[int] | None,
+    ) -> torch.Tensor:
+        needs = ctx.needs_input_grad
+        total = torch.zeros((), dtype=work.logprobs.dtype, device=hidden.device)
+        grads = _Grads(
+            torch.empty_like(hidden) if needs[0] else None,
+            torch.zeros_like(weight) if needs[1] else None,
+            torch.zeros_like(bias) if bias is not None and needs[2] else None,
+        )
+        for start, stop in work.runs(spans):
+            parts = work.blocks(start, stop)
+            if len(parts) == 1:  # the probabilities are still there
+                part = parts[0]
+                work.score(part)
+                loss, by_logprob, by_entropy = _differentiate(loss_of, work, part)
+                work.descend(part, by_logprob, by_entropy, grads)
+            else:
+                for part in parts:
+                    work.score(part)
+                loss, by_logprob, by_entropy = _differentiate(loss_of, work, slice(start, stop))
+                for part in parts:
+                    own = slice(part.start - start, part.stop - start)
+                    work.score(part)
+                    work.descend(part, _cut(by_logprob, own), _cut(by_entropy, own), grads)
+            total += loss
+        work.release()
+        ctx.save_for_backward(*grads.all())
+        return total
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = [None if g is None else g.mul_(scale.to(g.dtype)) for g in ctx.saved_tensors]
+        return (*found, None, None, None)
+
+
+@dataclass(frozen=True)
+class _Grads:
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def all(self) -> tuple[torch.Tensor | None, ...]:
+        return self.hidden, self.weight, self.bias
+
+
+def _differentiate(
+    loss_of: LossOf, work: _Work, part: slice
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The loss of some tokens and its derivatives by their log-probs and entropies."""
+    with torch.enable_grad():
+        logprobs = work.logprobs[part].detach().requires_grad_()
+        entropy = work.entropy[part].detach().requires_grad_()
+        loss = loss_of(logprobs, entropy, part)
+        by_logprob, by_entropy = torch.autograd.grad(loss, (logprobs, entropy), allow_unused=True)
+    return loss.detach(), by_logprob, by_entropy
+
+
+def _cut(slope: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    return None if slope is None else slope[part]
+
+
+class _Work:
+    """One pass over all tokens, with one buffer for the logits of a block."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        head: Head,
+        targets: torch.Tensor,
+        temperatures: torch.Tensor,
+        block: int | None,
+    ) -> None:
+        if hidden.ndim != 2 or targets.shape != hidden.shape[:1]:
+            shapes = f"{list(hidden.shape)} and {list(targets.shape)}"
+            raise ValueError(f"hidden and targets must be [N, d] and [N], got {shapes}")
+        kind = hidden.device.type
+        vocabulary = head.weight.shape[0]
+        self._size = block or max(16, _BLOCK_BYTES.get(kind, 64 << 20) // (4 * vocabulary))
+        self._scratch_rows = max(1, _SCRATCH_ELEMENTS.get(kind, 1 << 22) // vocabulary)
+        # As a linear layer would under autocast.
+        product = hidden.dtype
+        if torch.is_autocast_enabled(kind):
+            product = torch.get_autocast_dtype(kind)
+        self._hidden = hidden.to(product)
+        self._weight = head.weight.detach().to(product)
+        self._bias = None if head.bias is None else head.bias.detach()
+        self._targets = targets
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self._heat = temperatures.to(dtype)
+        self._plain = bool((temperatures == 1).all())
+        self.logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
+        self.entropy = torch.empty_like(self.logprobs)
+        rows = min(self._size, len(targets))
+        self._buffer = self.logprobs.new_empty(rows, vocabulary)
+        self._scratch = self.logprobs.new_empty(min(rows, self._scratch_rows), vocabulary)
+
+    def runs(self, spans: Sequence[int] | None) -> list[tuple[int, int]]:
+        """Where tokens begin and end whose loss is asked for together: as many as fit a block."""
+        total = len(self._targets)
+        if spans is None:
+            return [(part.start, part.stop) for part in self.blocks(0, total)]
+        found: list[tuple[int, int]] = []
+        at = 0
+        for length in spans:
+            if found and at + length - found[-1][0] <= self._size:
+                found[-1] = (found[-1][0], at + length)
+            elif length:
+                found.append((at, at + length))
+            at += length
+        if at != total:
+            raise ValueError(f"spans add up to {at}, there are {total} tokens")
+        return found
+
+    def blocks(self, start: int, stop: int) -> list[slice]:
+        """Tokens from `start` to `stop`, in blocks of about one size."""
+        count = -(-(stop - start) // self._size)
+        edges = [start + (stop - start) * i // max(count, 1) for i in range(count + 1)]
+        return [slice(a, b) for a, b in itertools.pairwise(edges)]
+
+    def score(self, part: slice) -> None:
+        """Fill in the scores of `part`; its log-probs [n, V] stay in the buffer."""
+        logits = self._logits(part)
+        rows = self._scratch_rows
+        for start in range(0, len(logits), rows):
+            stop = min(start + rows, len(logits))
+            some = logits[start:stop]
+            some.sub_(some.amax(-1, keepdim=True))
+            p = torch.exp(some, out=self._scratch[: stop - start])
+            mass = p.sum(-1, keepdim=True)
+            some.sub_(mass.log())
+            # A masked token (-inf) has probability zero and no share in the entropy.
+            share = torch.mul(p, some, out=p).nan_to_num_(nan=0.0)
+            self.entropy[part.start + start : part.start + stop] = (
+                share.sum(-1) / mass[:, 0]
+            ).neg_()
+        chosen = logits.gather(-1, self._targets[part, None])
+        self.logprobs[part] = chosen[:, 0]
+
+    def descend(
+        self,
+        part: slice,
+        by_logprob: torch.Tensor | None,
+        by_entropy: torch.Tensor | None,
+        grads: _Grads,
+    ) -> None:
+        """Add the gradients of `part`, which was scored last, given the loss's own slopes [n]."""
+        slope = self._buffer[: part.stop - part.start]
+        entropy = self.entropy[part]
+        rows = self._scratch_rows
+        for start in range(0, len(slope), rows):
+            # d log pi(a) / dx_j = [j = a] - p_j;   dH / dx_j = -p_j (log p_j + H)
+            stop = min(start + rows, len(slope))
+            some, factor = slope[start:stop], torch.zeros_like(entropy[start:stop, None])
+            if by_logprob is not None:
+                factor -= by_logprob[start:stop, None]
+            if by_entropy is None:
+                some.exp_().mul_(factor)
+                continue
+            p = torch.exp(some, out=self._scratch[: stop - start])
+            bonus = by_entropy[start:stop, None]
+            some.add_(entropy[start:stop, None]).mul_(-bonus).add_(factor)
+            some.mul_(p).nan_to_num_(nan=0.0)
+        if by_logprob is not None:
+            slope.scatter_add_(-1, self._targets[part, None], by_logprob[:, None])
+        if not self._plain:
+            slope.div_(self._heat[part])
+        if grads.bias is not None:
+            grads.bias.add_(slope.sum(0))
+        slope = slope.to(self._weight.dtype)
+        hidden = self._hidden[part]
+        if grads.hidden is not None:
+            grads.hidden[part] = slope @ self._weight
+        if grads.weight is not None and grads.weight.dtype == slope.dtype:
+            grads.weight.addmm_(slope.T, hidden)
+        elif grads.weight is not None:
+            grads.weight.add_(slope.T @ hidden)
+
+    def release(self) -> None:
+        """Give the buffers back; the scores stay."""
+        del self._buffer, self._scratch
+
+    def _logits(self, part: slice) -> torch.Tensor:
+        hidden = self._hidden[part]
+        logits = self._buffer[: len(hidden)]
+        if hidden.dtype == logits.dtype:
+            torch.mm(hidden, self._weight.T, out=logits)
+        else:
+            logits.copy_(hidden @ self._weight.T)
+        if self._bias is not None:
+            logits.add_(self._bias)
+        return logits if self._plain else logits.div_(self._heat[part])
