@@ -1,0 +1,66 @@
+"""A folder as a stream, and back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.chassis.folders import Chunk, read_folder, write_folder
+from troupe.rpc import DataLoss
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Small, empty, nested, and longer than a chunk."""
+    root = tmp_path / "source"
+    (root / "below").mkdir(parents=True)
+    (root / "config.json").write_text("{}")
+    (root / "empty").touch()
+    (root / "below" / "large").write_bytes(bytes(range(256)) * 5000)
+    return root
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+async def changed(source: Path, **changes: object) -> AsyncIterator[Chunk]:
+    """The chunks of `source`, the last one changed."""
+    chunks = [chunk async for chunk in read_folder(source)]
+    for chunk in chunks[:-1]:
+        yield chunk
+    yield replace(chunks[-1], **changes)  # type: ignore[arg-type]
+
+
+async def test_it_arrives_as_it_was(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "there" / "v3"
+    size = await write_folder(target, read_folder(source))
+    assert contents(target) == contents(source)
+    assert size == 2 + 256 * 5000
+    # Again: what is there stays.
+    (target / "config.json").write_text("{1}")
+    await write_folder(target, read_folder(source))
+    assert (target / "config.json").read_text() == "{1}"
+    assert [p.name for p in target.parent.iterdir()] == ["v3"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"checksum": 1}, "'empty' arrived damaged"),
+        ({"end_of_file": False}, "not whole"),
+        ({"path": "../escaped"}, "leads out"),
+        ({"path": "/escaped"}, "leads out"),
+    ],
+)
+async def test_damage_leaves_nothing(
+    source: Path, tmp_path: Path, changes: dict[str, object], why: str
+) -> None:
+    target = tmp_path / "there" / "v3"
+    with pytest.raises(DataLoss, match=why):
+        await write_folder(target, changed(source, **changes))
+    assert list(target.parent.iterdir()) == []
+    assert not (tmp_path / "escaped").exists()
