@@ -26,8 +26,11 @@ $(STAMP): deploy/requirements/dev.txt pyproject.toml
 demo: setup ## train the example team on this machine and show before and after
 	$(BIN)/python -m examples.reasoning_team.demo
 
+# Most tests wait for processes more than they compute: two at a time halve the wait.
+TEST_WORKERS ?= 2
+
 test: setup ## the default test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: setup ## the tests that need minutes, a browser, containers or SGLang
 	$(BIN)/python -m pytest -m slow --timeout 1800
