@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.utils import deterministic
 from services.trainer import fields
 from services.trainer.baselines import Baselines
 from services.trainer.bases import Base
+from services.trainer.critic import Critic, Estimate
 from services.trainer.gradients import Gradients
 from services.trainer.named import Tensors
 from services.trainer.optimizer import (
@@ -35,7 +36,8 @@ from services.trainer.residence import Lodger
 from services.trainer.rows import Row, response_lengths
 from services.trainer.summary import BatchSummary
 from services.trainer.trained_model import TrainedModel
-from services.trainer.units import GroupBuffer
+from services.trainer.units import GroupBuffer, content_key
+from services.trainer.updates import schedule
 from troupe.algorithms import TokenStatistics, normalizer
 from troupe.job import JobSpec
 
@@ -50,13 +52,30 @@ class Applied:
     metrics: dict[str, float]
     # Of the ids of the samples that were accumulated (`BatchSummary.digest`).
     digest: int = 0
+    # Whether an update of the step was made before it failed: weights are not the version's then.
+    moved: bool = False
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Rows whose advantages are known."""
+
+    rows: Sequence[Row]
+    # float64 [n]: of each row; with a critic, whose differ by token, their mean size.
+    advantages: torch.Tensor
+    estimate: Estimate | None = None
 
 
 @dataclass
 class _Sums:
     """What accumulates between two steps, besides the gradients themselves."""
 
+    # Of the update that accumulates, and of those of the step before it.
     normalizer: int = 0
+    updated: int = 0
+    updates: int = 0
+    # Sums over updates, by metric.
+    norms: dict[str, float] = field(default_factory=dict)
     tokens: TokenStatistics = field(default_factory=TokenStatistics)
     summary: BatchSummary = field(default_factory=BatchSummary)
     groups: GroupBuffer = field(default_factory=GroupBuffer)
@@ -99,11 +118,12 @@ class Learner:
         `peers`: those that hold the other parts of a model that is sharded.
         """
         self._peers = peers or Peers()
-        self._job = spec
+        self._job, self._name = spec, policy
         self._policy = spec.policies[policy]
-        self._trained = TrainedModel(
-            model, device or torch.device("cpu"), getattr(torch, self._policy.model.dtype)
-        )
+        if not isinstance(model, TrainedModel):
+            dtype = getattr(torch, self._policy.model.dtype)
+            model = TrainedModel(model, device or torch.device("cpu"), dtype)
+        self._trained: TrainedModel = model
         self._optimizer = make_optimizer(self.model, self._policy.optimizer)
         self._gradients = Gradients(self._trained.parameters)
         self._passes = Passes(
@@ -115,6 +135,14 @@ class Learner:
             peers=self._peers,
         )
         self._baselines = Baselines(spec.algorithm)
+        self._critic: Critic | None = None
+        value_function = spec.algorithm.value_function
+        if value_function and self._policy.trainable and self._policy.paced is None:
+            bfloat16 = self._policy.model.dtype == "bfloat16"
+            pieces = self._passes.pieces
+            self._critic = Critic(self.model, value_function, pieces, bfloat16=bfloat16)
+        # Whether the first gradient needs all of the step's rows.
+        self._holds = self._baselines.needs_whole_step or spec.algorithm.updates > 1
         self._constant = spec.constant_tokens(policy)
         self._sums = _Sums()
         self._skip_zero = skip_zero_advantages
@@ -155,12 +183,13 @@ class Learner:
     def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
         """Add the gradient of these rows' summed loss. Raises `Stopped` between passes.
 
-        In deterministic mode the rows of a group are computed when all of them have come; with an
-        advantage that needs the whole step, all rows in `complete`.
+        In deterministic mode, and with a critic, the rows of a group are computed when all of them
+        have come; with an advantage that needs the whole step, all rows in `complete`; where the
+        step consists of several updates, in `apply`.
         """
         started = time.perf_counter()
         self._sums.micro_batches += 1
-        if self._baselines.needs_whole_step:
+        if self._holds:
             self._sums.held.extend(rows)
         else:
             self._train(rows, stop)
@@ -171,41 +200,70 @@ class Learner:
 
         `apply` does it where nobody did.
         """
-        held, self._sums.held = self._sums.held, []
-        if not held:
+        if self._job.algorithm.updates > 1:
             return
         started = time.perf_counter()
-        self._baselines.measure(held)
+        held, self._sums.held = self._sums.held, []
+        if held:
+            self._baselines.measure(held)
         size = self._job.pipeline.micro_batch_samples
         for start in range(0, len(held), size):
             self._train(held[start : start + size], stop)
+        for unit in self._sums.groups.rest():
+            self._add(unit, stop)
         self._sums.seconds += time.perf_counter() - started
 
     def _train(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
         if self._job.pipeline.deterministic:
             for unit in self._sums.groups.add(rows):
-                self._add_unit(unit, stop)
+                self._add(unit, stop)
+        elif self._critic is not None:
+            if rows := [row for unit in self._sums.groups.add(rows) for row in unit]:
+                self._add(rows, stop)
         else:
             self._add(rows, stop)
 
-    def _add_unit(self, unit: Sequence[Row], stop: threading.Event | None) -> None:
-        """Add a group's gradient, which depends on nothing but the group, exactly."""
-        with _deterministic():
-            self._add(unit, stop)
-        problem = self._gradients.settle()
-        self._sums.broken = self._sums.broken or problem
-
     def _add(self, rows: Sequence[Row], stop: threading.Event | None) -> None:
+        self._backward(self._measured(rows, stop), stop)
+
+    def _measured(self, rows: Sequence[Row], stop: threading.Event | None) -> _Batch:
+        """Rows with their advantages, counted among the step's."""
+        estimate = None
+        if self._critic is None:
+            advantages = self._baselines.advantages(rows)
+        else:
+            with self._reproducibly():
+                estimate = self._critic.estimate(rows, stop)
+            rows = estimate.rows
+            advantages = estimate.sizes
+        self._sums.summary.add(rows, advantages.numpy())
+        self._sums.broken = self._sums.broken or _not_finite(rows, advantages)
+        return _Batch(rows, advantages, estimate)
+
+    def _backward(self, batch: _Batch, stop: threading.Event | None) -> None:
+        """Add a batch's gradient; in deterministic mode exactly: one that depends on nothing else.
+
+        Raises `Stopped` between passes.
+        """
         sums, algorithm = self._sums, self._job.algorithm
-        advantages = self._baselines.advantages(rows)
-        lengths = response_lengths(rows)
+        lengths = response_lengths(batch.rows)
         sums.normalizer += normalizer(lengths, algorithm.normalize, self._constant)
-        sums.summary.add(rows, advantages.numpy())
-        sums.broken = sums.broken or _not_finite(rows, advantages)
-        chosen = self._with_gradient(advantages)
-        if not sums.broken and chosen:
-            some = [rows[i] for i in chosen]
-            sums.broken = self._passes.backward(some, advantages[chosen], sums.tokens, stop)
+        chosen = self._with_gradient(batch.advantages)
+        with self._reproducibly():
+            if not sums.broken and chosen:
+                some = [batch.rows[i] for i in chosen]
+                advantages = batch.advantages[chosen]
+                sums.broken = self._passes.backward(some, advantages, sums.tokens, stop)
+            if not sums.broken and self._critic is not None and batch.estimate is not None:
+                sums.broken = self._critic.backward(batch.estimate, stop)
+        if self._job.pipeline.deterministic:
+            problem = self._gradients.settle()
+            if self._critic is not None:
+                problem = self._critic.gradients.settle() or problem
+            sums.broken = sums.broken or problem
+
+    def _reproducibly(self) -> contextlib.AbstractContextManager[None]:
+        return _deterministic() if self._job.pipeline.deterministic else contextlib.nullcontext()
 
     def _with_gradient(self, advantages: torch.Tensor) -> list[int]:
         """Rows whose loss has a gradient: all, unless only the advantage makes one."""
@@ -217,48 +275,106 @@ class Learner:
 
     # The step.
 
-    def apply(self, version: int) -> Applied:
-        """Step once with what was accumulated since the last step, if it is finite.
+    def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
+        """Step with what was accumulated since the last step, if it is finite.
 
-        A step that is not applied leaves the weights and the optimizer bitwise as they were.
+        A step that is not applied leaves weights and optimizers bitwise as they were, unless it is
+        `moved`: then `restore` has to follow. Raises `Stopped` where there was more to compute.
         """
-        self.complete()
+        self.complete(stop)
         started = time.perf_counter()
-        sums, optimizer = self._sums, self._policy.optimizer
-        for unit in sums.groups.rest():
-            self._add_unit(unit, None)
+        several = self._job.algorithm.updates > 1
+        reason = self._update_often(version, stop) if several else self._update(version)
+        sums = self._sums
         sums.tokens = self._peers.merged(sums.tokens)
         metrics = sums.summary.metrics(version) | sums.tokens.metrics()
         metrics |= self._baselines.metrics()
-        total = max(sums.normalizer, 1)
+        if self._critic is not None:
+            metrics |= self._critic.metrics()
         if sums.tokens.tokens:
-            metrics["loss/policy"] = float(sums.tokens.loss) / total
-        reason = sums.broken
-        if not reason and not sums.normalizer:
-            reason = "no sample has a response token"
+            metrics["loss/policy"] = float(sums.tokens.loss) / max(
+                sums.updated + sums.normalizer, 1
+            )
+        metrics |= {name: total / sums.updates for name, total in sums.norms.items()}
+        if several:
+            metrics["train/updates"] = float(sums.updates)
         if not reason:
-            norm = self._gradients.finish(total, optimizer.max_grad_norm)
-            if math.isfinite(norm):
-                metrics["grad_norm"] = norm
-            else:
-                reason = f"the norm of the gradient is {norm}"
-        if not reason:
-            rate = learning_rate(optimizer, version, self._job.pipeline.steps)
-            metrics["lr"] = rate
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
             self._baselines.applied()
         seconds = sums.seconds + time.perf_counter() - started
         metrics["train/seconds"] = seconds
         metrics["train/micro_batches"] = float(sums.micro_batches)
-        digest = sums.summary.digest
+        digest, moved = sums.summary.digest, bool(reason) and sums.updates > 0
         self.discard()
-        return Applied(not reason, reason, metrics, digest)
+        return Applied(not reason, reason, metrics, digest, moved)
+
+    def _update(self, version: int) -> str:
+        """One update with what accumulated; why not, if it is not finite: then nothing moves."""
+        sums, optimizer, steps = self._sums, self._policy.optimizer, self._job.pipeline.steps
+        if sums.broken or not sums.normalizer:
+            return sums.broken or "no sample has a response token"
+        norm = self._gradients.finish(sums.normalizer, optimizer.max_grad_norm)
+        if not math.isfinite(norm):
+            return f"the norm of the gradient is {norm}"
+        rate = learning_rate(optimizer, version, steps)
+        made = {"grad_norm": norm, "lr": rate}
+        if self._critic is not None:
+            made["critic/grad_norm"] = norm = self._critic.finish()
+            if not math.isfinite(norm):
+                return f"the norm of the critic's gradient is {norm}"
+            self._critic.step(version, steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        sums.updates += 1
+        sums.norms = {name: sums.norms.get(name, 0.0) + value for name, value in made.items()}
+        return ""
+
+    def _update_often(self, version: int, stop: threading.Event | None) -> str:
+        """All updates of a step of several; why they ended before the last, if they did.
+
+        Advantages, values and old log-probs are of the weights that the step began with.
+        """
+        algorithm, sums = self._job.algorithm, self._sums
+        held, sums.held = sums.held, []
+        if self._baselines.needs_whole_step:
+            self._baselines.measure(held)
+        groups = GroupBuffer()
+        units = sorted([*groups.add(held), *groups.rest()], key=lambda unit: content_key(unit[0]))
+        batches = [self._measured(unit, stop) for unit in units]
+        if algorithm.old_logprobs == "recomputed":
+            batches = [self._with_old_logprobs(batch, stop) for batch in batches]
+        batches = [batch for batch in batches if any(response_lengths(batch.rows))]
+        reason = sums.broken or ("" if batches else "no sample has a response token")
+        seed = f"{self._job.seed}/{self._name}/{version}"
+        for part in schedule(len(batches), algorithm.epochs, algorithm.minibatches, seed):
+            if reason:
+                break
+            sums.updated, sums.normalizer = sums.updated + sums.normalizer, 0
+            self._clear()
+            for i in part:
+                self._backward(batches[i], stop)
+            reason = self._update(version)
+        return reason
+
+    def _with_old_logprobs(self, batch: _Batch, stop: threading.Event | None) -> _Batch:
+        with self._reproducibly():
+            found = self._passes.logprobs(batch.rows, stop)
+        parts = torch.split(found.cpu(), response_lengths(batch.rows))
+        rows = [replace(r, old=old.numpy()) for r, old in zip(batch.rows, parts, strict=True)]
+        estimate = batch.estimate and replace(batch.estimate, rows=rows)
+        return _Batch(rows, batch.advantages, estimate)
+
+    def _clear(self) -> None:
+        """Forget the gradients of an update."""
+        self._gradients.discard()
+        if self._critic is not None:
+            self._critic.clear()
 
     def discard(self) -> None:
         """Forget what was accumulated."""
         self._gradients.discard()
+        if self._critic is not None:
+            self._critic.discard()
         self._baselines.discard()
         self._sums = _Sums()
 
@@ -273,14 +389,18 @@ class Learner:
         return self._trained.weights()
 
     def moments(self) -> Moments:
-        """The state of the optimizer, not a copy, and of the baselines."""
-        return export_moments(self.model, self._optimizer) | self._baselines.state()
+        """The state of the optimizer and the critic, not a copy, and of the baselines."""
+        critic = {} if self._critic is None else self._critic.state()
+        return export_moments(self.model, self._optimizer) | self._baselines.state() | critic
 
     def restore(self, weights: Mapping[str, torch.Tensor], moments: Moments) -> None:
         """Take over weights and moments; forgets accumulated gradients."""
         self.discard()
         self._trained.load(weights)
-        import_moments(self.model, self._optimizer, self._baselines.restore(moments))
+        moments = self._baselines.restore(moments)
+        if self._critic is not None:
+            moments = self._critic.restore(moments)
+        import_moments(self.model, self._optimizer, moments)
 
     # Suspension: all of it, in the middle of a step too.
 
@@ -311,6 +431,8 @@ class Learner:
             "broken": sums.broken,
             "baselines": self._baselines.of_step(),
         }
+        if self._critic is not None:
+            parts["critic"], values["critic"] = self._critic.of_step()
         named = [fields.under(name, tensors) for name, tensors in parts.items()]
         return {name: t for tensors in named for name, t in tensors.items()}, values
 
@@ -318,12 +440,15 @@ class Learner:
         """Go on from what `suspended` gave, in these very tensors, which are on the device."""
         part = {
             name: fields.below(name, tensors)
-            for name in ("weights", "moments", "gradients", "tokens", "held", "waiting")
+            for name in ("weights", "moments", "gradients", "tokens", "held", "waiting", "critic")
         }
         rest = self._lodger.enter(part["weights"])
         if rest:
             self._trained.load(part["weights"])
         moments = self._baselines.restore(part["moments"])
+        if self._critic is not None:
+            moments = self._critic.restore(moments, copy=False)
+            self._critic.resume_step(part["critic"], values["critic"])
         import_moments(self.model, self._optimizer, moments, copy=False)
         self._gradients.restore(part["gradients"], values["bounds"])
         self._baselines.resume_step(values["baselines"])
@@ -344,7 +469,7 @@ class Learner:
         self._optimizer.state.clear()
         self.discard()
         self._gradients.restore({}, [])
-        return left
+        return left if self._critic is None else [*left, *self._critic.leave()]
 
 
 @contextlib.contextmanager
