@@ -74,7 +74,7 @@ class ServiceSettings(BaseSettings):
 
     # Where its data is.
     data_dir: Path = Path("runs")
-    """Jobs' directories; shared by the services of a cluster."""
+    """Jobs' directories; shared by the services of a host, or of the cluster."""
     transfer_dir: Path = Field(default_factory=lambda: Path(f"/dev/shm/troupe-{os.getuid()}"))
     """tmpfs directory through which weights move on this host."""
     transfer_serve: Literal["auto", "on", "off"] = "auto"

@@ -8,8 +8,9 @@ verifies its own. It costs nothing until a policy moves: nothing is copied ahead
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,6 +84,61 @@ class ForeignStates:
             holders=self._host.holders,
         )
 
+    def keep(self, job_id: str, policy: str, version: int, offer: pb.OfferStateResponse) -> bool:
+        """Copy what another host's trainer offers to this one's disk. Repeatable.
+
+        False, and nothing is done, for an offer of this host. Raises TransferError, DataLoss,
+        ResourceExhausted.
+        """
+        if set(offer.holders) & set(self._host.holders):
+            return False
+        store = StateStore(self._settings.data_dir, job_id, policy)
+        self._take(store, offer)
+        store.prune(version, self._settings.trainer_keep_states, first=True)
+        return True
+
+    def replicate(self, store: StateStore, version: int, checksum: str) -> int:
+        """Have `trainer_state_replicas` other hosts keep a copy; how many do now.
+
+        Called before the version is committed: what is committed can be lost with one host no
+        more. Too few hosts is a warning, not a reason to stop training.
+        """
+        wanted = self._settings.trainer_state_replicas
+        if not wanted or not self._settings.shares_states:
+            return 0
+        offer = self.offer(store.job_id, store.policy, version, checksum)
+        troubles: dict[str, str] = {}
+        kept = 0
+        try:
+            for address in self._trainers(store, version, troubles):
+                if kept == wanted:
+                    break
+                request = pb.KeepStateRequest(
+                    request_id=new_id("keep"),
+                    job_id=store.job_id,
+                    policy=store.policy,
+                    version=version,
+                    offer=offer,
+                )
+                with self._trainer(address) as trainer:
+                    try:
+                        kept += trainer.KeepState(request, timeout=_OFFER_SECONDS).kept
+                    except TroupeError as error:
+                        troubles[address] = error.message
+        finally:
+            self._host.delete(offer.key)
+        if kept < wanted:
+            log.warning(
+                "too few copies of a state",
+                job_id=store.job_id,
+                policy=store.policy,
+                version=version,
+                kept=kept,
+                wanted=wanted,
+                troubles=troubles,
+            )
+        return kept
+
     def withdraw(self, job_id: str, policy: str) -> None:
         """Free what was offered and not fetched."""
         for key in self._host.keys(f"{job_id}/states/{policy}/"):
@@ -112,21 +168,14 @@ class ForeignStates:
             version=version,
             checksum=checksum,
         )
-        channel = connect_sync(address, self._settings.client(retry=NO_RETRY))
-        try:
-            offer = trainer_pb2_grpc.TrainerStub(channel).OfferState(
-                request, timeout=_OFFER_SECONDS
-            )
-            self._host.hint(offer.key, offer.holders)
-            files, _ = self._host.get(offer.key, expected_checksum=offer.checksum)
-            name = offer.key.rpartition("/")[2]
-            store.take_in(name, _contents(files))
-            self._host.drop([offer.key])
-        except TroupeError as error:
-            troubles[address] = error.message
-            return False
-        finally:
-            channel.close()
+        with self._trainer(address) as trainer:
+            try:
+                offer = trainer.OfferState(request, timeout=_OFFER_SECONDS)
+                self._take(store, offer)
+                self._host.drop([offer.key])
+            except TroupeError as error:
+                troubles[address] = error.message
+                return False
         log.info(
             "state fetched",
             job_id=store.job_id,
@@ -136,6 +185,21 @@ class ForeignStates:
             num_bytes=offer.num_bytes,
         )
         return True
+
+    def _take(self, store: StateStore, offer: pb.OfferStateResponse) -> None:
+        self._host.hint(offer.key, offer.holders)
+        files, _ = self._host.get(offer.key, expected_checksum=offer.checksum)
+        name = offer.key.rpartition("/")[2]
+        store.take_in(name, {part: bytes_.numpy().data for part, bytes_ in files.items()})
+        self._host.delete(offer.key)
+
+    @contextlib.contextmanager
+    def _trainer(self, address: str) -> Iterator[Any]:
+        channel = connect_sync(address, self._settings.client(retry=NO_RETRY))
+        try:
+            yield trainer_pb2_grpc.TrainerStub(channel)
+        finally:
+            channel.close()
 
     def _lost(
         self, store: StateStore, version: int, checksum: str, troubles: Mapping[str, str]
@@ -167,7 +231,3 @@ def _files(path: Path) -> dict[str, torch.Tensor]:
                 else torch.empty(0, dtype=torch.uint8)
             )
     return found
-
-
-def _contents(files: Mapping[str, Any]) -> dict[str, memoryview]:
-    return {name: memoryview(tensor.numpy()) for name, tensor in files.items()}

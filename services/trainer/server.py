@@ -97,6 +97,16 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             request.job_id, request.policy, request.version, request.checksum
         )
 
+    async def KeepState(
+        self, request: trainer_pb2.KeepStateRequest, context: Any
+    ) -> trainer_pb2.KeepStateResponse:
+        """Keep a copy of another host's state."""
+        _require(request, "job_id", "policy")
+        kept = await self.worker.keep_state(
+            request.job_id, request.policy, request.version, request.offer
+        )
+        return trainer_pb2.KeepStateResponse(kept=kept)
+
     async def Release(
         self, request: trainer_pb2.ReleaseRequest, context: Any
     ) -> trainer_pb2.ReleaseResponse:

@@ -31,6 +31,9 @@ class TrainerSettings(ServiceSettings):
     trainer_state_wait_seconds: float = Field(default=60, ge=0)
     """How long a policy that moves here waits for a trainer that has its training state, where
     hosts share no data_dir."""
+    trainer_state_replicas: int = Field(default=0, ge=0, le=8)
+    """Trainers on other hosts that keep a copy of each committed state, where hosts share no
+    data_dir; each step waits for them."""
     trainer_sync_files: bool = True
     """Have the operating system confirm that training state is on the disk."""
     gang_ranks: int = Field(default=0, ge=0, le=64)

@@ -161,6 +161,12 @@ class TrainerWorker:
         """Let a trainer of another host read a committed state of this one's disk."""
         return await asyncio.to_thread(self._foreign.offer, job_id, policy, version, checksum)
 
+    async def keep_state(
+        self, job_id: str, policy: str, version: int, offer: trainer_pb2.OfferStateResponse
+    ) -> bool:
+        """Keep a copy of a state that a trainer of another host offers; False if of this one."""
+        return await asyncio.to_thread(self._foreign.keep, job_id, policy, version, offer)
+
     async def release(self, job_id: str, policy: str) -> None:
         """Give a policy up, if it is bound here; its committed state is on disk."""
         await self._detached(self._release((job_id, policy)))

@@ -59,6 +59,11 @@ class TrainerStub:
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.OfferStateRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_trainer__pb2.OfferStateResponse.FromString,
                 _registered_method=True)
+        self.KeepState = channel.unary_unary(
+                '/troupe.v1.Trainer/KeepState',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.KeepStateRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.KeepStateResponse.FromString,
+                _registered_method=True)
         self.Suspend = channel.unary_unary(
                 '/troupe.v1.Trainer/Suspend',
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.SuspendRequest.SerializeToString,
@@ -121,6 +126,13 @@ class TrainerServicer:
     def OfferState(self, request, context):
         """Puts committed training state from this worker's disk into its transfer layer, for a trainer
         on another host. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KeepState(self, request, context):
+        """Keeps a copy of a state that another host's trainer offers, on this one's disk. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -190,6 +202,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.OfferState,
                     request_deserializer=troupe_dot_v1_dot_trainer__pb2.OfferStateRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_trainer__pb2.OfferStateResponse.SerializeToString,
+            ),
+            'KeepState': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepState,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.KeepStateRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.KeepStateResponse.SerializeToString,
             ),
             'Suspend': grpc.unary_unary_rpc_method_handler(
                     servicer.Suspend,
@@ -352,6 +369,33 @@ class Trainer:
             '/troupe.v1.Trainer/OfferState',
             troupe_dot_v1_dot_trainer__pb2.OfferStateRequest.SerializeToString,
             troupe_dot_v1_dot_trainer__pb2.OfferStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Trainer/KeepState',
+            troupe_dot_v1_dot_trainer__pb2.KeepStateRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.KeepStateResponse.FromString,
             options,
             channel_credentials,
             insecure,

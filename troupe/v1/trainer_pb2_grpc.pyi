@@ -45,6 +45,8 @@ class TrainerStub:
     """Puts committed training state from this worker's disk into its transfer layer, for a trainer
     on another host. Idempotent.
     """
+    KeepState: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.KeepStateRequest, _trainer_pb2.KeepStateResponse]
+    """Keeps a copy of a state that another host's trainer offers, on this one's disk. Idempotent."""
     Suspend: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SuspendRequest, _trainer_pb2.SuspendResponse]
     """Moves all training state of a policy into the transfer layer, in the middle of a step too, and
     frees its devices. Between micro-batches: what computes or steps is finished first. Idempotent.
@@ -78,6 +80,8 @@ class TrainerAsyncStub(TrainerStub):
     """Puts committed training state from this worker's disk into its transfer layer, for a trainer
     on another host. Idempotent.
     """
+    KeepState: _aio.UnaryUnaryMultiCallable[_trainer_pb2.KeepStateRequest, _trainer_pb2.KeepStateResponse]  # type: ignore[assignment]
+    """Keeps a copy of a state that another host's trainer offers, on this one's disk. Idempotent."""
     Suspend: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SuspendRequest, _trainer_pb2.SuspendResponse]  # type: ignore[assignment]
     """Moves all training state of a policy into the transfer layer, in the middle of a step too, and
     frees its devices. Between micro-batches: what computes or steps is finished first. Idempotent.
@@ -138,6 +142,14 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         """Puts committed training state from this worker's disk into its transfer layer, for a trainer
         on another host. Idempotent.
         """
+
+    @_abc_1.abstractmethod
+    def KeepState(
+        self,
+        request: _trainer_pb2.KeepStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.KeepStateResponse, _abc.Awaitable[_trainer_pb2.KeepStateResponse]]:
+        """Keeps a copy of a state that another host's trainer offers, on this one's disk. Idempotent."""
 
     @_abc_1.abstractmethod
     def Suspend(
