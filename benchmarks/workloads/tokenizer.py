@@ -18,10 +18,12 @@ _TEMPLATE: Final = (
 )
 
 
-def save_tokenizer(directory: Path, characters: str = string.printable) -> int:
+def save_tokenizer(
+    directory: Path, characters: str = string.printable, *, ends: bool = True
+) -> int:
     """Save one for `characters` under `directory`; returns the size of its vocabulary.
 
-    Token 0 is padding, token 1 ends a sequence.
+    Token 0 is padding, token 1 ends a message and, with `ends`, a response.
     """
     tokens = [PAD, END, UNKNOWN, *sorted(characters)]
     core = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token=UNKNOWN))
@@ -30,7 +32,7 @@ def save_tokenizer(directory: Path, characters: str = string.printable) -> int:
     PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
-        eos_token=END,
+        **({"eos_token": END} if ends else {"extra_special_tokens": [END]}),
         unk_token=UNKNOWN,
         chat_template=_TEMPLATE,
         clean_up_tokenization_spaces=False,

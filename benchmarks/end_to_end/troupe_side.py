@@ -1,0 +1,85 @@
+"""Our side: a job through all services of an embedded cluster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.end_to_end.workload import AGENT, TOKENS, Work
+from troupe.client import AsyncClient, MetricsLogged
+from troupe.cluster import ClusterSettings, EmbeddedCluster
+from troupe.job import JobSpec
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as the job's events tell it: `at`, seconds of the wall clock when it had ended."""
+
+    at: float
+    values: dict[str, float]
+
+
+@contextlib.asynccontextmanager
+async def cluster(data_dir: Path, **settings: Any) -> AsyncIterator[AsyncClient]:
+    """A cluster of real processes on this machine's cores, and its client."""
+    made = ClusterSettings(data_dir=data_dir, panel=False, **settings)
+    async with (
+        EmbeddedCluster(made) as running,
+        AsyncClient(running.state.orchestrator_address) as client,
+    ):
+        yield client
+
+
+def job(name: str, models: list[Path], work: Work, **pipeline: Any) -> JobSpec:
+    """The work as a job; every model is a policy and an agent of its own."""
+    names = [AGENT if not number else f"{AGENT}-{number}" for number in range(len(models))]
+    return JobSpec.model_validate(
+        {
+            "name": name,
+            "seed": work.seed,
+            "workflow": "benchmarks.end_to_end.workload:speak",
+            "tasks": {
+                "source": "benchmarks.end_to_end.workload:Tasks",
+                "args": {"count": work.tasks},
+            },
+            "agents": {n: {"policy": n, "sampling": {"max_new_tokens": TOKENS}} for n in names},
+            "policies": {
+                n: {
+                    "model": {"path": str(model)},
+                    "optimizer": {
+                        "lr": work.lr,
+                        "betas": [work.beta1, work.beta2],
+                        "max_grad_norm": work.max_grad_norm,
+                    },
+                    "engine": {"max_running": work.samples, "max_context": 64},
+                }
+                for n, model in zip(names, models, strict=True)
+            },
+            "algorithm": {"clip_low": work.clip, "clip_high": work.clip},
+            "pipeline": {
+                "mode": "micro_batch",
+                "steps": work.steps,
+                "queries_per_step": work.queries,
+                "group_size": work.group,
+                "micro_batch_samples": work.samples // 4,
+                **pipeline,
+            },
+            "evaluation": {"queries": 0},
+            "logging": {"tensorboard": False},
+        }
+    )
+
+
+async def run(client: AsyncClient, spec: JobSpec) -> list[Step]:
+    """Train to the end; its steps in their order. Raises `JobFailed`."""
+    handle = await client.submit(spec)
+    steps = [
+        Step(event.at.timestamp(), event.values)
+        async for event in handle.watch()
+        if isinstance(event, MetricsLogged) and "step/seconds" in event.values
+    ]
+    await handle.result(timeout=60)
+    return steps

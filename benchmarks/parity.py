@@ -1,0 +1,153 @@
+"""Does a job learn what TRL's GRPOTrainer learns? Same tasks, weights, batches, settings, seeds.
+
+    python -m benchmarks.parity [--quick] [--json] [--out DIR] [--seeds N]
+
+Both begin every seed with the same weights (93,000 parameters) and train on the same 256 tasks
+with the same settings of GRPO and AdamW, on policy. Which tokens are drawn differs, as the two have
+generators of their own; so what is compared is the reward of the last steps over seeds. The
+verdict: the difference of the means lies within noise (Welch's t-test, two-sided, 5 %), and its
+95 % confidence interval is narrow enough to say something (half its width at most 0.1 of reward).
+TRL is installed apart (benchmarks/references.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from benchmarks.end_to_end.curves import draw
+from benchmarks.end_to_end.trl_process import trl_command, trl_steps
+from benchmarks.end_to_end.troupe_side import cluster, job, run
+from benchmarks.end_to_end.workload import SMALL, Work, save_model
+from benchmarks.references import TRL, reference_python
+
+SEEDS: Final = 5
+FULL: Final = Work(steps=80, lr=3e-3)
+QUICK: Final = Work(steps=4, lr=3e-3, queries=4)
+# The final reward of a seed is that of so many last steps; of fewer it is mostly which tasks came.
+LAST: Final = 10
+HALF_WIDTH: Final = 0.1
+_TRL_SECONDS: Final = 1200.0
+
+Curve = list[float]
+
+
+def trl_curve(python: Path, model: Path, work: Work) -> Curve:
+    """Mean reward of every step."""
+    done = subprocess.run(
+        trl_command(python, model, work, threads=1),
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        timeout=_TRL_SECONDS,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    return [step["reward"] for step in trl_steps(done.stdout.splitlines())]
+
+
+def compare(ours: Sequence[Curve], theirs: Sequence[Curve]) -> dict[str, Any]:
+    """What the curves of all seeds say; `parity` is the verdict."""
+    last = min(LAST, *(len(curve) for curve in (*ours, *theirs)))
+    mine, others = (
+        [statistics.fmean(curve[-last:]) for curve in curves] for curves in (ours, theirs)
+    )
+    test = stats.ttest_ind(mine, others, equal_var=False)
+    low, high = test.confidence_interval(0.95)
+    return {
+        "parity": bool(test.pvalue > 0.05 and (high - low) / 2 <= HALF_WIDTH),
+        "troupe": _summary(mine),
+        "trl": _summary(others),
+        "difference": round(statistics.fmean(mine) - statistics.fmean(others), 4),
+        "interval": [round(float(low), 4), round(float(high), 4)],
+        "p": round(float(test.pvalue), 3),
+        "last_steps": last,
+        "seeds": len(mine),
+        "curves": {
+            name: [[round(value, 4) for value in curve] for curve in curves]
+            for name, curves in (("troupe", ours), ("trl", theirs))
+        },
+    }
+
+
+def _summary(values: Sequence[float]) -> dict[str, Any]:
+    return {
+        "mean": round(statistics.fmean(values), 4),
+        "sd": round(statistics.stdev(values), 4),
+        "seeds": [round(value, 4) for value in values],
+    }
+
+
+async def measure(directory: Path, work: Work, seeds: int, console: Console) -> dict[str, Any]:
+    """Both sides, seed after seed."""
+    python = reference_python([TRL], directory / "reference")
+    ours: list[Curve] = []
+    theirs: list[Curve] = []
+    async with cluster(directory / "data", threads=1) as client:
+        for seed in range(seeds):
+            own = replace(work, seed=seed)
+            model = save_model(directory / f"model-{seed}", SMALL, seed)
+            steps = await run(client, job(f"parity-{seed}", [model], own))
+            ours.append([step.values["reward/mean"] for step in steps])
+            theirs.append(await asyncio.to_thread(trl_curve, python, model, own))
+            console.print(
+                f"seed {seed}: last reward {ours[-1][-1]:.3f}, of TRL {theirs[-1][-1]:.3f}"
+            )
+    return compare(ours, theirs)
+
+
+def told(found: dict[str, Any]) -> Table:
+    """Mean reward over seeds along the way, and the final one of each seed."""
+    table = Table(title="Reward, mean over seeds ± sd")
+    curves = found["curves"]
+    steps = len(curves["trl"][0])
+    shown = sorted({*range(0, steps, max(1, steps // 8)), steps - 1})
+    for heading in ("", *(f"step {step + 1}" for step in shown), f"last {found['last_steps']}"):
+        table.add_column(heading, justify="right")
+    for name in ("troupe", "trl"):
+        at = [[curve[step] for curve in curves[name]] for step in shown]
+        cells = [f"{statistics.fmean(v):.3f} ± {statistics.stdev(v):.3f}" for v in at]
+        table.add_row(name, *cells, f"{found[name]['mean']:.3f} ± {found[name]['sd']:.3f}")
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two seeds of a few steps: it runs")
+    parser.add_argument("--seeds", type=int, help=f"default: {SEEDS}")
+    parser.add_argument("--out", type=Path, help="directory for parity.svg and parity.json")
+    parser.add_argument("--json", action="store_true", help="print the JSON object only")
+    options = parser.parse_args(arguments)
+    console = Console(stderr=options.json, width=150)
+    work, seeds = (QUICK, 2) if options.quick else (FULL, SEEDS)
+    with tempfile.TemporaryDirectory(prefix="troupe-parity-") as directory:
+        found = asyncio.run(measure(Path(directory), work, options.seeds or seeds, console))
+    console.print(told(found))
+    low, high = found["interval"]
+    console.print(
+        f"difference {found['difference']:+.3f}, 95 % interval [{low:+.3f}, {high:+.3f}], "
+        f"p = {found['p']:.2f}: {'within noise' if found['parity'] else 'not shown to be alike'}"
+    )
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "parity.json").write_text(json.dumps(found) + "\n")
+        (options.out / "parity.svg").write_text(draw(found["curves"]))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
