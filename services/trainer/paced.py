@@ -87,7 +87,7 @@ class PacedLearner(Learner):
         self._pass(tokens / self._pace.backward_tokens_per_second, stop)
         self._note("train", began, tokens)
 
-    def apply(self, version: int) -> Applied:
+    def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
         """Take the time of an optimizer step; the stand-in becomes the next version."""
         began = time.time()
         metrics = self._summary.metrics(version)
