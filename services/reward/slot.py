@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import multiprocessing
 import os
-import signal
+import sys
 import time
-from collections.abc import Callable
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
-from pebble import ProcessExpired, ProcessPool
 
 from services.reward import worker
 from services.reward.cpu import CoreManager, Lease
+from services.reward.process import WorkerDied, WorkerProcess
 from services.reward.registry import Function
 from troupe.v1 import reward_pb2 as pb
 
 log = structlog.get_logger("troupe.reward")
-
-# The pool itself notices timeouts and deaths within 0.2 s. When it has not said anything this
-# long after the timeout, it is the pool that hangs (its worker was killed inside its lock).
-_WATCHDOG_SECONDS: Final = 10.0
 
 _KINDS: Final = {
     worker.RAISED: pb.InvocationError.KIND_RAISED,
@@ -57,7 +49,7 @@ class _Lost(Exception):
 
 
 class Slot:
-    """A pool of exactly one process, so that a killed worker can harm no other one's call."""
+    """A place for exactly one process; when that has gone, for its successor."""
 
     def __init__(
         self, import_seconds: float, name: str = "worker", cores: CoreManager | None = None
@@ -69,22 +61,21 @@ class Slot:
         self._cores = cores
         # Whether `cores` knows the process that runs now.
         self._adopted = False
-        self._pool: Any = None
+        self._process: WorkerProcess | None = None
+        # Processes that are ending.
+        self._ending: set[asyncio.Task[None]] = set()
         # Function -> its registrations when this worker last looked at its code.
         self._prepared: dict[str, int] = {}
-        self._current: Any = None
         self._cancelled = False
 
     async def start(self) -> None:
         """Start the worker and wait until it answers."""
-        self._open()
-        await self._call(worker.ready, (), self._import_seconds)
+        await self._call({"call": "ready"}, self._import_seconds)
 
     async def stop(self) -> None:
         """Kill the worker."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            await asyncio.to_thread(_end, pool)
+        self._drop()
+        await asyncio.gather(*self._ending)
         if self._cores is not None:
             self._cores.forget(self.name)
 
@@ -94,9 +85,9 @@ class Slot:
 
     def cancel(self) -> None:
         """End the call that runs now; its outcome is KIND_CANCELLED."""
-        if self._current is not None:
+        if self._process is not None:
             self._cancelled = True
-            self._current.cancel()
+            self._process.kill()
 
     async def run(
         self, function: Function, arguments_json: str, lease: Lease | None = None
@@ -115,34 +106,37 @@ class Slot:
                 if failed is not None:
                     return failed
             began = time.perf_counter()
-            answer = await self._call(
-                worker.invoke,
-                (entrypoint, arguments_json, function.spec.memory_mib),
-                function.spec.timeout_seconds,
-            )
+            request = {
+                "call": "invoke",
+                "entrypoint": entrypoint,
+                "arguments_json": arguments_json,
+                "memory_mib": function.spec.memory_mib,
+            }
+            answer = await self._call(request, function.spec.timeout_seconds)
         except _Lost as lost:
             return Outcome(error=pb.InvocationError(kind=lost.kind, message=str(lost)))
         if answer.kind == worker.BAD_ARGUMENTS:
             raise BadArguments(answer.text)
         if answer.kind == worker.OUT_OF_MEMORY:
-            await self._replace()  # whatever was half allocated goes with it
+            self._replace()  # whatever was half allocated goes with it
         return _outcome(answer, time.perf_counter() - began)
 
     async def _move_to(self, lease: Lease, cores: CoreManager) -> None:
         if not self._adopted:
-            answer = await self._call(worker.ready, (), self._import_seconds)
+            answer = await self._call({"call": "ready"}, self._import_seconds)
             cores.adopt(self.name, int(answer.text))
             self._adopted = True
         cores.grant(lease)
 
     async def _prepare(self, function: Function) -> Outcome | None:
         entrypoint, registrations = function.spec.entrypoint, function.registrations
+        request = {"call": "prepare", "entrypoint": entrypoint}
         try:
-            answer = await self._call(worker.prepare, (entrypoint,), self._import_seconds)
+            answer = await self._call(request, self._import_seconds)
             if answer.kind == worker.STALE:
                 log.info("modules were edited: new worker", entrypoint=entrypoint)
-                await self._replace()
-                answer = await self._call(worker.prepare, (entrypoint,), self._import_seconds)
+                self._replace()
+                answer = await self._call(request, self._import_seconds)
         except _Lost as lost:
             if lost.kind == pb.InvocationError.KIND_CANCELLED:
                 raise
@@ -154,59 +148,48 @@ class Slot:
             return None
         return _outcome(answer)
 
-    async def _call(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float
-    ) -> worker.Answer:
-        """The worker's answer; raises `_Lost` when there is none."""
+    async def _call(self, request: dict[str, Any], timeout: float) -> worker.Answer:
+        """The worker's answer; raises `_Lost` when there is none, and the worker is replaced."""
         kind = pb.InvocationError
-        timer = asyncio.timeout(timeout + _WATCHDOG_SECONDS)
+        timer = asyncio.timeout(timeout)
         try:
-            self._current = self._pool.schedule(function, args=arguments, timeout=timeout)
             async with timer:
-                fields = await asyncio.wrap_future(self._current)
-            return worker.Answer(*fields)
+                if self._process is None:
+                    self._process = await self._open()
+                return await self._process.call(request)
         except TimeoutError:
-            if timer.expired():
-                await self._replace()
-                raise _Lost(kind.KIND_WORKER_DIED, "the worker stopped answering") from None
-            self._forget()
-            raise _Lost(kind.KIND_TIMEOUT, f"did not end within {timeout:g} s") from None
-        except ProcessExpired as died:
-            self._forget()
-            raise _Lost(kind.KIND_WORKER_DIED, _how_it_died(died.exitcode)) from None
-        except asyncio.CancelledError:
-            if not self._cancelled:
+            if not timer.expired():
                 raise
-            await self._replace()
-            raise _Lost(kind.KIND_CANCELLED, "cancelled while it ran") from None
-        except (BrokenProcessPool, RuntimeError) as broken:
-            await self._replace()
-            raise _Lost(kind.KIND_WORKER_DIED, f"the worker pool broke: {broken}") from None
-        finally:
-            self._current = None
+            self._replace()
+            raise _Lost(kind.KIND_TIMEOUT, f"did not end within {timeout:g} s") from None
+        except (WorkerDied, OSError) as died:
+            self._replace()
+            if self._cancelled:
+                raise _Lost(kind.KIND_CANCELLED, "cancelled while it ran") from None
+            raise _Lost(kind.KIND_WORKER_DIED, str(died)) from None
+        except asyncio.CancelledError:
+            self._replace()
+            raise
 
-    def _open(self) -> None:
-        # Spawned, not forked: a worker owes nothing to the service's threads and imports, and
-        # its parent is the service itself, with which the kernel lets it die.
-        self._pool = ProcessPool(
-            max_workers=1,
-            initializer=worker.initialize,
-            initargs=(os.getpid(),),
-            context=multiprocessing.get_context("spawn"),
-        )
+    async def _open(self) -> WorkerProcess:
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        # -P: its own directory is no place to import from.
+        command = [sys.executable, "-P", worker.__file__, str(os.getpid())]
+        return await WorkerProcess.start(command, {**os.environ, "PYTHONPATH": path})
 
-    def _forget(self) -> None:
-        """The pool has replaced its worker by itself."""
+    def _replace(self) -> None:
+        """Drop the worker; the next call starts another."""
         self.restarts += 1
+        self._drop()
+
+    def _drop(self) -> None:
         self._prepared.clear()
         self._adopted = False
-
-    async def _replace(self) -> None:
-        """A new pool with a new worker; the old ones end in the background."""
-        self._forget()
-        old = self._pool
-        self._open()
-        asyncio.get_running_loop().run_in_executor(None, _end, old)
+        process, self._process = self._process, None
+        if process is not None:
+            task = asyncio.create_task(process.end())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
 
 def _outcome(answer: worker.Answer, seconds: float = 0.0) -> Outcome:
@@ -217,16 +200,3 @@ def _outcome(answer: worker.Answer, seconds: float = 0.0) -> Outcome:
             kind=_KINDS[answer.kind], message=answer.text, traceback=answer.traceback
         )
     )
-
-
-def _how_it_died(exitcode: int) -> str:
-    if exitcode < 0:
-        with contextlib.suppress(ValueError):
-            return f"the worker process was killed by {signal.Signals(-exitcode).name}"
-    return f"the worker process exited with status {exitcode}"
-
-
-def _end(pool: Any) -> None:
-    pool.stop()
-    with contextlib.suppress(TimeoutError):
-        pool.join(timeout=5)

@@ -1,11 +1,12 @@
 """What runs inside a worker process: a user's function, and the account of how it ended.
 
-Standard library only: a worker starts in milliseconds and owes nothing to the service's imports.
+Standard library only, and run as a file: a worker starts in milliseconds and owes nothing to the
+service's imports. It reads frames (four bytes of length, JSON) from standard input and answers each
+with one, until there are no more; what functions print goes to standard error.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import gc
@@ -14,6 +15,7 @@ import inspect
 import json
 import os
 import signal
+import struct
 import sys
 import sysconfig
 import traceback
@@ -40,6 +42,8 @@ _PR_SET_PDEATHSIG: Final = 1
 
 _STDLIB: Final = sysconfig.get_paths()["stdlib"]
 
+_HEADER: Final = struct.Struct(">I")
+
 _functions: dict[str, Callable[..., Any]] = {}
 _mtimes: dict[str, int] = {}
 
@@ -54,12 +58,32 @@ class Answer(NamedTuple):
 
 
 def initialize(service_pid: int) -> None:
-    """Called once in a new worker: it dies with the service, and Ctrl-C is the service's affair."""
+    """It dies with the service (0: somebody else sees to that); Ctrl-C is the service's affair."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not service_pid:
+        return
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != service_pid:  # it died before we asked
             os._exit(1)
+
+
+def serve() -> None:
+    """Answer frames until there are no more."""
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # Nothing that a function reads or prints gets between the frames.
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    while header := questions.read(_HEADER.size):
+        request = json.loads(questions.read(*_HEADER.unpack(header)))
+        answer = _CALLS[request.pop("call")](**request)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed or replaced: they are the function's
+                stream.flush()
+        body = json.dumps(answer).encode()
+        answers.write(_HEADER.pack(len(body)) + body)
+        answers.flush()
 
 
 def ready() -> Answer:
@@ -99,6 +123,8 @@ def invoke(entrypoint: str, arguments_json: str, memory_mib: int) -> Answer:
         with _memory_limit(memory_mib):
             result = _functions[entrypoint](**arguments)
             if inspect.isawaitable(result):
+                import asyncio
+
                 result = asyncio.run(_await(result))
             return _encode(result)
     except MemoryError as error:
@@ -198,3 +224,14 @@ def _remember_mtimes() -> None:
 
 def _edited() -> bool:
     return any(_mtimes.get(path, mtime) != mtime for path, mtime in _user_files())
+
+
+_CALLS: Final[dict[str, Callable[..., Answer]]] = {
+    "ready": ready,
+    "prepare": prepare,
+    "invoke": invoke,
+}
+
+if __name__ == "__main__":
+    initialize(int(sys.argv[1]))
+    serve()

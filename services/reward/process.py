@@ -1,0 +1,123 @@
+"""One worker process and the frames that are exchanged with it: JSON, never pickle.
+
+What runs in a worker is a user's, and may be hostile: an answer is parsed, measured, and nothing
+more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import struct
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from services.reward import worker
+
+HEADER: Final = struct.Struct(">I")
+# An answer is a result of at most 16 MiB, or a short account.
+_MAX_FRAME_BYTES: Final = 20 * 2**20
+# Of what functions print, so much is kept: the last of it.
+_OUTPUT_BYTES: Final = 16 * 2**10
+_END_SECONDS: Final = 5.0
+
+
+class WorkerDied(Exception):
+    """There will be no answer; the text says how the process ended."""
+
+
+class WorkerProcess:
+    """A process that runs `services/reward/worker.py`, alone in its process group."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._printed: deque[bytes] = deque()
+        self._printed_bytes = 0
+        self._drain = asyncio.create_task(self._keep_output())
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()
+    ) -> WorkerProcess:
+        """Start `command`; it inherits `descriptors`. Raises OSError."""
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=dict(environment),
+            start_new_session=True,
+            pass_fds=tuple(descriptors),
+        )
+        return cls(process)
+
+    async def call(self, request: Mapping[str, Any]) -> worker.Answer:
+        """The worker's answer. Raises `WorkerDied`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        body = json.dumps(request).encode()
+        try:
+            self._process.stdin.write(HEADER.pack(len(body)) + body)
+            await self._process.stdin.drain()
+            (size,) = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
+            if size > _MAX_FRAME_BYTES:
+                raise ValueError(f"it announced {size:,} bytes")
+            fields = json.loads(await self._process.stdout.readexactly(size))
+            if len(fields) != 3 or not all(isinstance(field, str) for field in fields):
+                raise ValueError("that is not an answer")
+        except (OSError, EOFError) as error:
+            raise WorkerDied(await self._how_it_died()) from error
+        except (ValueError, TypeError, RecursionError) as error:
+            self.kill()
+            raise WorkerDied(f"the worker's answer makes no sense: {error}") from error
+        return worker.Answer(*fields)
+
+    def output(self) -> str:
+        """The last that was printed since it was asked for last."""
+        text = b"".join(self._printed).decode(errors="replace")
+        self._printed.clear()
+        self._printed_bytes = 0
+        return text[-_OUTPUT_BYTES:]
+
+    def kill(self) -> None:
+        """End it and all of its process group, at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def end(self) -> None:
+        """Kill it and wait until it is gone."""
+        self.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
+                await self._process.wait()
+        self._drain.cancel()
+        await asyncio.gather(self._drain, return_exceptions=True)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    async def _keep_output(self) -> None:
+        assert self._process.stderr is not None
+        while part := await self._process.stderr.read(_OUTPUT_BYTES):
+            self._printed.append(part)
+            self._printed_bytes += len(part)
+            while self._printed_bytes - len(self._printed[0]) >= _OUTPUT_BYTES:
+                self._printed_bytes -= len(self._printed.popleft())
+
+    async def _how_it_died(self) -> str:
+        try:
+            async with asyncio.timeout(_END_SECONDS):
+                status = await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            return "the worker closed its connection"
+        if status < 0 or status > 128:  # a sandbox reports its child's signal like a shell
+            with contextlib.suppress(ValueError):
+                name = signal.Signals(-status if status < 0 else status - 128).name
+                return f"the worker process was killed by {name}"
+        return f"the worker process exited with status {status}"
