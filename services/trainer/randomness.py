@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 Generators = dict[str, torch.Tensor]
+# What they are called.
+NAMES = frozenset({"torch", "numpy", "numpy_gauss", "cuda"})
 
 
 def capture(device: torch.device) -> Generators:

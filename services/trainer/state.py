@@ -1,7 +1,8 @@
 """Training state on disk: everything that a step changes, one directory per version.
 
 `{data_dir}/{job}/state/{policy}/v{version}-{checksum}/` with weights.safetensors,
-optimizer.safetensors, random.safetensors and state.json. A directory appears under its name only
+optimizer.safetensors, random.safetensors and state.json; of a gang with a part of weights and
+optimizer from every rank instead (gang/sharded_state.py). A directory appears under its name only
 when it is complete; two attempts at one version do not overwrite each other, since the checksum of
 the published weights is part of the name, and the ledger says which one counts.
 
@@ -16,7 +17,7 @@ import json
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from troupe.transfer import checksum_of
 _NAME = re.compile(r"^v(\d+)-([0-9a-f]{12})$")
 _UNFINISHED = re.compile(r"^\.v(\d+)-")
 # 2: random generators and the frontier. States of format 1 are read as if they had none.
-FORMAT = 2
+# 3: weights and optimizer in parts; what one device writes is still of format 2.
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,11 @@ class TrainingState:
     # What random generators draw next (randomness.py).
     generators: dict[str, torch.Tensor] = field(default_factory=dict)
     frontier: Frontier = Frontier()
+    # Instead of weights and moments: writes them into a directory in parts, and gives the
+    # checksums of the files.
+    write_parts: Callable[[Path], dict[str, str]] | None = None
+    # Where it was read from.
+    path: Path | None = None
 
 
 class StateStore:
@@ -74,14 +81,12 @@ class StateStore:
     def save(self, state: TrainingState) -> Path:
         """Make `state` durable. Raises ResourceExhausted ("storage_full"); what was there stays."""
         target = self._directory / f"v{state.version}-{state.checksum[:12]}"
-        parts = {
-            "weights": _plain(state.weights),
-            "optimizer": _plain(state.moments),
-            "random": _plain(state.generators),
-        }
+        parts = {"random": _plain(state.generators)}
+        if state.write_parts is None:
+            parts |= {"weights": _plain(state.weights), "optimizer": _plain(state.moments)}
         digest = state.frontier.samples_digest
-        meta = {
-            "format": FORMAT,
+        meta: dict[str, Any] = {
+            "format": FORMAT if state.write_parts else FORMAT - 1,
             "version": state.version,
             "checksum": state.checksum,
             "step": state.frontier.step,
@@ -96,6 +101,8 @@ class StateStore:
                 temp.mkdir(parents=True)
                 for name, tensors in parts.items():
                     save_file(tensors, temp / f"{name}.safetensors")
+                if state.write_parts is not None:
+                    meta["parts"] = state.write_parts(temp)
                 (temp / "state.json").write_text(json.dumps(meta))
                 if self._sync:
                     for file in temp.iterdir():
@@ -113,14 +120,15 @@ class StateStore:
                 shutil.rmtree(temp, ignore_errors=True)
         return target
 
-    def load(self, version: int, checksum: str = "") -> TrainingState:
+    def load(self, version: int, checksum: str = "", *, whole: bool = True) -> TrainingState:
         """The state of `version`; with `checksum`, the one that the ledger means.
 
-        Raises FailedPrecondition of kind "state_not_found", or DataLoss of kind
-        "state_corrupt".
+        `whole`: with all weights and moments; else they are only verified, for ranks that read
+        their parts from its `path`. Raises FailedPrecondition of kind "state_not_found", or
+        DataLoss of kind "state_corrupt".
         """
         for path in self._matching(version, checksum):
-            return self._read(path, version, checksum)
+            return self._read(path, version, checksum, whole)
         raise FailedPrecondition(
             f"no training state of policy {self.policy} at version {version} "
             f"with checksum {checksum or '(any)'} is kept in {self._directory}",
@@ -197,18 +205,20 @@ class StateStore:
             if match := _NAME.match(path.name):
                 yield int(match[1]), match[2], path
 
-    def _read(self, path: Path, version: int, checksum: str) -> TrainingState:
+    def _read(self, path: Path, version: int, checksum: str, whole: bool) -> TrainingState:
         try:
             meta = json.loads((path / "state.json").read_text())
-            weights = load_file(path / "weights.safetensors")
-            moments = load_file(path / "optimizer.safetensors")
-            parts = {"weights": weights, "optimizer": moments}
             if meta["format"] > FORMAT:
                 raise ValueError(f"its format {meta['format']} is of a newer version of Troupe")
-            if meta["format"] > 1:
-                parts["random"] = load_file(path / "random.safetensors")
+            names = ["random"] if meta["format"] > 1 else []
+            if "parts" not in meta:
+                names += ["weights", "optimizer"]
+            # Mapped: bytes that nobody looks at are not in memory.
+            parts = {name: load_file(path / f"{name}.safetensors") for name in names}
             if any(meta[name] != checksum_of(tensors) for name, tensors in parts.items()):
                 raise ValueError("its bytes do not match their checksums")
+            if "parts" in meta:
+                parts |= _joined(path, meta["parts"], whole)
             digest = meta.get("samples_digest")
             frontier = Frontier(meta.get("step", -1), None if digest is None else int(digest, 16))
             if meta["version"] != version or (checksum and meta["checksum"] != checksum):
@@ -221,9 +231,27 @@ class StateStore:
                 value=version,
                 remedy="Restore the directory, or resume the job from an older version.",
             ) from error
-        generators = parts.get("random", {})
-        return TrainingState(version, meta["checksum"], weights, moments, generators, frontier)
+        return TrainingState(
+            version,
+            meta["checksum"],
+            parts["weights"],
+            parts["optimizer"],
+            parts.get("random", {}),
+            frontier,
+            path=path,
+        )
 
 
 def _plain(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+
+
+def _joined(path: Path, files: Mapping[str, str], whole: bool) -> dict[str, dict[str, Any]]:
+    """Weights and optimizer that a gang wrote in parts. Raises ValueError for other bytes."""
+    # Imports more than who never meets a gang should pay for.
+    from services.trainer.gang.sharded_state import file_checksum, read_whole, split
+
+    if any(file_checksum(path / name) != checksum for name, checksum in files.items()):
+        raise ValueError("its bytes do not match their checksums")
+    found = split(read_whole(path)) if whole else ({}, {})
+    return dict(zip(("weights", "optimizer"), found, strict=True))

@@ -1,0 +1,1 @@
+"""Policies that several devices hold together: FSDP2 ranks under torchrun, led by one worker."""

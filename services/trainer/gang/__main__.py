@@ -1,0 +1,73 @@
+"""`python -m services.trainer.gang`: the ranks of another host, for a worker that leads from there.
+
+`TROUPE_GANG_ENDPOINT` is the lead's, with its port; `TROUPE_GANG_NODE` which host this is, from 1;
+`TROUPE_GANG_NODES`, `TROUPE_GANG_RANKS` and `TROUPE_DATA_DIR` as the lead has them.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+
+import structlog
+from pydantic import Field, ValidationError
+
+from services.chassis import logs
+from services.trainer.gang.gang import launch
+from services.trainer.gang.gangs import ranks_here
+from services.trainer.gang.terms import Terms
+from services.trainer.settings import TrainerSettings
+
+log = structlog.get_logger("troupe.gang")
+
+_PAUSE_SECONDS = 1.0
+
+
+class FollowerSettings(TrainerSettings):
+    """Read from `TROUPE_*` environment variables."""
+
+    gang_node: int = Field(default=1, ge=1, le=63)
+    """Which of the gang's hosts this is; the lead is 0."""
+
+
+def follow(settings: FollowerSettings, stop: threading.Event) -> None:
+    """Join one gang after another until `stop`."""
+    host, _, port = settings.gang_endpoint.rpartition(":")
+    ranks = ranks_here(settings)
+    terms = Terms.of(settings, ranks, "")
+    log.info("waiting for a gang", lead=settings.gang_endpoint, node=settings.gang_node)
+    while not stop.is_set():
+        agent = launch(
+            terms,
+            ranks=ranks,
+            nodes=settings.gang_nodes,
+            node=settings.gang_node,
+            address=host,
+            port=int(port),
+        )
+        while agent.poll() is None and not stop.wait(_PAUSE_SECONDS):
+            pass
+        if agent.poll() is None:
+            agent.send_signal(signal.SIGTERM)
+        log.info("ranks have ended", status=agent.wait())
+        stop.wait(_PAUSE_SECONDS)
+
+
+def main() -> int:
+    """Follow until SIGTERM."""
+    try:
+        settings = FollowerSettings()
+    except ValidationError as error:
+        print(error, file=sys.stderr)
+        return 2
+    logs.configure("services.trainer.gang", settings.log_level, settings.log_format)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    follow(settings, stop)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

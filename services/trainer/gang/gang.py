@@ -1,0 +1,264 @@
+"""The gang of a worker as its service process sees it: processes that carry out orders together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import structlog
+
+from services.trainer.gang.frames import Channel, Frame
+from services.trainer.gang.terms import Terms
+from services.trainer.peers import Stopped
+from services.trainer.settings import TrainerSettings
+from troupe.rpc import Aborted, DeadlineExceeded, TroupeError
+from troupe.v1 import common_pb2 as pb
+
+log = structlog.get_logger("troupe.gang")
+
+_POLL_SECONDS = 0.2
+# After SIGTERM, before SIGKILL.
+_GRACE_SECONDS = 5.0
+_PREFIX = "troupe-gang-"
+
+
+class Gang:
+    """Ranks under torchrun, from `Gang(...)` to `close`. Not for several threads at once.
+
+    They are children of this process, through torchrun, and end when it does.
+    """
+
+    def __init__(self, settings: TrainerSettings, size: int) -> None:
+        """Start `size` ranks and wait for them: `TROUPE_GANG_START_SECONDS` at most.
+
+        Raises DeadlineExceeded of kind "gang_incomplete", or Aborted of kind "gang_lost".
+        """
+        self.size = size
+        self._settings = settings
+        self._ranks_here = size // settings.gang_nodes
+        _sweep()
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_shared()))
+        self._channel: Channel | None = None
+        self._files = 0
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            path = self.directory / "lead"
+            listener.bind(str(path))
+            listener.listen(1)
+            self._agent = self._launch(Terms.of(settings, self._ranks_here, str(path)))
+            try:
+                self._gather(listener)
+            except BaseException:
+                self.close(orderly=False)
+                raise
+        finally:
+            listener.close()
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is nobody left to give orders to."""
+        return self._channel is None
+
+    def order(
+        self,
+        name: str,
+        body: bytes = b"",
+        stop: threading.Event | None = None,
+        **header: Any,
+    ) -> Frame:
+        """Have all ranks carry an order out; the answer of rank 0.
+
+        Raises what they refuse it with, `Stopped` when `stop` was set, ValueError for state of
+        another model, and Aborted of kind "gang_lost" when a rank has ended: then all are ended.
+        """
+        if self._channel is None:
+            raise self._loss(f"'{name}' was not begun")
+        if stop is not None and stop.is_set():
+            raise Stopped
+        try:
+            self._channel.send(Frame({"order": name, **header}, body))
+            answer = self._answer(name, stop)
+        except (EOFError, OSError) as error:
+            # torchrun ends the others and says who was first, if it is let.
+            self._ended()
+            self.close(orderly=False)
+            raise self._loss(f"a rank ended during '{name}'") from error
+        if answer.header.get("stopped"):
+            raise Stopped
+        if answer.header.get("refused"):
+            raise TroupeError.from_problem(pb.Problem.FromString(answer.body))
+        if "unfit" in answer.header:
+            raise ValueError(answer.header["unfit"])
+        return answer
+
+    def new_file(self) -> Path:
+        """A name in memory that this host's ranks and this process share."""
+        self._files += 1
+        return self.directory / f"{self._files}.safetensors"
+
+    def close(self, *, orderly: bool = True) -> None:
+        """End all ranks: ask them to leave, or at once. Idempotent."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            if orderly:
+                try:
+                    channel.send(Frame({"order": "leave"}))
+                except OSError:
+                    orderly = False
+            else:
+                channel.close()
+        if not (orderly and channel is not None and self._ended()):
+            self._agent.send_signal(signal.SIGTERM)
+            if not self._ended():
+                _kill_all(self._agent)
+        if channel is not None:
+            channel.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    # How.
+
+    def _launch(self, terms: Terms) -> subprocess.Popen[bytes]:
+        host, _, port = self._settings.gang_endpoint.rpartition(":")
+        return launch(
+            terms,
+            ranks=self._ranks_here,
+            nodes=self._settings.gang_nodes,
+            node=0,
+            address=host,
+            port=int(port) or free_port(host),
+        )
+
+    def _gather(self, listener: socket.socket) -> None:
+        """Wait for rank 0, and with it for the others."""
+        seconds, began = self._settings.gang_start_seconds, time.monotonic()
+        came = 0
+        listener.settimeout(_POLL_SECONDS)
+        while time.monotonic() - began < seconds:
+            self._check_agent(f"{came} of {self.size} ranks had come")
+            if self._channel is None:
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                self._channel = Channel(connection)
+            try:
+                frame = self._channel.receive(_POLL_SECONDS)
+            except (EOFError, OSError) as error:
+                raise self._loss(f"{came} of {self.size} ranks had come") from error
+            if frame is None:
+                continue
+            if frame.header.get("ready"):
+                took = round(time.monotonic() - began, 1)
+                log.info("gang is complete", ranks=self.size, seconds=took)
+                return
+            came = frame.header["came"]
+            log.info("gang gathers", came=came, ranks=self.size)
+        raise DeadlineExceeded(
+            f"{came} of {self.size} ranks of a gang came within {seconds:g} s",
+            kind="gang_incomplete",
+            field="gang_start_seconds",
+            value=seconds,
+            remedy="Look into the logs of the ranks that did not come; with several hosts, run "
+            "`python -m services.trainer.gang` on each of the others.",
+        )
+
+    def _answer(self, name: str, stop: threading.Event | None) -> Frame:
+        assert self._channel is not None
+        told = 0.0
+        while True:
+            frame = self._channel.receive(_POLL_SECONDS)
+            if frame is not None:
+                return frame
+            if self._agent.poll() is not None:
+                raise EOFError
+            if stop is None or not stop.is_set():
+                continue
+            if not told:
+                told = time.monotonic()
+                self._channel.send(Frame({"order": "stop"}))
+            elif time.monotonic() - told > self._settings.gang_timeout_seconds:
+                log.error("a gang does not stop", order=name)
+                raise EOFError
+
+    def _check_agent(self, what: str) -> None:
+        if self._agent.poll() is not None:
+            raise self._loss(what)
+
+    def _ended(self) -> bool:
+        try:
+            self._agent.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _loss(self, what: str) -> Aborted:
+        return Aborted(
+            f"a gang of {self.size} ranks was lost: {what}",
+            kind="gang_lost",
+            remedy="The step begins again from the last committed state, nothing was counted; the "
+            "worker's log says which rank ended and why.",
+        )
+
+
+def launch(
+    terms: Terms, *, ranks: int, nodes: int, node: int, address: str, port: int
+) -> subprocess.Popen[bytes]:
+    """torchrun for the ranks of this host, number `node` of `nodes`."""
+    arguments = {
+        "nnodes": nodes,
+        "node-rank": node,
+        "nproc-per-node": ranks,
+        # Its dynamic one passes pickled state around; what has to be found out here is little.
+        "rdzv-backend": "static",
+        "master-addr": address,
+        "master-port": port,
+        "max-restarts": 0,
+        "monitor-interval": 0.1,
+        "shutdown-timeout": int(_GRACE_SECONDS) - 2,
+    }
+    options = [f"--{name}={value}" for name, value in arguments.items()]
+    environment = {
+        **os.environ,
+        **terms.environment(),
+        "TROUPE_PARENT_PID": str(os.getpid()),
+        # The same number of ranks on each host: no need to ask.
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
+    }
+    agent = [sys.executable, "-m", "services.trainer.gang.agent", *options]
+    return subprocess.Popen([*agent, "-m", "services.trainer.gang.rank"], env=environment)
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on at `host` just now."""
+    with socket.create_server((host, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _kill_all(agent: subprocess.Popen[bytes]) -> None:
+    """SIGKILL for torchrun; its ranks are killed with it."""
+    log.error("ranks did not end, they are killed")
+    agent.kill()
+    agent.wait()
+
+
+def _shared() -> str | None:
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _sweep() -> None:
+    """Remove what leads have left behind that were killed."""
+    root = Path(_shared() or tempfile.gettempdir())
+    for path in root.glob(f"{_PREFIX}*"):
+        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,100 @@
+"""The gangs that a worker leads: one of each size that its policies ask for."""
+
+from __future__ import annotations
+
+import os
+
+import structlog
+import torch
+
+from services.trainer.compute import choose_device
+from services.trainer.gang.gang import Gang
+from services.trainer.settings import TrainerSettings
+from troupe.rpc import FailedPrecondition
+
+log = structlog.get_logger("troupe.gang")
+
+
+def ranks_here(settings: TrainerSettings) -> int:
+    """Ranks that this host has room for."""
+    if settings.gang_ranks:
+        return settings.gang_ranks
+    if choose_device(settings.trainer_device).type == "cuda":
+        return torch.cuda.device_count()
+    return len(os.sched_getaffinity(0))
+
+
+def capacity(settings: TrainerSettings) -> int:
+    """Ranks of the largest gang that a worker can lead."""
+    return ranks_here(settings) * settings.gang_nodes
+
+
+def check_size(settings: TrainerSettings, policy: str, size: int) -> None:
+    """Raise FailedPrecondition of kind "gang_too_large" or "gang_uneven" for a size that a worker
+    cannot lead."""
+    field = f"policies.{policy}.trainer.gang"
+    most, nodes = capacity(settings), settings.gang_nodes
+    if size > most:
+        raise FailedPrecondition(
+            f"this worker leads gangs of at most {most} ranks: {ranks_here(settings)} on each of "
+            f"{nodes} host(s)",
+            kind="gang_too_large",
+            field=field,
+            value=size,
+            remedy="Ask for a smaller gang, or give the worker more devices (TROUPE_GANG_RANKS, "
+            "TROUPE_GANG_NODES).",
+        )
+    if nodes > 1 and size != most:
+        raise FailedPrecondition(
+            f"a gang over {nodes} hosts takes all of their {most} ranks",
+            kind="gang_uneven",
+            field=field,
+            value=size,
+            remedy=f"Ask for {most}, or for 1.",
+        )
+
+
+class Gangs:
+    """Starts gangs when they are asked for, and ends them when no policy needs them."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._settings = settings
+        self._gangs: dict[int, Gang] = {}
+        # Policies by gang.
+        self._keys: dict[int, set[str]] = {}
+
+    def check(self, policy: str, size: int) -> None:
+        """Raise FailedPrecondition unless a gang of this size can be had."""
+        check_size(self._settings, policy, size)
+
+    def of(self, size: int) -> Gang:
+        """The gang of this size; starts it if it is not there. Raises as `Gang`."""
+        gang = self._gangs.get(size)
+        if gang is None or gang.lost:
+            # Its devices are needed.
+            for other in [n for n, keys in self._keys.items() if n != size and not keys]:
+                self._end(other)
+            self._keys[size] = set()
+            gang = self._gangs[size] = Gang(self._settings, size)
+        return gang
+
+    def keep(self, gang: Gang, key: str) -> None:
+        """A policy lives in it."""
+        self._keys.setdefault(gang.size, set()).add(key)
+
+    def forget(self, gang: Gang, key: str) -> None:
+        """The policy has left; the ranks stay for the next one."""
+        if self._gangs.get(gang.size) is gang:
+            self._keys[gang.size].discard(key)
+        if not gang.lost:
+            gang.order("close", key=key)
+
+    def close(self) -> None:
+        """End all ranks."""
+        for size in list(self._gangs):
+            self._end(size)
+
+    def _end(self, size: int) -> None:
+        self._keys.pop(size, None)
+        if gang := self._gangs.pop(size, None):
+            gang.close()

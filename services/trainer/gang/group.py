@@ -1,0 +1,168 @@
+"""The ranks of a gang as one of them sees the others: who computes what, and when all stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from services.trainer.batching import Piece
+from services.trainer.gang.frames import Frame
+from services.trainer.peers import Peers, S, Stopped, Turns
+from services.trainer.rows import Row
+
+T = TypeVar("T")
+
+_ELSEWHERE = "the loss of a micro-batch is not finite on another rank of the gang"
+
+
+def spans(lengths: Sequence[int], size: int) -> list[range]:
+    """`size` neighbouring spans of about equal sums that together cover all of `lengths`."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    # A row belongs to the span in which its middle lies.
+    middles = ends - np.asarray(lengths, np.int64) / 2 if total else ends
+    bounds = [total * k / size for k in range(1, size)]
+    cuts = [0, *np.searchsorted(middles, bounds).tolist(), len(lengths)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def share_of(rows: Sequence[Row], rank: int, size: int) -> list[int]:
+    """Indices of the rows that `rank` of `size` computes: about as many tokens as the others.
+
+    Every row is exactly one rank's. Rows that begin alike are neighbours, so that most prefixes
+    are still computed once. A function of the rows and not of their order, but for equal ones.
+    """
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].ids.astype(">i8").tobytes(), i))
+    return sorted(order[k] for k in spans([len(rows[i].ids) for i in order], size)[rank])
+
+
+class GangTurns(Turns):
+    """Turns that all ranks take together."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        stop: threading.Event | None,
+        asked_to_stop: Callable[[], bool],
+        control: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(pieces, stop)
+        self._asked_to_stop, self._control = asked_to_stop, control
+
+    def __next__(self) -> Piece | None:
+        stop = self._asked_to_stop() or (self._stop is not None and self._stop.is_set())
+        flags = torch.tensor([bool(self._left), stop, bool(self.problem)], dtype=torch.int32)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self._control)
+        more, stop, broken = (bool(flag) for flag in flags.tolist())
+        if stop:
+            raise Stopped
+        if broken:
+            self.problem = self.problem or _ELSEWHERE
+            raise StopIteration
+        if not more:
+            raise StopIteration
+        return self._left.pop() if self._left else None
+
+
+class Group(Peers):
+    """One rank's view of its gang, over a group of ranks that talk on the CPU (gloo)."""
+
+    def __init__(
+        self, mesh: DeviceMesh, control: dist.ProcessGroup, asked_to_stop: Callable[[], bool]
+    ) -> None:
+        """`mesh`: one device of each rank. `asked_to_stop`: whether this rank was told to."""
+        self.mesh, self.control = mesh, control
+        self.rank, self.size = dist.get_rank(control), dist.get_world_size(control)
+        self._asked_to_stop = asked_to_stop
+
+    def share(self, rows: Sequence[Row]) -> list[int]:
+        """Indices of the rows that this rank computes."""
+        return share_of(rows, self.rank, self.size)
+
+    def turns(self, pieces: Sequence[Piece], stop: threading.Event | None) -> Turns:
+        """As many passes as the rank with the most pieces makes."""
+        return GangTurns(pieces, stop, self._asked_to_stop, self.control)
+
+    def merged(self, sums: S) -> S:
+        """Numbers add up, fields `*_min` and `*_max` are what they say, flags are of any rank.
+
+        Of a field that is neither the first value is taken that is not the default.
+        """
+        fields = dataclasses.fields(sums)  # type: ignore[arg-type]
+        mine = {field.name: _plain(getattr(sums, field.name)) for field in fields}
+        everyone = [json.loads(data) for data in self.gather(json.dumps(mine).encode())]
+        merged: dict[str, Any] = {}
+        for field in fields:
+            values = [one[field.name] for one in everyone]
+            if field.name.endswith("_min"):
+                merged[field.name] = min(values)
+            elif field.name.endswith("_max"):
+                merged[field.name] = max(values)
+            elif isinstance(values[0], bool):
+                merged[field.name] = any(values)
+            elif isinstance(values[0], int | float):
+                merged[field.name] = sum(values)
+            else:
+                known = [value for value in values if value != field.default]
+                merged[field.name] = known[0] if known else values[0]
+        return type(sums)(**merged)
+
+    def in_turns(self, make: Callable[[], T]) -> T:
+        """What `make` gives, called by the ranks of one host one after another.
+
+        What it raises is raised once all had their turn.
+        """
+        local, places = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        made: list[T] = []
+        problem: Exception | None = None
+        for turn in range(places):
+            if turn == local:
+                try:
+                    made.append(make())
+                except Exception as error:
+                    problem = error
+            dist.barrier(self.control)
+        if problem is not None:
+            raise problem
+        return made[0]
+
+    # Bytes between ranks.
+
+    def spread(self, frame: Frame | None) -> Frame:
+        """The frame of rank 0, on all ranks; the others give None."""
+        data = b"" if frame is None else frame.encode()
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        dist.broadcast(length, 0, self.control)
+        buffer = torch.empty(int(length), dtype=torch.uint8)
+        if data:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, 0, self.control)
+        return Frame.decode(buffer.numpy().tobytes())
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What each rank gave, by rank; on all ranks."""
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), self.control)
+        longest = max(int(length) for length in lengths)
+        mine = torch.zeros(max(longest, 1), dtype=torch.uint8)
+        if data:
+            mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine, self.control)
+        return [
+            one[: int(length)].numpy().tobytes() for one, length in zip(found, lengths, strict=True)
+        ]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,239 @@
+"""A rank of a gang: `torchrun ... -m services.trainer.gang.rank`. Carries out the lead's orders."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from services.chassis import logs
+from services.trainer.compute import choose_device
+from services.trainer.gang.agent import die_with
+from services.trainer.gang.frames import Channel, Frame, decode_rows
+from services.trainer.gang.group import Group
+from services.trainer.gang.member import Member
+from services.trainer.gang.terms import Terms
+from services.trainer.peers import Stopped
+from troupe.job import JobSpec
+from troupe.rpc import TroupeError
+
+log = structlog.get_logger("troupe.gang")
+
+# Keys of the store in which ranks meet.
+_CAME, _ALL = "came", "all"
+_WAIT = Frame({"order": "wait"})
+_LEAVE = Frame({"order": "leave"})
+_PAUSE_SECONDS = 0.1
+# How often idle ranks hear of each other.
+_IDLE_SECONDS = 10.0
+
+
+class Rank:
+    """Carries out orders on the policies that this gang holds."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        mesh: DeviceMesh,
+        control: dist.ProcessGroup,
+        channel: Channel | None,
+    ) -> None:
+        """`channel`: to the lead; rank 0 has it."""
+        self._device, self._channel = device, channel
+        self._group = Group(mesh, control, self._asked_to_stop)
+        self._members: dict[str, Member] = {}
+        self._orders: dict[str, Callable[[Frame], Frame | None]] = {
+            "open": self._open,
+            "accumulate": self._accumulate,
+            "complete": self._complete,
+            "apply": self._apply,
+            "discard": self._discard,
+            "save": self._save,
+            "load": self._load,
+            "receive": self._receive,
+            "reference": self._reference,
+            "gather": self._gather,
+            "suspend": self._suspend,
+            "resume": self._resume,
+            "close": self._close,
+        }
+
+    def serve(self, idle_seconds: float) -> None:
+        """Carry orders out until told to leave; `idle_seconds`: how often ranks hear of each other
+        while there is none."""
+        while True:
+            order = self._group.spread(self._next(idle_seconds) if self._channel else None)
+            name = order.header["order"]
+            if name == "leave":
+                return
+            if name == "wait":
+                continue
+            answer = self._carry_out(self._orders[name], order)
+            if self._channel is not None:
+                self._channel.send(answer)
+
+    def _asked_to_stop(self) -> bool:
+        """Whether the lead gave up what is being computed."""
+        if self._channel is None:
+            return False
+        frame = self._channel.receive(0)
+        return frame is not None and frame.header["order"] == "stop"
+
+    def _next(self, seconds: float) -> Frame:
+        assert self._channel is not None
+        try:
+            frame = self._channel.receive(seconds)
+        except (EOFError, OSError):
+            return _LEAVE  # nobody leads any more
+        if frame is None or frame.header["order"] == "stop":
+            return _WAIT  # a stop that came too late
+        return frame
+
+    def _carry_out(self, call: Callable[[Frame], Frame | None], order: Frame) -> Frame:
+        """The answer of rank 0. Refusals are answers; anything else ends the gang."""
+        try:
+            return call(order) or Frame({})
+        except Stopped:
+            return Frame({"stopped": True})
+        except TroupeError as error:
+            # Everyone was given the same, and refuses the same.
+            return Frame({"refused": True}, error.to_problem().SerializeToString())
+        except ValueError as error:
+            return Frame({"unfit": str(error)})
+
+    # Orders.
+
+    def _open(self, order: Frame) -> Frame:
+        header = order.header
+        spec = JobSpec.model_validate_json(header["spec"])
+        self._members.pop(header["key"], None)
+        member = Member(spec, header["policy"], self._group, self._device, **header["options"])
+        self._members[header["key"]] = member
+        return Frame({"vocabulary": member.vocabulary, "parameters": member.num_parameters})
+
+    def _accumulate(self, order: Frame) -> None:
+        self._member(order).accumulate(decode_rows(order.header["rows"], order.body))
+
+    def _complete(self, order: Frame) -> None:
+        self._member(order).complete()
+
+    def _apply(self, order: Frame) -> Frame:
+        return Frame(dataclasses.asdict(self._member(order).apply(order.header["version"])))
+
+    def _save(self, order: Frame) -> Frame:
+        files = self._member(order).save(Path(order.header["directory"]))
+        everyone = self._group.gather(json.dumps(files).encode())
+        return Frame({"files": {k: v for one in everyone for k, v in json.loads(one).items()}})
+
+    def _load(self, order: Frame) -> None:
+        self._member(order).load(Path(order.header["directory"]))
+
+    def _receive(self, order: Frame) -> None:
+        self._member(order).receive(order.header["tensors"], self._path(order))
+
+    def _reference(self, order: Frame) -> None:
+        self._member(order).receive_reference(order.header["tensors"], self._path(order))
+
+    def _gather(self, order: Frame) -> None:
+        self._member(order).gather(order.header["what"], self._path(order))
+
+    def _suspend(self, order: Frame) -> Frame:
+        return Frame({"values": self._member(order).suspend(self._path(order))})
+
+    def _resume(self, order: Frame) -> None:
+        header = order.header
+        self._member(order).resume(header["tensors"], header["values"], self._path(order))
+
+    def _discard(self, order: Frame) -> None:
+        self._member(order).discard()
+
+    def _close(self, order: Frame) -> None:
+        self._members.pop(order.header["key"], None)
+
+    def _member(self, order: Frame) -> Member:
+        return self._members[order.header["key"]]
+
+    def _path(self, order: Frame) -> Path | None:
+        """Where the lead reads or writes; it shares no files with ranks of other hosts."""
+        return Path(order.header["path"]) if self._channel is not None else None
+
+
+def come_together(
+    terms: Terms, channel: Channel | None
+) -> tuple[torch.device, DeviceMesh, dist.ProcessGroup]:
+    """Meet the other ranks: this one's device, the mesh of all, and a group for small talk (gloo).
+
+    Raises torch.distributed.DistError when some do not come in time.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = choose_device(terms.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.set_num_threads(terms.threads)
+    patience = timedelta(seconds=terms.start_seconds)
+    where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store = PrefixStore(
+        "troupe", TCPStore(*where, is_master=False, timeout=patience, multi_tenant=True)
+    )
+    store.add(_CAME, 1)
+    if channel is not None:
+        _report_arrivals(store, size, channel, terms.start_seconds)
+    store.wait([_ALL], patience)
+    limit = timedelta(seconds=terms.timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    mesh = init_device_mesh(device.type, (size,))
+    control = dist.new_group(backend="gloo", timeout=limit)
+    assert control is not None
+    return device, mesh, control
+
+
+def _report_arrivals(store: Store, size: int, channel: Channel, seconds: float) -> None:
+    """Tell the lead how many ranks are here, until all are."""
+    until, told = time.monotonic() + seconds, 0
+    while told < size and time.monotonic() < until:
+        came = store.add(_CAME, 0)
+        if came > told:
+            told = came
+            channel.send(Frame({"came": came}))
+        elif told < size:
+            time.sleep(_PAUSE_SECONDS)
+    if told >= size:
+        store.set(_ALL, "1")
+
+
+def main() -> None:
+    """One rank, from its start to its end."""
+    if parent := os.environ.get("TROUPE_PARENT_PID"):
+        die_with(int(parent), signal.SIGKILL)
+    terms = Terms.read()
+    # The loss that comes out of the model in place of logits is one; nobody writes into it.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    name = f"services.trainer.gang.rank{os.environ['RANK']}"
+    logs.configure(name, terms.log_level, terms.log_format)
+    leads = os.environ["RANK"] == "0"
+    channel = Channel.to(Path(terms.channel)) if leads else None
+    device, mesh, control = come_together(terms, channel)
+    rank = Rank(device, mesh, control, channel)
+    if channel is not None:
+        channel.send(Frame({"ready": True}))
+    rank.serve(min(_IDLE_SECONDS, terms.timeout_seconds / 3))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Training state in parts: written by every rank at once, read by a gang of any size.
+
+Through torch.distributed.checkpoint in its safetensors layout: one file per rank, whose header says
+which part of each tensor it has, and nothing pickled. The names are those of the files that a
+single device writes (state.py), so either reads what the other wrote.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.tensor import DTensor
+
+from services.trainer.named import Tensors
+from services.trainer.optimizer import Moments
+from services.trainer.randomness import NAMES as GENERATORS
+from troupe.transfer.checksum import bytes_checksum
+
+# AdamW's state of a parameter, by `{slot}/{parameter}` (optimizer.py).
+_SEPARATOR = "/"
+
+
+def write_shards(
+    directory: Path, tensors: Mapping[str, torch.Tensor], control: dist.ProcessGroup
+) -> dict[str, str]:
+    """Write this rank's parts of `tensors` into `directory`; its files' checksums.
+
+    All ranks call it. What is no DTensor is alike on all of them and written once. What is raised
+    on one rank, OSError for example, is raised on all.
+    """
+    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    try:
+        save_state(dict(tensors), storage_writer=writer, process_group=control)
+    except CheckpointException as error:
+        # By rank; the same on all of them.
+        raise next(iter(error.failures.values()))[0] from error
+    mine = f"shard-{dist.get_rank(control) + 1:05d}-"
+    return {file.name: file_checksum(file) for file in sorted(directory.glob(f"{mine}*"))}
+
+
+def read_shards(
+    directory: Path, into: Mapping[str, torch.Tensor], control: dist.ProcessGroup
+) -> None:
+    """Fill `into`, DTensors or whole tensors, with what `directory` has under their names.
+
+    All ranks call it; each reads only what its parts need.
+    """
+    reader = HuggingFaceStorageReader(str(directory))
+    load_state(dict(into), storage_reader=reader, process_group=control)
+
+
+def described(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shapes and types of the whole tensors in `directory`."""
+    metadata = HuggingFaceStorageReader(str(directory)).read_metadata()
+    found = {}
+    for name, one in metadata.state_dict_metadata.items():
+        assert isinstance(one, TensorStorageMetadata)  # safetensors holds nothing else
+        found[name] = (one.size, one.properties.dtype)
+    return found
+
+
+def read_whole(directory: Path) -> Tensors:
+    """All weights and moments in `directory`, whoever wrote them; without any other process."""
+    found = {
+        name: torch.empty(size, dtype=dtype)
+        for name, (size, dtype) in described(directory).items()
+        if name not in GENERATORS
+    }
+    with _alone():
+        reader = HuggingFaceStorageReader(str(directory))
+        load_state(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def split(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, Moments]:
+    """Weights and moments: a moment's name begins with that of its slot."""
+    return (
+        {name: tensor for name, tensor in tensors.items() if _SEPARATOR not in name},
+        {name: tensor for name, tensor in tensors.items() if _SEPARATOR in name},
+    )
+
+
+def room_for(directory: Path, weights: Mapping[str, torch.Tensor]) -> Tensors:
+    """Empty tensors for weights and moments in `directory`, laid out as `weights`.
+
+    Raises ValueError for those of another model.
+    """
+    room: Tensors = {}
+    for name, (size, dtype) in described(directory).items():
+        if name in GENERATORS:
+            continue
+        owner = owner_of(name, size, weights)
+        if owner is None:
+            room[name] = torch.empty(size, dtype=dtype)
+        else:
+            room[name] = torch.empty_like(owner.detach(), dtype=dtype)
+    missing, extra = sorted(set(weights) - set(room)), sorted(set(split(room)[0]) - set(weights))
+    if missing or extra:
+        raise ValueError(f"weights do not fit: missing {missing}, extra {extra}")
+    return room
+
+
+def owner_of(name: str, size: torch.Size, weights: Mapping[str, torch.Tensor]) -> DTensor | None:
+    """The sharded weights that a tensor is of, or is a moment of; None: it is kept whole.
+
+    Raises ValueError when its shape is not theirs.
+    """
+    owner = weights.get(name)
+    while owner is None and _SEPARATOR in name and size:  # AdamW counts its steps in scalars
+        name = name.partition(_SEPARATOR)[2]
+        owner = weights.get(name)
+    if owner is not None and owner.shape != size:
+        raise ValueError(f"{name} has shape {list(size)}, expected {list(owner.shape)}")
+    return owner if isinstance(owner, DTensor) else None
+
+
+def file_checksum(path: Path) -> str:
+    """Hex xxh3-128 of a file's bytes."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return bytes_checksum(b"")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+            return bytes_checksum(view)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor, on every rank that asks; all have to."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,192 @@
+"""A gang of two gloo ranks: the mathematics of one device, and state that fits any size."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.trainer.gang.frames import Frame, decode_rows, encode_rows
+from services.trainer.gang.gangs import Gangs, check_size
+from services.trainer.gang.group import share_of, spans
+from services.trainer.gang.learner import GangLearner
+from services.trainer.learner import Learner
+from services.trainer.peers import Stopped
+from services.trainer.policy_model import load_model
+from services.trainer.rows import Row
+from services.trainer.settings import TrainerSettings
+from services.trainer.state import Frontier, StateStore, TrainingState
+from tests.support.training import make_spec
+from tests.trainer.test_learner import make_rows
+from troupe.job import JobSpec
+from troupe.rpc import DataLoss, FailedPrecondition
+
+# Each row a pass of its own: what differs is only who computes it and in which order sums are made.
+PLAIN = {"forward_tokens": 1, "share_prefixes": False}
+
+
+def gang_spec(tokenizer: Path, size: int = 2, **sections: Any) -> JobSpec:
+    values = make_spec(tokenizer, **sections).model_dump()
+    values["policies"]["solver"]["trainer"]["gang"] = size
+    return JobSpec.model_validate(values)
+
+
+def alone(spec: JobSpec, **options: Any) -> Learner:
+    """The same policy on one device, in float64."""
+    model = load_model("solver", spec.policies["solver"], spec.seed)
+    return Learner(model.double(), spec, "solver", **{**PLAIN, **options})
+
+
+def together(gangs: Gangs, spec: JobSpec, **options: Any) -> GangLearner:
+    return GangLearner(gangs, "job/solver", spec, "solver", {"double": True, **PLAIN, **options})
+
+
+def rows_of(spec: JobSpec, count: int, seed: int) -> list[Row]:
+    model = load_model("solver", spec.policies["solver"], spec.seed)
+    return make_rows(model, count, seed, noise=0.3)
+
+
+def assert_close(gang: GangLearner, one: Learner, tolerance: float = 1e-10) -> None:
+    for kind in ("weights", "moments"):
+        mine, theirs = getattr(gang, kind)(), getattr(one, kind)()
+        assert set(mine) == set(theirs)
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(mine[name], tensor, rtol=tolerance, atol=tolerance)
+
+
+def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert set(mine) == set(theirs)
+    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+@pytest.fixture(scope="module")
+def gangs() -> Iterator[Gangs]:
+    some = Gangs(TrainerSettings(gang_ranks=2, gang_timeout_seconds=60))
+    yield some
+    some.close()
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=30), size=st.integers(1, 6))
+def test_spans_cover_everything_once_and_evenly(lengths: list[int], size: int) -> None:
+    found = spans(lengths, size)
+    assert [i for span in found for i in span] == list(range(len(lengths)))
+    for span in found:
+        assert sum(lengths[i] for i in span) <= sum(lengths) / size + max(lengths, default=0)
+
+
+@given(seed=st.integers(0, 999), count=st.integers(0, 12), size=st.integers(1, 4))
+def test_every_row_is_one_ranks_whatever_their_order(seed: int, count: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = [
+        Row(f"s{i}", rng.integers(9, size=4 + i % 5), 2, np.zeros(2, np.float32), 0.0, (0.0,), 0)
+        for i in range(count)
+    ]
+    shares = [share_of(rows, rank, size) for rank in range(size)]
+    assert sorted(i for share in shares for i in share) == list(range(count))
+    shuffled = random.Random(seed).sample(rows, count)
+    again = [{shuffled[i].ids.tobytes() for i in share_of(shuffled, r, size)} for r in range(size)]
+    assert again == [{rows[i].ids.tobytes() for i in share} for share in shares]
+
+
+def test_rows_cross_bit_for_bit(tokenizer: Path) -> None:
+    rows = rows_of(make_spec(tokenizer), 5, 0)
+    rows[0].behaviour[0] = np.nan
+    header, body = encode_rows(rows)
+    frame = Frame.decode(Frame({"rows": header}, body).encode())
+    found = decode_rows(frame.header["rows"], frame.body)
+    for mine, theirs in zip(rows, found, strict=True):
+        assert mine.ids.tobytes() == theirs.ids.tobytes()
+        assert mine.behaviour.tobytes() == theirs.behaviour.tobytes()
+        assert (mine.sample_id, mine.reward) == (theirs.sample_id, theirs.reward)
+        assert mine.group_rewards == theirs.group_rewards
+
+
+def test_a_gang_that_cannot_be_is_refused() -> None:
+    few = TrainerSettings(gang_ranks=2)
+    check_size(few, "solver", 2)
+    with pytest.raises(FailedPrecondition) as refused:
+        check_size(few, "solver", 3)
+    assert refused.value.kind == "gang_too_large"
+    assert refused.value.field == "policies.solver.trainer.gang"
+    assert "at most 2" in refused.value.message
+    hosts = TrainerSettings(gang_ranks=2, gang_nodes=2)
+    check_size(hosts, "solver", 4)
+    with pytest.raises(FailedPrecondition, match="all of their 4"):
+        check_size(hosts, "solver", 2)
+
+
+def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: Gangs) -> None:
+    """Steps, a state in parts and back, suspension within a step, a stop: all on one gang."""
+    algorithm = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
+    spec = gang_spec(tokenizer, algorithm=algorithm)
+    gang, one = together(gangs, spec), alone(spec)
+    assert (gang.vocabulary, gang.num_parameters) == (one.vocabulary, one.num_parameters)
+    assert_equal(gang.weights(), one.weights())
+    first = {name: t.clone() for name, t in one.weights().items()}
+    for learner in (gang, one):
+        learner.set_reference(first)
+    for step in range(2):
+        for part in range(2):
+            # An odd number of rows, and one row alone: ranks have different numbers of passes.
+            rows = rows_of(spec, 7 if part else 1, 2 * step + part)
+            for learner in (gang, one):
+                learner.accumulate(rows)
+        ours, theirs = gang.apply(step), one.apply(step)
+        assert (ours.applied, ours.digest) == (theirs.applied, theirs.digest)
+        for name, value in theirs.metrics.items():
+            if name != "train/seconds":
+                assert ours.metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+        assert_close(gang, one)
+    assert {t.dtype for t in gang.published().values()} == {torch.float32}
+
+    # In parts on the disk; whole where one device reads it.
+    store = StateStore(tmp_path, "job", "solver")
+    weights, moments = gang.weights(), gang.moments()
+    path = store.save(TrainingState(2, "c" * 32, {}, {}, {}, Frontier(1, 5), write_parts=gang.save))
+    assert len(list(path.glob("shard-*"))) == 2
+    read = store.load(2)
+    assert_equal(read.weights, weights)
+    assert_equal(read.moments, moments)
+    one.restore(read.weights, read.moments)
+
+    # Suspended in the middle of a step, resumed where one device trains it, and back.
+    rows = rows_of(spec, 6, 9)
+    gang.accumulate(rows[:4])
+    tensors, values = gang.suspended()
+    assert gang.leave() == []
+    one.adopt({name: t.clone() for name, t in tensors.items()}, values)
+    tensors, values = one.suspended()
+    gang.adopt(tensors, values)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped):
+        gang.accumulate(rows[4:], stop)
+    gang.adopt(tensors, values)
+    for learner in (gang, one):
+        learner.accumulate(rows[4:])
+        assert learner.apply(2).metrics["samples"] == 6
+    assert_close(gang, one)
+
+    # Back to what was saved, read in parts.
+    gang.load(path)
+    assert_equal(gang.weights(), weights)
+    assert_equal(gang.moments(), moments)
+    single = store.save(TrainingState(3, "d" * 32, one.weights(), one.moments(), {}, Frontier()))
+    gang.load(single)
+    assert_equal(gang.weights(), one.weights())
+    assert_equal(gang.moments(), one.moments())
+
+    # A byte that is not what it was.
+    damaged = next(path.glob("shard-00002-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
+    for whole in (True, False):
+        with pytest.raises(DataLoss, match="checksums"):
+            store.load(2, whole=whole)
