@@ -164,7 +164,13 @@ BINDING: Final[Table] = _table(
             pb.BINDING_STATE_RELEASED,
         },
         pb.BINDING_STATE_PUBLISHING: {pb.BINDING_STATE_IDLE, pb.BINDING_STATE_RELEASED},
-        pb.BINDING_STATE_SUSPENDING: {pb.BINDING_STATE_RELEASED},
+        pb.BINDING_STATE_SUSPENDING: {
+            pb.BINDING_STATE_SUSPENDED,
+            # There was no room for its state: it stays.
+            pb.BINDING_STATE_IDLE,
+            pb.BINDING_STATE_RELEASED,
+        },
+        pb.BINDING_STATE_SUSPENDED: {pb.BINDING_STATE_BINDING, pb.BINDING_STATE_RELEASED},
         pb.BINDING_STATE_RELEASED: {pb.BINDING_STATE_BINDING},
     },
 )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import structlog
 import torch
+from google.protobuf.json_format import MessageToDict, ParseDict
 
 from services.chassis.transfer import HostTransfer
 from services.trainer.checkpoint import checkpoint_path, save_checkpoint
+from services.trainer.fields import below, under
 from services.trainer.learner import Applied, Learner
 from services.trainer.paced import PacedLearner, stand_in
 from services.trainer.policy_model import (
@@ -23,9 +26,11 @@ from services.trainer.policy_model import (
 )
 from services.trainer.publication import Publication
 from services.trainer.randomness import Generators, Randomness, seeded
+from services.trainer.residence import Residence
 from services.trainer.rows import Row
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import Frontier, StateStore, TrainingState
+from services.trainer.suspension import HalfStep, Luggage, Suspension
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition, new_id
 from troupe.states import BINDING, check
@@ -52,12 +57,15 @@ class Binding:
         settings: TrainerSettings,
         transfer: HostTransfer,
         device: torch.device,
+        residence: Residence | None = None,
     ) -> None:
         self.job_id, self.policy, self.spec, self.spec_json = job_id, policy, spec, spec_json
         # Distinguishes this binding's claims from those of any earlier one.
         self.claimant = f"{settings.worker_id}/{new_id('binding')}"
         self.state: pb.BindingState.ValueType = pb.BINDING_STATE_BINDING
         self.weights = pb.WeightsRef()
+        # Of the training state on the device.
+        self.state_bytes = 0
         self.step = 0
         self.samples = 0
         self.on_change: Callable[[], None] = lambda: None
@@ -76,6 +84,16 @@ class Binding:
         self._learner: Learner | None = None
         self._tokenizer: Any = None
         self._randomness = Randomness({}, device)
+        self._residence = residence or Residence(device)
+        self._suspension = Suspension(transfer, self._residence, job_id, policy)
+        # Fetched ahead of `resume`: the checksum of a suspended state, and a copy of it.
+        self._fetched: tuple[str, Luggage] | None = None
+        # The state that this went on from; and the step in whose middle that was.
+        self.resumed_from = ""
+        self.half: HalfStep | None = None
+        # Where its state is while it holds no device.
+        self.suspended: trainer_pb2.SuspendedState | None = None
+        self.swaps, self.swap_seconds = 0, 0.0
 
     @property
     def trainable(self) -> bool:
@@ -109,6 +127,10 @@ class Binding:
             version=self.version,
             step=self.step,
             samples=self.samples,
+            prefetched=self._fetched is not None,
+            state_bytes=self.state_bytes,
+            swaps=self.swaps,
+            swap_seconds=self.swap_seconds,
         )
 
     def load(self, version: int, checksum: str) -> None:
@@ -130,8 +152,102 @@ class Binding:
         self.weights = self._publication.ensure(version, tensors, checksum)
         if self.trainable and not kept:
             self._states.save(self._snapshot(self.weights, self.frontier))
-        if self._learner.needs_reference and self.trainable:
-            self._learner.set_reference(self._states.load(0).weights)
+        self._set_reference()
+        self._note_bytes()
+        # Whatever waits there is of a binding before this one.
+        self._suspension.forget()
+
+    def _set_reference(self) -> None:
+        if self.learner.needs_reference and self.trainable:
+            self.learner.set_reference(self._states.load(0).weights)
+
+    def _note_bytes(self) -> None:
+        """What weights, gradients and both moments take, once all of them are there."""
+        weights = self.learner.weights()
+        size = sum(t.nbytes for t in weights.values())
+        self.state_bytes = 4 * size if self.trainable else size
+
+    def suspend(self, half: HalfStep | None) -> trainer_pb2.SuspendedState:
+        """Move all of it out of the device, `half` a step too. Blocking, in any thread while this
+        policy computes nothing.
+
+        Raises FailedPrecondition of kind "not_suspendable", or StorageFull; then it stays as it is.
+        """
+        began = time.perf_counter()
+        if not hasattr(self.learner, "suspended"):
+            raise FailedPrecondition(
+                f"policy {self.policy} is trained by a gang, which is not suspended within a step",
+                kind="not_suspendable",
+                field="policy",
+                value=self.policy,
+                remedy="Release it when its step is over.",
+            )
+        tensors, values = self.learner.suspended()
+        luggage = Luggage(
+            tensors
+            | under("drawn", self._randomness.now)
+            | under("committed", self._randomness.committed),
+            {
+                "learner": values,
+                "weights": MessageToDict(self.weights, preserving_proto_field_name=True),
+                "frontier": [self.frontier.step, self.frontier.samples_digest],
+                "verified": self.verified,
+            },
+        )
+        lease = self._settings.trainer_lease_seconds
+        state = self._suspension.store(self.version, luggage, half, lease)
+        self._residence.give_back(self.learner.leave())
+        self.resumed_from, self.half = "", None
+        self._swapped(began)
+        state.seconds = time.perf_counter() - began
+        self.suspended = state
+        return state
+
+    def prefetch(self, state: trainer_pb2.SuspendedState) -> None:
+        """Do what `resume` needs and nobody has to wait for. Blocking, in any thread."""
+        if self._fetched is None or self._fetched[0] != state.checksum:
+            self._fetched = (state.checksum, self._suspension.fetch(state))
+
+    def resume(self, state: trainer_pb2.SuspendedState, version: int, checksum: str) -> None:
+        """Go on where `suspend` stopped, here or in another process. Blocking.
+
+        `version`, `checksum`: the ledger's. Raises NotFound of kind "suspended_state_gone",
+        DataLoss of kind "suspended_state_changed", FailedPrecondition of kind
+        "suspended_state_mismatch"; then nobody can go on from it, and `load` begins afresh.
+        """
+        began = time.perf_counter()
+        if self._learner is None:
+            self._learner = self._make_learner()
+            self._set_reference()
+        self.prefetch(state)
+        assert self._fetched is not None
+        luggage, self._fetched = self._fetched[1], None
+        weights = ParseDict(luggage.document["weights"], pb.WeightsRef())
+        if (weights.version, weights.checksum) != (version, checksum or weights.checksum):
+            raise FailedPrecondition(
+                f"policy {self.policy} was suspended at version {weights.version} "
+                f"({weights.checksum}); the ledger is at {version} ({checksum or 'any'})",
+                kind="suspended_state_mismatch",
+                field="state.version",
+                value=weights.version,
+                remedy="Bind the policy afresh at the ledger's version.",
+            )
+        self._suspension.take(state)
+        self.learner.adopt(luggage.tensors, luggage.document["learner"])
+        self._randomness = Randomness(_on_host(below("committed", luggage.tensors)), self._device)
+        self._randomness.now = _on_host(below("drawn", luggage.tensors))
+        step, digest = luggage.document["frontier"]
+        self.weights, self.frontier = weights, Frontier(step, digest)
+        self.verified, self.dirty = luggage.document["verified"], False
+        half = luggage.document["step"]
+        self.half = None if half is None else HalfStep(**half)
+        self.resumed_from, self.suspended = state.checksum, None
+        self._note_bytes()
+        self._swapped(began)
+
+    def _swapped(self, began: float) -> None:
+        self.swaps += 1
+        self.swap_seconds += time.perf_counter() - began
 
     def accumulate(self, rows: Sequence[Row], stop: threading.Event) -> None:
         """`Learner.accumulate`, drawing from this policy's generators. Blocking."""
@@ -230,6 +346,8 @@ class Binding:
 
         Bind publishes again what is missing, wherever the policy is bound next.
         """
+        self._fetched = None
+        self._suspension.forget()
         self._publication.prune(self.version, keep=1)
 
     def save_checkpoint(self, version: int) -> tuple[str, int]:
@@ -327,3 +445,7 @@ class Binding:
         keep = self._settings.trainer_keep_states
         self._states.prune(self.version, keep, first=self.learner.needs_reference)
         self._publication.prune(self.version, keep)
+
+
+def _on_host(generators: Generators) -> Generators:
+    return {name: tensor.cpu() for name, tensor in generators.items()}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import structlog
 
+from services.trainer.suspension import HalfStep
+from troupe.job import JobSpec
 from troupe.rpc import DeadlineExceeded, FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -44,18 +46,29 @@ class StepClaims:
     """
 
     def __init__(
-        self, stub: Any, job_id: str, policy: str, step: int, claimant: str, lease: float
+        self,
+        stub: Any,
+        job_id: str,
+        policy: str,
+        step: int,
+        claimant: str,
+        lease: float,
+        half: HalfStep | None = None,
     ) -> None:
+        """`half`: go on with what a step held that was suspended."""
         self._stub = stub
         self._where: dict[str, Any] = {"job_id": job_id, "policy": policy, "step": step}
-        self._claimant = f"{claimant}/{new_id()[:8]}"
+        self.claimant = f"{claimant}/{new_id()[:8]}" if half is None else half.claimant
         self._lease = lease
         # When the oldest lease was last known to be extended.
         self._extended = time.monotonic()
         self._asking: asyncio.Task[Claim] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._closed = False
-        self.claim_ids: list[str] = []
+        self.claim_ids: list[str] = [] if half is None else list(half.claim_ids)
+        # The id of the last question; of one that is to be asked again.
+        self.question = ""
+        self._again = "" if half is None else half.question
 
     @property
     def lapsed(self) -> bool:
@@ -80,10 +93,11 @@ class StepClaims:
         while True:
             asked = time.monotonic()
             # One id per question: the store answers a repeated one as it did the first time.
+            self.question, self._again = self._again or new_id("claim"), ""
             request = store_pb.ClaimMicroBatchRequest(
                 **self._where,
-                request_id=new_id("claim"),
-                claimant=self._claimant,
+                request_id=self.question,
+                claimant=self.claimant,
                 **asdict(bounds),
                 lease_seconds=self._lease,
                 wait_seconds=wait,
@@ -105,7 +119,7 @@ class StepClaims:
         request = store_pb.RenewClaimsRequest(
             **self._where,
             request_id=new_id("renew"),
-            claimant=self._claimant,
+            claimant=self.claimant,
             lease_seconds=self._lease,
         )
         asked, held = time.monotonic(), len(self.claim_ids)
@@ -121,7 +135,7 @@ class StepClaims:
                 f"{held - response.renewed} of {held} claims were taken by another binding",
                 kind="claim_lost",
                 field="claimant",
-                value=self._claimant,
+                value=self.claimant,
             )
         self._extended = asked
 
@@ -144,6 +158,13 @@ class StepClaims:
         if self._asking is not None and not self._asking.done():
             self._leaving = asyncio.create_task(self._give_back_late(self._asking))
 
+    async def freeze(self) -> None:
+        """Ask no more, and give nothing back: somebody else goes on with what is held."""
+        self._closed = True
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking})
+
     async def settled(self) -> None:
         """Wait until the last claim under way was answered and given back."""
         if self._leaving is not None:
@@ -158,7 +179,7 @@ class StepClaims:
     async def _give_back(self) -> None:
         self.claim_ids.clear()
         try:
-            request = self._release_request(self._claimant)
+            request = self._release_request(self.claimant)
             await self._stub.ReleaseClaims(request, timeout=_RELEASE_SECONDS)
         except TroupeError as error:
             # The leases run out by themselves.
@@ -185,7 +206,7 @@ class StepClaims:
         request = store_pb.CommitStepRequest(
             **self._where,
             request_id=new_id("commit"),
-            claimant=self._claimant,
+            claimant=self.claimant,
             claim_ids=self.claim_ids,
             outcome=outcome,
             reason=reason,
@@ -219,3 +240,23 @@ class StepClaims:
 def is_lost(error: TroupeError) -> bool:
     """Whether the store says that samples are no longer ours."""
     return isinstance(error, FailedPrecondition) and error.kind == "claim_lost"
+
+
+def bounds_of(spec: JobSpec, oldest_version: int | None) -> Bounds:
+    """What micro-batches of a job consist of."""
+    pipeline = spec.pipeline
+    return Bounds(
+        max_samples=pipeline.micro_batch_samples,
+        max_tokens=pipeline.micro_batch_tokens,
+        oldest_version=None if oldest_version is None else max(0, oldest_version),
+        # A group is the unit of gradient, or is dropped and replaced as a whole.
+        whole_groups=pipeline.deterministic or pipeline.dynamic_sampling,
+        balance_tokens=pipeline.balance_tokens,
+    )
+
+
+def last_refs(claim: Claim, max_uses: int) -> Iterator[str]:
+    """Keys of columns that nobody needs once these samples are trained again."""
+    for item in claim.samples:
+        if item.sample.uses + 1 >= max_uses:
+            yield from (c.ref for c in item.sample.columns.values() if c.HasField("ref"))

@@ -50,7 +50,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             request.job_id, request.policy, request.spec_json, request.version, request.checksum
         )
         return trainer_pb2.BindResponse(
-            weights=binding.weights, num_parameters=binding.learner.num_parameters
+            weights=binding.weights,
+            num_parameters=binding.learner.num_parameters,
+            state_bytes=binding.state_bytes,
         )
 
     async def RunStep(
@@ -106,6 +108,44 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             request.job_id, request.policy, request.version, request.offer
         )
         return trainer_pb2.KeepStateResponse(kept=kept)
+
+    async def Suspend(
+        self, request: trainer_pb2.SuspendRequest, context: Any
+    ) -> trainer_pb2.SuspendResponse:
+        """Free a policy's device."""
+        _require(request, "job_id", "policy")
+        state = await self.worker.suspend(request.job_id, request.policy)
+        return trainer_pb2.SuspendResponse(state=state)
+
+    async def Resume(
+        self, request: trainer_pb2.ResumeRequest, context: Any
+    ) -> trainer_pb2.BindResponse:
+        """Bind a policy from its suspended state."""
+        _require(request, "job_id", "policy", "spec_json")
+        _require(request.state, "key", "checksum")
+        binding = await self.worker.resume(
+            request.job_id,
+            request.policy,
+            request.spec_json,
+            request.version,
+            request.checksum,
+            request.state,
+        )
+        return trainer_pb2.BindResponse(
+            weights=binding.weights,
+            num_parameters=binding.learner.num_parameters,
+            state_bytes=binding.state_bytes,
+        )
+
+    async def Prefetch(
+        self, request: trainer_pb2.PrefetchRequest, context: Any
+    ) -> trainer_pb2.PrefetchResponse:
+        """Have a suspended state ready."""
+        _require(request, "job_id", "policy", "spec_json")
+        _require(request.state, "key", "checksum")
+        where = (request.job_id, request.policy, request.spec_json)
+        await self.worker.prefetch(*where, request.state)
+        return trainer_pb2.PrefetchResponse(num_bytes=request.state.num_bytes)
 
     async def Release(
         self, request: trainer_pb2.ReleaseRequest, context: Any

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import structlog
 
 from services.trainer.binding import Binding
-from services.trainer.claims import Bounds, Claim, StepClaims, is_lost
+from services.trainer.claims import Claim, StepClaims, bounds_of, is_lost, last_refs
 from services.trainer.compute import Compute
 from services.trainer.peers import Stopped
 from services.trainer.rows import parse_rows
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import Frontier
-from troupe.job import JobSpec
+from services.trainer.suspension import HalfStep
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -30,6 +30,10 @@ _ATTEMPTS = 3
 _RENEW_SECONDS = 5.0
 
 
+class Suspended(Exception):
+    """The step stopped between two micro-batches, to be continued."""
+
+
 class StepRun:
     """A running or finished step; watchers come and go without disturbing it."""
 
@@ -39,25 +43,35 @@ class StepRun:
         step: int,
         version: int,
         oldest_version: int | None,
-        make_claims: Callable[[], StepClaims],
+        make_claims: Callable[[HalfStep | None], StepClaims],
         compute: Compute,
         settings: TrainerSettings,
+        half: HalfStep | None = None,
     ) -> None:
+        """`half`: the part of this step that was done before it was suspended; its gradients are
+        in the binding."""
         self.step = step
         self.binding = binding
         self._version = version
-        self._bounds = _bounds(binding.spec, oldest_version)
+        self._oldest_version = oldest_version
+        self._bounds = bounds_of(binding.spec, oldest_version)
         # Columns by reference that go with the samples that this step ends.
         self._refs: set[str] = set()
         self._make_claims = make_claims
-        self._claims = make_claims()
+        self._claims = make_claims(half)
+        # Claims whose samples are in the gradients.
+        self._trained: list[str] = []
+        self._before = half
+        self._leave = asyncio.Event()
+        self._half: HalfStep | None = None
         self._compute = compute
         self._settings = settings
         self._micro_batches = self._samples = self._tokens = 0
         self._stop = threading.Event()
         self._watchers: set[asyncio.Event] = set()
         self._unwatched_since = time.monotonic()
-        binding.step, binding.samples = step, 0
+        self._started = time.perf_counter()
+        binding.step, binding.samples = step, 0 if half is None else half.samples
         binding.on_change = self._notify
         self._task = asyncio.create_task(self._guarded(), name=f"step-{binding.policy}-{step}")
         self._task.add_done_callback(lambda _: self._notify())
@@ -66,6 +80,11 @@ class StepRun:
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._task.done()
+
+    @property
+    def _seconds(self) -> float:
+        """How long it has been at work, suspensions not counted."""
+        return time.perf_counter() - self._started
 
     def starts_from(self, version: int) -> bool:
         """Whether it makes the version after `version`."""
@@ -92,6 +111,12 @@ class StepRun:
                 kind="step_released",
                 remedy="Bind the policy and run the step again; nothing was counted.",
             )
+        if self._half is not None:
+            raise Aborted(
+                f"step {self.step} of policy {self.binding.policy} was suspended",
+                kind="step_suspended",
+                remedy="Resume the policy, and run the step there: it goes on where it was.",
+            )
         event = self._event()
         event.commit.CopyFrom(self._task.result())
         yield event
@@ -107,6 +132,15 @@ class StepRun:
         self._stop.set()
         self._task.cancel()
         await asyncio.wait({self._task})
+
+    async def suspend(self) -> HalfStep | None:
+        """Stop after the micro-batch that is computed now; what there is to go on with.
+
+        None when the step was past its last micro-batch: then it has ended, well or not.
+        """
+        self._leave.set()
+        await asyncio.wait({self._task})
+        return self._half
 
     async def settled(self) -> None:
         """After `cancel`: wait until the store has no question of ours left to answer."""
@@ -129,6 +163,10 @@ class StepRun:
         try:
             async with asyncio.timeout(limit):
                 return await self._run()
+        except Suspended:
+            await self._claims.freeze()
+            self._half = self._halted()
+            raise
         except TimeoutError:
             await self._abandon()
             raise DeadlineExceeded(
@@ -142,6 +180,22 @@ class StepRun:
         except BaseException:
             await self._abandon()
             raise
+
+    def _halted(self) -> HalfStep:
+        question = self._claims.question
+        return HalfStep(
+            step=self.step,
+            version=self._version,
+            oldest_version=self._oldest_version,
+            claimant=self._claims.claimant,
+            claim_ids=list(self._trained),
+            question="" if question in self._trained else question,
+            micro_batches=self._micro_batches,
+            samples=self._samples,
+            tokens=self._tokens,
+            refs=sorted(self._refs),
+            seconds=self._seconds,
+        )
 
     async def _abandon(self) -> None:
         """Back to the committed version with empty hands."""
@@ -169,6 +223,43 @@ class StepRun:
                 value=self._version,
                 remedy="Bind the policy at the ledger's version first.",
             )
+        if self._before is not None and not await self._goes_on():
+            self._before = None
+        if self._before is None:
+            await self._begin()
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return await self._attempt()
+            except TroupeError as error:
+                if not is_lost(error):
+                    raise
+                # Only leases that ran out while we were held up are worth another attempt.
+                taken = not self._claims.lapsed or attempt == _ATTEMPTS
+                self._before = None
+                await self._compute.run(self.binding.reset)
+                self.binding.move(pb.BINDING_STATE_IDLE)
+                await self._claims.close()
+                self._claims = self._make_claims(None)
+                if taken or await self._claims.contested():
+                    raise self._lost(error) from error
+                log.warning("leases ran out, the step begins again", error=str(error))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _goes_on(self) -> bool:
+        """Whether the leases of the suspended part are held still; if not, they are given up."""
+        try:
+            await self._claims.renew()
+        except TroupeError as error:
+            if not is_lost(error):
+                raise
+            log.warning("leases were lost in suspension, the step begins again", error=str(error))
+            await self._claims.close()
+            self._claims = self._make_claims(None)
+            return False
+        return True
+
+    async def _begin(self) -> None:
+        """Empty hands, and nobody else at this step."""
         if self.binding.frontier.step >= self.step:
             raise FailedPrecondition(
                 f"version {self._version} of policy {self.binding.policy} comes from step "
@@ -183,22 +274,6 @@ class StepRun:
         await self._compute.run(self.binding.reset)
         # Whoever trained this step before us is superseded: it can no longer commit.
         await self._claims.supersede()
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return await self._attempt()
-            except TroupeError as error:
-                if not is_lost(error):
-                    raise
-                # Only leases that ran out while we were held up are worth another attempt.
-                taken = not self._claims.lapsed or attempt == _ATTEMPTS
-                await self._compute.run(self.binding.reset)
-                self.binding.move(pb.BINDING_STATE_IDLE)
-                await self._claims.close()
-                self._claims = self._make_claims()
-                if taken or await self._claims.contested():
-                    raise self._lost(error) from error
-                log.warning("leases ran out, the step begins again", error=str(error))
-        raise AssertionError("the last attempt returns or raises")
 
     def _lost(self, error: TroupeError) -> Aborted:
         return Aborted(
@@ -238,10 +313,15 @@ class StepRun:
             await self._claims.renew()
 
     async def _work(self) -> store_pb.StepCommit:
-        started = time.perf_counter()
-        binding = self.binding
-        self._micro_batches = self._samples = self._tokens = 0
-        self._refs.clear()
+        binding, before = self.binding, self._before
+        self._started = time.perf_counter() - (0.0 if before is None else before.seconds)
+        if before is None:
+            self._micro_batches = self._samples = self._tokens = 0
+            self._trained, self._refs = [], set()
+        else:
+            self._micro_batches, self._samples = before.micro_batches, before.samples
+            self._tokens = before.tokens
+            self._trained, self._refs = list(before.claim_ids), set(before.refs)
         binding.move(pb.BINDING_STATE_ACCUMULATING)
         await self._accumulate()
         binding.move(pb.BINDING_STATE_STEPPING)
@@ -251,8 +331,7 @@ class StepRun:
         outcome = await self._compute.run(binding.apply)
         binding.dirty = outcome.applied
         metrics = dict(outcome.metrics)
-        wall = time.perf_counter() - started
-        metrics["train/wait_seconds"] = max(0.0, wall - metrics["train/seconds"])
+        metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
         if not outcome.applied:
             log.warning("step skipped", policy=binding.policy, reason=outcome.reason)
             return await self._commit(
@@ -268,22 +347,28 @@ class StepRun:
     async def _accumulate(self) -> None:
         """Gradients of all micro-batches; the next one is claimed while one is computed."""
         following = asyncio.create_task(self._claim())
+        leave = asyncio.create_task(self._leave.wait())
         try:
             while True:
-                claim = await following
+                await asyncio.wait({following, leave}, return_when=asyncio.FIRST_COMPLETED)
+                if self._leave.is_set():
+                    raise Suspended
+                claim = following.result()
                 if claim.outcome == Claim.OUTCOME_EXHAUSTED:
                     await self._compute.run(self.binding.complete, self._stop)
                     return
                 following = asyncio.create_task(self._claim())
                 tokens = await self._compute.run(self._train_on, claim)
+                self._trained.append(claim.claim_id)
                 self._micro_batches += 1
                 self._samples += len(claim.samples)
                 self._tokens += tokens
                 self.binding.samples = self._samples
                 self._notify()
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            for task in (following, leave):
+                task.cancel()
+            await asyncio.gather(following, leave, return_exceptions=True)
 
     async def _claim(self) -> Claim:
         return await self._claims.claim(self._bounds, self._settings.trainer_claim_wait_seconds)
@@ -295,7 +380,7 @@ class StepRun:
         binding = self.binding
         load = binding.load_column if binding.spec.algorithm.kl_coefficient > 0 else None
         rows = parse_rows(claim.samples, binding.learner.vocabulary, load)
-        self._refs.update(_last_refs(claim, binding.spec.pipeline.max_uses))
+        self._refs.update(last_refs(claim, binding.spec.pipeline.max_uses))
         binding.accumulate(rows, self._stop)
         return sum(len(row.ids) for row in rows)
 
@@ -326,22 +411,3 @@ class StepRun:
             await self._compute.run(self.binding.adopt, commit)
         except TroupeError as error:
             log.error("committed version not loaded", policy=commit.policy, error=str(error))
-
-
-def _bounds(spec: JobSpec, oldest_version: int | None) -> Bounds:
-    pipeline = spec.pipeline
-    return Bounds(
-        max_samples=pipeline.micro_batch_samples,
-        max_tokens=pipeline.micro_batch_tokens,
-        oldest_version=None if oldest_version is None else max(0, oldest_version),
-        # A group is the unit of gradient, or is dropped and replaced as a whole.
-        whole_groups=pipeline.deterministic or pipeline.dynamic_sampling,
-        balance_tokens=pipeline.balance_tokens,
-    )
-
-
-def _last_refs(claim: Claim, max_uses: int) -> Iterator[str]:
-    """Keys of columns that nobody needs once these samples are trained again."""
-    for item in claim.samples:
-        if item.sample.uses + 1 >= max_uses:
-            yield from (c.ref for c in item.sample.columns.values() if c.HasField("ref"))

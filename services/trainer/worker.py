@@ -16,11 +16,13 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.binding import Binding
 from services.trainer.checkpoint import checkpoint_path
 from services.trainer.claims import StepClaims
-from services.trainer.compute import Compute, choose_device
+from services.trainer.compute import Compute, Usage, choose_device, memory_of
 from services.trainer.foreign import ForeignStates
 from services.trainer.policy_model import import_transformers
+from services.trainer.residence import Residence
 from services.trainer.settings import TrainerSettings
 from services.trainer.step import StepRun
+from services.trainer.suspension import HalfStep
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, connect, new_id
 from troupe.v1 import common_pb2 as pb
@@ -49,7 +51,11 @@ class TrainerWorker:
         self._compute = Compute(settings.threads, self._device)
         self._transfer = HostTransfer(settings, telemetry)
         self._foreign = ForeignStates(self._transfer, settings)
+        self._residence = Residence(self._device)
         self._bindings: dict[Key, Binding] = {}
+        # Policies that were suspended here, or will be resumed: models without weights.
+        self._parked: dict[Key, Binding] = {}
+        self._usage = Usage()
         self._runs: dict[Key, StepRun] = {}
         # Binding, releasing and starting a step of one policy exclude each other.
         self._locks: dict[Key, asyncio.Lock] = {}
@@ -60,6 +66,11 @@ class TrainerWorker:
         labels = ["job_id", "policy"]
         self._tokens = telemetry.counter("troupe_trainer_tokens", "Tokens trained.", labels)
         self._busy = telemetry.counter("troupe_trainer_busy_seconds", "Computing.", labels)
+        self._swap_seconds = telemetry.counter(
+            "troupe_trainer_swap_seconds",
+            "Devices kept from computing by policies that come and go.",
+            [*labels, "what"],
+        )
         self._steps = telemetry.counter("troupe_trainer_steps", "Steps.", [*labels, "outcome"])
 
     async def start(self) -> None:
@@ -99,13 +110,7 @@ class TrainerWorker:
         it. Anything else ends it.
         """
         spec = _parse_spec(spec_json)
-        if policy not in spec.policies:
-            raise InvalidArgument(
-                f"the job has no policy '{policy}'",
-                field="policy",
-                value=policy,
-                remedy=f"Known: {', '.join(sorted(spec.policies))}.",
-            )
+        _check_policy(spec, policy)
         # Loading goes on when the caller's deadline passes, and the next call finds it done.
         return await self._detached(self._bind(job_id, policy, spec, spec_json, version, checksum))
 
@@ -167,13 +172,44 @@ class TrainerWorker:
         """Keep a copy of a state that a trainer of another host offers; False if of this one."""
         return await asyncio.to_thread(self._foreign.keep, job_id, policy, version, offer)
 
+    async def suspend(self, job_id: str, policy: str) -> trainer_pb2.SuspendedState:
+        """Free the device of a policy; repeated, it says again where its state is.
+
+        Raises NotFound of kind "not_bound", and as `Binding.suspend`: then it stays bound.
+        """
+        return await self._detached(self._suspend((job_id, policy)))
+
+    async def resume(
+        self,
+        job_id: str,
+        policy: str,
+        spec_json: str,
+        version: int,
+        checksum: str,
+        state: trainer_pb2.SuspendedState,
+    ) -> Binding:
+        """Bind a policy where its suspension stopped. Raises as `Binding.resume`."""
+        spec = _parse_spec(spec_json)
+        _check_policy(spec, policy)
+        where = ((job_id, policy), spec, spec_json)
+        return await self._detached(self._resume(*where, version, checksum, state))
+
+    async def prefetch(
+        self, job_id: str, policy: str, spec_json: str, state: trainer_pb2.SuspendedState
+    ) -> None:
+        """Have a suspended state ready for `resume`. What fails is left to that to tell."""
+        spec = _parse_spec(spec_json)
+        _check_policy(spec, policy)
+        await self._detached(self._prefetch((job_id, policy), spec, spec_json, state))
+
     async def release(self, job_id: str, policy: str) -> None:
         """Give a policy up, if it is bound here; its committed state is on disk."""
         await self._detached(self._release((job_id, policy)))
 
     def statuses(self) -> list[trainer_pb2.BindingStatus]:
         """All bindings, by job and policy."""
-        return [self._bindings[key].status() for key in sorted(self._bindings)]
+        found = self._parked | self._bindings
+        return [found[key].status() for key in sorted(found)]
 
     def heartbeat(self) -> orchestrator_pb2.HeartbeatRequest:
         """What this worker tells the orchestrator every second."""
@@ -181,13 +217,19 @@ class TrainerWorker:
             f"{status.policy}: {pb.BindingState.Name(status.state)[14:].lower()} "
             f"step {status.step}, {status.samples} samples"
             for status in self.statuses()
-            if status.state != pb.BINDING_STATE_IDLE
+            if status.state not in (pb.BINDING_STATE_IDLE, pb.BINDING_STATE_SUSPENDED)
         ]
         return orchestrator_pb2.HeartbeatRequest(
             kind=orchestrator_pb2.WORKER_KIND_TRAINER,
             bindings=self.statuses(),
             doing="; ".join(busy) or ("idle" if self._bindings else "unbound"),
             transfer_address=self._transfer.address,
+            trainer=orchestrator_pb2.TrainerDevice(
+                slots=self._settings.trainer_slots,
+                memory_bytes=memory_of(self._device, self._settings.trainer_memory_bytes),
+                device=self._device.type,
+                utilization=self._usage.fraction(self._compute.busy_seconds),
+            ),
         )
 
     # How.
@@ -208,10 +250,9 @@ class TrainerWorker:
                 await self._compute.run(old.ensure_published)
                 return old
             settings = self._settings
-            binding = Binding(
-                job_id, policy, spec, spec_json, settings, self._transfer, self._device
-            )
-            self._bindings[key] = binding
+            if (parked := self._parked.pop(key, None)) is not None:
+                await asyncio.to_thread(parked.leave)
+            binding = self._bindings[key] = self._new_binding(key, spec, spec_json)
             try:
                 await self._compute.run(binding.load, version, checksum)
             except BaseException:
@@ -224,11 +265,100 @@ class TrainerWorker:
             log.info("bound", job_id=job_id, policy=policy, version=version, threads=threads)
             return binding
 
+    def _new_binding(self, key: Key, spec: JobSpec, spec_json: str) -> Binding:
+        return Binding(
+            *key,
+            spec,
+            spec_json,
+            self._settings,
+            self._transfer,
+            self._device,
+            self._residence,
+        )
+
+    async def _suspend(self, key: Key) -> trainer_pb2.SuspendedState:
+        async with self._lock(key):
+            parked = self._parked.get(key)
+            if key not in self._bindings and parked is not None and parked.suspended is not None:
+                return parked.suspended
+            binding, run = self._bound(key), self._runs.get(key)
+            half = None if run is None or run.done else await run.suspend()
+            if binding.dirty:
+                await self._compute.run(binding.reset)
+            binding.move(pb.BINDING_STATE_SUSPENDING)
+            try:
+                state = await asyncio.to_thread(binding.suspend, half)
+            except TroupeError:
+                binding.move(pb.BINDING_STATE_IDLE)
+                if half is not None:  # the step goes on, whoever asks for it
+                    self._runs[key] = self._go_on(binding, half)
+                raise
+            self._runs.pop(key, None)
+            self._parked[key] = self._bindings.pop(key)
+            binding.move(pb.BINDING_STATE_SUSPENDED)
+            self._swapped(binding, "suspend", state.seconds)
+            return state
+
+    async def _resume(
+        self,
+        key: Key,
+        spec: JobSpec,
+        spec_json: str,
+        version: int,
+        checksum: str,
+        state: trainer_pb2.SuspendedState,
+    ) -> Binding:
+        async with self._lock(key):
+            old = self._bindings.get(key)
+            if old is not None and old.resumed_from == state.checksum:
+                return old
+            await self._cancel_run(key)
+            binding = self._shell(key, spec, spec_json)
+            binding.move(pb.BINDING_STATE_BINDING)
+            self._bindings[key] = binding
+            before = binding.swap_seconds
+            try:
+                await self._compute.run(binding.resume, state, version, checksum)
+            except BaseException:
+                binding.move(pb.BINDING_STATE_RELEASED)
+                del self._bindings[key]
+                raise
+            finally:
+                self._parked.pop(key, None)
+            binding.move(pb.BINDING_STATE_IDLE)
+            self._swapped(binding, "resume", binding.swap_seconds - before)
+            return binding
+
+    async def _prefetch(
+        self, key: Key, spec: JobSpec, spec_json: str, state: trainer_pb2.SuspendedState
+    ) -> None:
+        async with self._lock(key):
+            if key in self._bindings:
+                return
+            binding = self._parked[key] = self._shell(key, spec, spec_json)
+            if binding.state == pb.BINDING_STATE_BINDING:  # new
+                binding.move(pb.BINDING_STATE_RELEASED)
+            await asyncio.to_thread(binding.prefetch, state)
+
+    def _shell(self, key: Key, spec: JobSpec, spec_json: str) -> Binding:
+        """What was parked here of a policy, if it is of this job as it is now."""
+        parked = self._parked.get(key)
+        if parked is not None and parked.spec_json == spec_json:
+            return parked
+        return self._new_binding(key, spec, spec_json)
+
+    def _swapped(self, binding: Binding, what: str, seconds: float) -> None:
+        labels = (binding.job_id, binding.policy, what)
+        self._swap_seconds.labels(*labels).inc(seconds)
+        log.info(what, job_id=binding.job_id, policy=binding.policy, seconds=round(seconds, 4))
+
     async def _release(self, key: Key) -> None:
         async with self._lock(key):
             await self._cancel_run(key)
             self._runs.pop(key, None)
-            binding = self._bindings.pop(key, None)
+            binding, parked = self._bindings.pop(key, None), self._parked.pop(key, None)
+            if parked is not None:
+                await asyncio.to_thread(parked.leave)
             if binding is not None:
                 binding.move(pb.BINDING_STATE_RELEASED)
                 await self._compute.run(binding.leave)
@@ -238,17 +368,24 @@ class TrainerWorker:
         if run is not None and not run.done:
             await run.cancel()
 
+    def _go_on(self, binding: Binding, half: HalfStep) -> StepRun:
+        binding.half = half
+        return self._start_run(binding, half.step, half.version, half.oldest_version)
+
     def _start_run(
         self, binding: Binding, step: int, version: int, oldest_version: int | None
     ) -> StepRun:
         lease = self._settings.trainer_lease_seconds
+        half, binding.half = binding.half, None
+        if half is not None and (half.step, half.version) != (step, version):
+            half = None  # `StepRun` throws its gradients away
 
-        def make_claims() -> StepClaims:
+        def make_claims(half: HalfStep | None) -> StepClaims:
             where = (binding.job_id, binding.policy, step, binding.claimant)
-            return StepClaims(self._store, *where, lease)
+            return StepClaims(self._store, *where, lease, half)
 
         bounds = (step, version, oldest_version)
-        run = StepRun(binding, *bounds, make_claims, self._compute, self._settings)
+        run = StepRun(binding, *bounds, make_claims, self._compute, self._settings, half)
         self._spawn(self._after(binding, run))
         return run
 
@@ -306,6 +443,16 @@ def _parse_spec(text: str) -> JobSpec:
             field=".".join(map(str, first["loc"])) or "spec_json",
             remedy="Send the validated specification (JobSpec.model_dump_json).",
         ) from error
+
+
+def _check_policy(spec: JobSpec, policy: str) -> None:
+    if policy not in spec.policies:
+        raise InvalidArgument(
+            f"the job has no policy '{policy}'",
+            field="policy",
+            value=policy,
+            remedy=f"Known: {', '.join(sorted(spec.policies))}.",
+        )
 
 
 def _matches(binding: Binding, spec_json: str, version: int, checksum: str) -> bool:

@@ -1,4 +1,5 @@
-"""A trainer process that kills itself (SIGKILL) at a named point of its first step.
+"""A trainer process that kills itself (SIGKILL) at a named point of its first step, or when it
+is suspended or resumed.
 
 Forked from a server that has everything imported already, so that a death costs little time.
 """
@@ -24,6 +25,7 @@ from services.trainer.publication import Publication
 from services.trainer.server import TrainerService  # noqa: F401 - imported before the fork
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import StateStore
+from services.trainer.suspension import Suspension
 
 import_transformers()
 
@@ -106,9 +108,24 @@ POINTS: Mapping[str, Callable[[], None]] = {
 }
 
 
+# Arrows of a suspension, and of a resumption.
+SUSPENDING: Mapping[str, Callable[[], None]] = {
+    "before the state is stored": lambda: _before(Suspension, "store"),
+    "after the state is stored": lambda: _after(Suspension, "store"),
+    "after the device is free": lambda: _after(Learner, "leave"),
+}
+RESUMING: Mapping[str, Callable[[], None]] = {
+    "before the state is fetched": lambda: _before(Suspension, "fetch"),
+    "after the state was fetched": lambda: _after(Suspension, "fetch"),
+    "after the state was taken": lambda: _after(Suspension, "take"),
+    "after the device is filled": lambda: _after(Learner, "adopt"),
+    "in the step that goes on": lambda: _before(Learner, "apply"),
+}
+
+
 def _serve(point: str, environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
-    POINTS[point]()
+    (POINTS | SUSPENDING | RESUMING)[point]()
     run(make_service, TrainerSettings)
 
 

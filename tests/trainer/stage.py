@@ -80,6 +80,43 @@ class Trainer:
         )
         return Path((await self.stub.SaveCheckpoint(request)).path)
 
+    async def suspend(self, policy: str = "solver") -> trainer_pb2.SuspendedState:
+        request = trainer_pb2.SuspendRequest(request_id=new_id(), job_id=self._job, policy=policy)
+        state: trainer_pb2.SuspendedState = (await self.stub.Suspend(request)).state
+        return state
+
+    async def resume(
+        self,
+        spec: JobSpec,
+        state: trainer_pb2.SuspendedState,
+        checksum: str = "",
+        policy: str = "solver",
+        version: int | None = None,
+    ) -> pb.WeightsRef:
+        request = trainer_pb2.ResumeRequest(
+            request_id=new_id(),
+            job_id=self._job,
+            policy=policy,
+            spec_json=spec.model_dump_json(),
+            version=state.version if version is None else version,
+            checksum=checksum,
+            state=state,
+        )
+        weights: pb.WeightsRef = (await self.stub.Resume(request, timeout=30)).weights
+        return weights
+
+    async def prefetch(
+        self, spec: JobSpec, state: trainer_pb2.SuspendedState, policy: str = "solver"
+    ) -> None:
+        request = trainer_pb2.PrefetchRequest(
+            request_id=new_id(),
+            job_id=self._job,
+            policy=policy,
+            spec_json=spec.model_dump_json(),
+            state=state,
+        )
+        await self.stub.Prefetch(request)
+
     async def release(self, policy: str = "solver") -> None:
         await self.stub.Release(
             trainer_pb2.ReleaseRequest(request_id=new_id(), job_id=self._job, policy=policy)

@@ -1,0 +1,295 @@
+"""Policies suspended in the middle of a step, and resumed elsewhere: bits, leases, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.stage import Trainer, TrainingStage, fill_up
+from troupe.job import JobSpec
+from troupe.rpc import (
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    TroupeError,
+)
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import trainer_pb2
+
+Events = asyncio.Task[list[trainer_pb2.StepEvent]]
+
+
+def spec_of(stage: TrainingStage, **pipeline: Any) -> JobSpec:
+    return stage.spec(
+        pipeline={"steps": 10, "queries_per_step": 2, "micro_batch_samples": 3, **pipeline}
+    )
+
+
+async def half_a_step(job: TrainingStage, trainer: Trainer, spec: JobSpec) -> Events:
+    """A step that runs and has computed what there is: half of the samples are still to come."""
+    await trainer.bind(spec)
+    await job.open()
+    await rest(job, spec, "q0")
+    running = asyncio.create_task(trainer.events(0, 0))
+    await trainer.trained(3)
+    return running
+
+
+async def rest(job: TrainingStage, spec: JobSpec, query: str = "q1") -> None:
+    for name, trajectory, samples in job.rollouts(job.first_model(spec)):
+        if name == query:
+            await job.append(name, trajectory, samples)
+
+
+async def audited(stage: TrainingStage) -> store_pb.PolicyAudit:
+    """Nothing twice, nothing lost, whatever happened."""
+    audit = await stage.store.AuditTables(store_pb.AuditTablesRequest(job_id=stage.job_id))
+    assert list(audit.violations) == []
+    (policy,) = audit.policies
+    assert (policy.lost, policy.duplicated) == (0, 0)
+    return policy
+
+
+async def undisturbed(stage: TrainingStage, spec: JobSpec) -> store_pb.StepCommit:
+    """The same step in a job of its own."""
+    quiet, trainer = await stage.sibling()
+    running = await half_a_step(quiet, trainer, spec)
+    await rest(quiet, spec)
+    return (await running)[-1].commit
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_a_step_that_moves_to_another_worker_ends_with_the_same_bits(
+    stage: TrainingStage, deterministic: bool
+) -> None:
+    spec = spec_of(stage, deterministic=deterministic)
+    here, there = await stage.trainer(), await stage.trainer(worker_id="there")
+    running = await half_a_step(stage, here, spec)
+    state = await here.suspend()
+    with pytest.raises(TroupeError) as stopped:
+        await running
+    assert stopped.value.kind == "step_suspended"
+    # Nobody needs its device: it is told what is there, and where.
+    (status,) = await here.statuses()
+    assert status.state == pb.BINDING_STATE_SUSPENDED
+    assert (state.version, state.step, state.samples) == (0, 0, 4 if deterministic else 3)
+    assert state.num_bytes == stage.transfer.manifest(state.key).num_bytes
+    assert await here.suspend() == state, "repeated"
+    # The leases are held meanwhile, and what comes goes on being collected.
+    await rest(stage, spec)
+    await there.prefetch(spec, state)
+    (status,) = await there.statuses()
+    assert status.prefetched
+    await there.resume(spec, state)
+    assert not stage.transfer.exists(state.key), "it has one owner"
+    commit = await there.run(0, 0)
+    assert commit.num_samples == 8
+    same = await undisturbed(stage, spec)
+    assert commit.weights.checksum == same.weights.checksum
+    for name in same.metrics:
+        if "seconds" not in name:
+            assert commit.metrics[name] == same.metrics[name], name
+    assert (await audited(stage)).trained == 8
+    # And from there on.
+    await stage.open(1, version=1)
+    await stage.play(stage.first_model(spec), step=1, version=1)
+    assert (await there.run(1, 1)).weights.version == 2
+
+
+async def test_to_and_fro_on_one_worker_reuses_its_memory(stage: TrainingStage) -> None:
+    spec = spec_of(stage)
+    trainer = await stage.trainer()
+    running = await half_a_step(stage, trainer, spec)
+    for _ in range(3):
+        state = await trainer.suspend()
+        await asyncio.gather(running, return_exceptions=True)
+        await trainer.resume(spec, state)
+        assert await trainer.resume(spec, state), "repeated"
+        running = asyncio.create_task(trainer.events(0, 0))
+        await trainer.trained(3)
+    await rest(stage, spec)
+    commit = (await running)[-1].commit
+    assert commit.weights.checksum == (await undisturbed(stage, spec)).weights.checksum
+    (status,) = await trainer.statuses()
+    assert status.swaps == 6
+    assert status.swap_seconds > 0
+
+
+async def test_between_two_steps_there_is_no_step_to_go_on_with(stage: TrainingStage) -> None:
+    spec = spec_of(stage)
+    trainer = await stage.trainer()
+    await trainer.bind(spec)
+    await stage.open()
+    await stage.play(stage.first_model(spec))
+    first = await trainer.run(0, 0)
+    state = await trainer.suspend()
+    assert not state.HasField("step")
+    weights = await trainer.resume(spec, state, first.weights.checksum)
+    assert weights == first.weights
+    await stage.open(1, version=1)
+    await stage.play(stage.first_model(spec), step=1, version=1)
+    assert (await trainer.run(1, 1)).weights.version == 2
+
+
+async def test_a_suspension_waits_for_a_step_that_is_past_its_last_sample(
+    stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(stage)
+    trainer = await stage.trainer()
+    await trainer.bind(spec)
+    await stage.open()
+    await stage.play(stage.first_model(spec))
+    suspension: list[asyncio.Task[trainer_pb2.SuspendedState]] = []
+    (binding,) = trainer.worker._bindings.values()
+    persist, loop = binding.persist, asyncio.get_running_loop()
+
+    def suspended_meanwhile(*args: Any) -> pb.WeightsRef:
+        def ask() -> None:
+            suspension.append(asyncio.create_task(trainer.suspend()))
+
+        loop.call_soon_threadsafe(ask)
+        weights: pb.WeightsRef = persist(*args)
+        return weights
+
+    monkeypatch.setattr(binding, "persist", suspended_meanwhile)
+    commit = await trainer.run(0, 0)
+    assert commit.weights.version == 1
+    state = await suspension[0]
+    assert (state.version, state.HasField("step")) == (1, False)
+
+
+async def test_leases_that_ran_out_in_suspension_cost_a_clean_beginning(
+    stage: TrainingStage,
+) -> None:
+    spec = spec_of(stage)
+    trainer = await stage.trainer(trainer_lease_seconds=0.4)
+    running = await half_a_step(stage, trainer, spec)
+    state = await trainer.suspend()
+    await asyncio.gather(running, return_exceptions=True)
+    await asyncio.sleep(0.6)  # the lease itself is what runs out
+    await rest(stage, spec)
+    await trainer.resume(spec, state)
+    commit = await trainer.run(0, 0)
+    assert commit.weights.checksum == (await undisturbed(stage, spec)).weights.checksum
+    assert (await audited(stage)).trained == 8
+
+
+async def test_a_step_that_another_has_begun_meanwhile_is_not_counted_twice(
+    stage: TrainingStage,
+) -> None:
+    spec = spec_of(stage)
+    here, there = await stage.trainer(), await stage.trainer(worker_id="there")
+    running = await half_a_step(stage, here, spec)
+    state = await here.suspend()
+    await asyncio.gather(running, return_exceptions=True)
+    await rest(stage, spec)
+    await there.bind(spec)  # afresh: nobody knew of the suspended state
+    other = await there.run(0, 0)
+    with pytest.raises(NotFound) as gone:  # who binds afresh forgets what waited on its host
+        await here.resume(spec, state)
+    assert (gone.value.kind, gone.value.field) == ("suspended_state_gone", "state.key")
+    assert other.num_samples == (await audited(stage)).trained == 8
+
+
+@pytest.fixture
+async def suspended(
+    stage: TrainingStage,
+) -> tuple[Trainer, JobSpec, trainer_pb2.SuspendedState]:
+    spec = spec_of(stage)
+    trainer = await stage.trainer()
+    running = await half_a_step(stage, trainer, spec)
+    state = await trainer.suspend()
+    await asyncio.gather(running, return_exceptions=True)
+    return trainer, spec, state
+
+
+Suspended = tuple[Trainer, JobSpec, trainer_pb2.SuspendedState]
+
+
+async def test_a_state_of_another_version_is_refused_and_kept(suspended: Suspended) -> None:
+    trainer, spec, state = suspended
+    with pytest.raises(FailedPrecondition) as refused:
+        await trainer.resume(spec, state, version=7)
+    assert refused.value.kind == "suspended_state_mismatch"
+    assert (refused.value.field, refused.value.value) == ("state.version", "0")
+    assert refused.value.remedy
+    await trainer.resume(spec, state)
+
+
+async def test_a_state_that_is_gone_is_an_error_and_the_step_begins_again(
+    stage: TrainingStage, suspended: Suspended
+) -> None:
+    trainer, spec, state = suspended
+    stage.transfer.delete(state.key)
+    with pytest.raises(NotFound) as gone:
+        await trainer.resume(spec, state)
+    assert (gone.value.kind, gone.value.value) == ("suspended_state_gone", state.key)
+    await trainer.bind(spec)
+    await rest(stage, spec)
+    commit = await trainer.run(0, 0)
+    assert commit.weights.checksum == (await undisturbed(stage, spec)).weights.checksum
+    assert (await audited(stage)).trained == 8
+
+
+async def test_other_bytes_than_were_suspended_are_refused(
+    stage: TrainingStage, suspended: Suspended
+) -> None:
+    trainer, spec, state = suspended
+    tensors, manifest = stage.transfer.get(state.key)
+    name = next(name for name in tensors if name.startswith("weights/"))
+    tensors[name].view(-1)[0] += 1
+    stage.transfer.set(state.key, tensors, metadata=manifest.metadata)
+    with pytest.raises(DataLoss) as changed:
+        await trainer.resume(spec, state)
+    assert changed.value.kind == "suspended_state_changed"
+
+
+async def test_a_key_of_somebody_else_is_refused(suspended: Suspended) -> None:
+    trainer, spec, state = suspended
+    state.key = "other/solver/training@0"
+    with pytest.raises(FailedPrecondition) as refused:
+        await trainer.resume(spec, state)
+    assert refused.value.kind == "suspended_state_mismatch"
+    state.key = ""
+    with pytest.raises(InvalidArgument, match="empty"):
+        await trainer.resume(spec, state)
+
+
+async def test_what_is_not_bound_cannot_be_suspended(stage: TrainingStage) -> None:
+    trainer = await stage.trainer()
+    with pytest.raises(NotFound) as refused:
+        await trainer.suspend()
+    assert refused.value.kind == "not_bound"
+
+
+async def test_a_release_forgets_the_suspended_state(
+    stage: TrainingStage, suspended: Suspended
+) -> None:
+    trainer, _, state = suspended
+    await trainer.release()
+    assert not stage.transfer.exists(state.key)
+    assert await trainer.statuses() == []
+
+
+async def test_without_room_for_its_state_a_policy_stays_and_its_step_goes_on(
+    stage: TrainingStage, small_disk: Path
+) -> None:
+    spec = spec_of(stage)
+    trainer = await stage.trainer(transfer_dir=small_disk)
+    running = await half_a_step(stage, trainer, spec)
+    ballast = fill_up(small_disk, leave=4096)
+    with pytest.raises(ResourceExhausted):
+        await trainer.suspend()
+    await asyncio.gather(running, return_exceptions=True)
+    ballast.unlink()
+    running = asyncio.create_task(trainer.events(0, 0))
+    await rest(stage, spec)
+    commit = (await running)[-1].commit
+    assert commit.weights.checksum == (await undisturbed(stage, spec)).weights.checksum
+    assert (await audited(stage)).trained == 8
