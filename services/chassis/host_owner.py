@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import structlog
 
@@ -25,6 +25,8 @@ from services.chassis.heartbeat import host_id
 from troupe.rpc import TroupeError
 
 log = structlog.get_logger("troupe.transfer")
+
+_CLOSE_SECONDS: Final = 3.0
 
 
 class Process(Protocol):
@@ -101,8 +103,14 @@ class HostOwnership:
             log.info("other hosts read states from here", address=process.address)
 
     def close(self) -> None:
-        """End the owner process if it is ours; another service may take over. Repeatable."""
-        with self._mutex:
+        """End the owner process if it is ours; another service may take over. Repeatable.
+
+        One that is just being started is left: it ends with this process.
+        """
+        if not self._mutex.acquire(timeout=_CLOSE_SECONDS):
+            log.warning("an owner that does not come up is left behind")
+            return
+        try:
             process, self._process = self._process, None
             if self._closed:
                 return
@@ -110,6 +118,8 @@ class HostOwnership:
             if process is not None:
                 process.close()
             os.close(self._file)  # frees the lock, with the place left for who comes next
+        finally:
+            self._mutex.release()
 
     def _start_somewhere(self) -> Process:
         before = self.place()

@@ -59,7 +59,9 @@ class HostTransfer(Transfer):
         self._known: tuple[str, ...] = ()
         self._mutex = threading.Lock()
         self._owner: HostOwnership | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watch: threading.Thread | None = None
+        self._looked, self._stopped = threading.Event(), threading.Event()
+        self._refusal: Unavailable | None = None
         self._exit = contextlib.ExitStack()
         self._directory: Any = None
         peers = [_Others(self, self._client)] if settings.shares_states else []
@@ -78,14 +80,15 @@ class HostTransfer(Transfer):
         channel = connect_sync(self._settings.orchestrator_address, hasty)
         self._exit.callback(channel.close)
         self._directory = orchestrator_pb2_grpc.OrchestratorStub(channel)
-        await asyncio.to_thread(self._owner.look)
-        self._watch = asyncio.create_task(self._look_on(self._owner), name="host-owner")
+        self._watch = threading.Thread(target=self._look_on, args=(self._owner,), daemon=True)
+        self._watch.start()
+        await asyncio.to_thread(self._looked.wait, _OWNER_SECONDS)
+        if self._refusal is not None and self._owner.place() is None:
+            raise self._refusal
 
     async def stop(self) -> None:
         """End what was started here. Repeatable."""
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        self._stopped.set()
         if self._owner is not None:
             await asyncio.to_thread(self._owner.close)
         self._exit.close()
@@ -185,13 +188,20 @@ class HostTransfer(Transfer):
                 )
             time.sleep(0.05)
 
-    async def _look_on(self, owner: HostOwnership) -> None:
+    def _look_on(self, owner: HostOwnership) -> None:
+        """In a thread that lasts: an owner process ends with the thread that started it."""
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
             try:
-                await asyncio.to_thread(owner.look)
+                owner.look()
+                self._refusal = None
             except (TroupeError, OSError) as error:
+                self._refusal = Unavailable(
+                    f"this host cannot serve its states: {error}", kind="transfer_owner_away"
+                )
                 log.warning("this host has no owner of its states", error=str(error))
+            self._looked.set()
+            if self._stopped.wait(_LOOK_SECONDS):
+                return
 
     def _launch(self, port: int) -> OwnerProcess:
         from troupe.transfer.remote import OwnerProcess
