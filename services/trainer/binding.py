@@ -58,6 +58,7 @@ class Binding:
         transfer: HostTransfer,
         device: torch.device,
         residence: Residence | None = None,
+        states: StateStore | None = None,
     ) -> None:
         self.job_id, self.policy, self.spec, self.spec_json = job_id, policy, spec, spec_json
         # Distinguishes this binding's claims from those of any earlier one.
@@ -76,7 +77,7 @@ class Binding:
         self.dirty = False
         self._settings = settings
         self._device = device
-        self._states = StateStore(
+        self._states = states or StateStore(
             settings.data_dir, job_id, policy, sync=settings.trainer_sync_files
         )
         self._transfer = transfer

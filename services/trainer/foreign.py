@@ -19,7 +19,7 @@ import torch
 
 from services.chassis.transfer import HostTransfer
 from services.trainer.settings import TrainerSettings
-from services.trainer.state import StateStore
+from services.trainer.state import StateStore, TrainingState
 from troupe.rpc import NO_RETRY, FailedPrecondition, NotFound, TroupeError, new_id
 from troupe.rpc.channel import connect_sync
 from troupe.v1 import trainer_pb2 as pb
@@ -38,6 +38,11 @@ class ForeignStates:
     def __init__(self, host: HostTransfer, settings: TrainerSettings) -> None:
         self._host, self._settings = host, settings
 
+    def store(self, job_id: str, policy: str) -> StateStore:
+        """The kept versions of a policy: what this host lacks comes from another one that keeps it,
+        what is saved here is copied as often as `trainer_state_replicas` says."""
+        return _Reaching(self, self._settings, job_id, policy)
+
     def bring(self, store: StateStore, version: int, checksum: str) -> None:
         """Have the state of `version` in `store`, from whichever trainer keeps it.
 
@@ -48,7 +53,7 @@ class ForeignStates:
         if store.exists(version, checksum):
             return
         if not self._settings.shares_states:
-            store.load(version, checksum)  # raises: says what is kept here
+            return  # who loads it is told what is kept here
         began = time.monotonic()
         troubles: dict[str, str] = {}
         while True:
@@ -75,6 +80,10 @@ class ForeignStates:
             )
         # Unversioned, so that whoever has read it may delete it.
         key = f"{job_id}/states/{policy}/{path.name}"
+        # Who came for an earlier one has it, or has died.
+        for old in self._host.keys(f"{job_id}/states/{policy}/"):
+            if old != key:
+                self._host.delete(old)
         manifest = self._host.set(key, _files(path))
         log.info("state offered", job_id=job_id, policy=policy, version=version)
         return pb.OfferStateResponse(
@@ -138,11 +147,6 @@ class ForeignStates:
                 troubles=troubles,
             )
         return kept
-
-    def withdraw(self, job_id: str, policy: str) -> None:
-        """Free what was offered and not fetched."""
-        for key in self._host.keys(f"{job_id}/states/{policy}/"):
-            self._host.delete(key)
 
     def _trainers(self, store: StateStore, version: int, troubles: dict[str, str]) -> list[str]:
         key = f"{store.job_id}/{store.policy}/state@{version}"
@@ -216,6 +220,23 @@ class ForeignStates:
             "host, give all trainers the same data_dir (TROUPE_DATA_DIR) or keep copies "
             "(TROUPE_TRAINER_STATE_REPLICAS).",
         )
+
+
+class _Reaching(StateStore):
+    def __init__(
+        self, foreign: ForeignStates, settings: TrainerSettings, job_id: str, policy: str
+    ) -> None:
+        super().__init__(settings.data_dir, job_id, policy, sync=settings.trainer_sync_files)
+        self._foreign = foreign
+
+    def load(self, version: int, checksum: str = "", *, whole: bool = True) -> TrainingState:
+        self._foreign.bring(self, version, checksum)
+        return super().load(version, checksum, whole=whole)
+
+    def save(self, state: TrainingState) -> Path:
+        path = super().save(state)
+        self._foreign.replicate(self, state.version, state.checksum)
+        return path
 
 
 def _files(path: Path) -> dict[str, torch.Tensor]:

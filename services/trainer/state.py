@@ -164,11 +164,11 @@ class StateStore:
                     (temp / path).write_bytes(files[part])
                     if self._sync:
                         sync_file(temp / path)
-                try:
-                    temp.rename(target)
-                except OSError:
-                    if not target.is_dir():  # else somebody was quicker
-                        raise
+                old = temp.with_suffix(".old")  # an attempt that was never committed, maybe
+                with contextlib.suppress(FileNotFoundError):
+                    target.rename(old)
+                temp.rename(target)
+                shutil.rmtree(old, ignore_errors=True)
                 if self._sync:
                     sync_directory(self._directory)
             finally:

@@ -274,6 +274,7 @@ class TrainerWorker:
             self._transfer,
             self._device,
             self._residence,
+            self._foreign.store(*key),
         )
 
     async def _suspend(self, key: Key) -> trainer_pb2.SuspendedState:
