@@ -16,8 +16,9 @@ class TrainerSpec(Section):
     """Keep only what goes into each layer for the backward pass and compute the rest again:
     roughly a third more computation, for activations of one layer instead of all."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Whether torch.compile fuses the layers. `auto`: where it was measured to pay (a GPU, and no
-    deterministic mode); `on` is refused by a worker that has no compiler."""
+    """Whether torch.compile fuses what lies between matrix products. `on` is refused by a worker
+    without a compiler, and with `pipeline.deterministic`. `auto`: where it was measured to pay,
+    which is nowhere yet: 5 % on a CPU after half a minute of compiling, no GPU measured."""
     forward_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one forward pass, which a micro-batch is cut into; a longer sequence is a pass of
     its own. Default: what suits the device (1024 on a CPU, 16384 on a GPU)."""
@@ -25,3 +26,9 @@ class TrainerSpec(Section):
     """Devices that share the policy's weights, gradients and optimizer (FSDP2), each computing its
     part of every micro-batch. 1: one device holds all of it. Sums of several devices round in
     another order: not with `pipeline.deterministic`. A resumed job may have another size."""
+    quantum_seconds: float = Field(default=1.0, ge=0)
+    """Where policies outnumber the trainers' slots: a policy with work keeps its device so long
+    before one with older work may take its place. Larger: fewer swaps, longer waits."""
+    idle_seconds: float = Field(default=600, gt=0)
+    """A policy that has no step to train for so long gives its device and memory back, so that
+    trainers can be scaled to zero; the next step loads it again."""

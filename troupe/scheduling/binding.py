@@ -76,6 +76,12 @@ class Policy:
     """Workers on whose host its state is, or that hold it from before."""
     prefetched: frozenset[str] = frozenset()
     """Workers that have its state ready."""
+    barred: frozenset[str] = frozenset()
+    """Workers that it is not bound to."""
+    quantum: float | None = None
+    """Instead of `Rules.quantum`."""
+    idle: float | None = None
+    """Instead of `Rules.idle`."""
 
     @property
     def share(self) -> float:
@@ -160,7 +166,7 @@ def decide(rules: Rules, policies: Sequence[Policy], workers: Sequence[Worker], 
 
 
 def _suits(policy: Policy, worker: Worker) -> bool:
-    return policy.device in ("", worker.device)
+    return policy.device in ("", worker.device) and worker.worker_id not in policy.barred
 
 
 def _wanted(policies: Iterable[Policy], workers: Iterable[Worker]) -> int:
@@ -272,7 +278,7 @@ class _Table:
     def release(self) -> None:
         """Scale to zero what has been idle for long."""
         for policy in self._policies.values():
-            if self._idle(policy) and self._now - policy.since >= self._rules.idle:
+            if self._idle(policy) and self._now >= self._released_at(policy):
                 self.moves.append(Release(policy.policy))
 
     def again(self) -> float:
@@ -280,11 +286,18 @@ class _Table:
         times = [one.since + self._rules.idle for one in self._policies.values() if self._idle(one)]
         if self._going:
             times += [
-                one.bound_at + self._rules.quantum
+                self._left_alone_until(one)
                 for one in self._policies.values()
                 if one.bound and one.work and not one.leaving
             ]
         return min((time for time in times if time > self._now), default=math.inf)
+
+    def _left_alone_until(self, policy: Policy) -> float:
+        quantum = self._rules.quantum if policy.quantum is None else policy.quantum
+        return policy.bound_at + quantum
+
+    def _released_at(self, policy: Policy) -> float:
+        return policy.since + (self._rules.idle if policy.idle is None else policy.idle)
 
     def _idle(self, policy: Policy) -> bool:
         resting = policy.bound or policy.near
@@ -318,7 +331,7 @@ class _Table:
             case 3:  # the youngest work is disturbed
                 return -min(self._rank[one.policy] for one in who if one.work)
             case 4:  # the quantum that ends first is awaited
-                return max(one.bound_at for one in who)
+                return max(map(self._left_alone_until, who))
             case _:
                 return 0.0
 
@@ -350,7 +363,7 @@ class _Table:
                 return 4
             if not one.work:
                 return 2
-            return 3 if self._now - one.bound_at >= self._rules.quantum else 4
+            return 3 if self._now >= self._left_alone_until(one) else 4
 
         return price
 
