@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from troupe.transfer import Transfer, blob, checksum_of
+from troupe.transfer import Transfer, checksum_of, room
 
 KEY = "job/solver/weights@1"
 
@@ -27,16 +27,13 @@ print(Transfer(pathlib.Path(sys.argv[1])).set(sys.argv[2], tensors).checksum)
 
 DYING_WRITER = """
 import sys, pathlib, time, torch
-from troupe.transfer import Transfer, blob
-real, count = blob._write_all, 0
-def slow(file, view):
-    global count
-    count += 1
-    real(file, view[: len(view) // 2] if count == 2 else view)
-    if count == 2:
-        print("half", flush=True)
-        time.sleep(60)
-blob._write_all = slow
+from troupe.transfer import Transfer, room
+real = room._write_all
+def slow(descriptor, view, offset):
+    real(descriptor, view[: len(view) // 2], offset)
+    print("half", flush=True)
+    time.sleep(60)
+room._write_all = slow
 Transfer(pathlib.Path(sys.argv[1])).set(sys.argv[2], {"w": torch.ones(100_000)})
 """
 
@@ -84,8 +81,8 @@ def test_a_writer_that_dies_half_way_is_never_visible(
         assert not transfer.exists(KEY)
         assert transfer.keys() == []
         # Old enough to be swept, but its writer lives.
-        monkeypatch.setattr(blob, "_TEMP_GRACE_SECONDS", -1.0)
-        blob.sweep(directory)
+        monkeypatch.setattr(room, "_TEMP_GRACE_SECONDS", -1.0)
+        room.sweep(directory)
         assert len(list(directory.iterdir())) == 1
         writer.send_signal(signal.SIGKILL)
         writer.wait(10)

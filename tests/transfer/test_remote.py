@@ -29,9 +29,10 @@ from troupe.transfer import (
     TransferTimeout,
     checksum_of,
 )
-from troupe.transfer.remote import Owner, Peer, layout
+from troupe.transfer import room as room_module
+from troupe.transfer.checksum import PIECE_BYTES
+from troupe.transfer.remote import Owner, Peer, serving
 from troupe.transfer.remote import owner as owner_module
-from troupe.transfer.remote import part as part_module
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
@@ -71,13 +72,16 @@ def state(mib: int = 0) -> dict[str, torch.Tensor]:
 
 
 def leftovers(transfer: Transfer) -> list[Path]:
-    return [path for path in transfer.roots[0].rglob("*") if path.is_file()]
+    """Files that take room: states, visible or not."""
+    notes = (".lock", ".fetched", ".verified")
+    files = (path for path in transfer.roots[0].rglob("*") if path.is_file())
+    return [path for path in files if not path.name.endswith(notes)]
 
 
 def test_a_state_of_another_host(
     there: Transfer, here: Transfer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tensors = state(mib=9)  # several chunks, the last one short
+    tensors = state(mib=26)  # several chunks, the last one short
     manifest = there.set(KEY, tensors, metadata={"step": "9"})
     got, read = here.get(KEY, expected_checksum=manifest.checksum)
     assert read == manifest
@@ -182,24 +186,26 @@ def corrupting(
 ) -> list[int]:
     """Make the owner's bytes change after they were checksummed; the chunks sent, in order."""
     sent: list[int] = []
-    real = owner_module._message
+    real = serving._message
+    # Chunks of one message each.
+    monkeypatch.setattr(serving, "MESSAGE_BYTES", PIECE_BYTES)
 
-    def message(chunk: int, view: memoryview) -> pb.StateChunk:
+    def message(chunk: int, offset: int, view: memoryview) -> pb.StateChunk:
         sent.append(chunk)
-        made = real(chunk, view)
+        made = real(chunk, offset, view)
         data = bytearray(made.data)
         spoil(len(sent), data)
         made.data = bytes(data)
         return made
 
-    monkeypatch.setattr(owner_module, "_message", message)
+    monkeypatch.setattr(serving, "_message", message)
     return sent
 
 
 def test_a_byte_that_changed_on_the_way_is_sent_again(
     there: Transfer, here: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = there.set(KEY, state(mib=9))
+    manifest = there.set(KEY, state(mib=26))
 
     def spoil(nth: int, data: bytearray) -> None:
         if nth == 2:
@@ -248,7 +254,7 @@ def test_a_state_that_is_corrupt_at_its_owner_is_refused(there: Transfer, here: 
 def test_a_broken_connection_goes_on_where_it_was(
     there: Transfer, here: Transfer, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manifest = there.set(KEY, state(mib=9))
+    manifest = there.set(KEY, state(mib=26))
     again: list[Owner] = []
     port = int(owner.address.rpartition(":")[2])
 
@@ -275,7 +281,7 @@ def test_a_broken_connection_goes_on_where_it_was(
 def test_an_owner_that_stays_away_half_way(
     there: Transfer, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there.set(KEY, state(mib=9))
+    there.set(KEY, state(mib=26))
     stopper = threading.Thread(target=owner.stop, args=[0])
 
     def spoil(nth: int, data: bytearray) -> None:
@@ -286,12 +292,14 @@ def test_an_owner_that_stays_away_half_way(
     corrupting(monkeypatch, spoil)
     source = Peer(owner.address, SETTINGS)
     here = Transfer(tmp_path / "here", peers=[source])
-    into = {name: torch.zeros_like(t) for name, t in state(mib=9).items()}
+    into = {name: torch.zeros_like(t) for name, t in state(mib=26).items()}
     with pytest.raises(TransferTimeout, match="chunks are missing"):
         here.get(KEY, into, timeout=2)
     stopper.join()
     assert not any(t.any() for t in into.values())
-    assert not leftovers(here)
+    assert not here.keys()
+    # What has arrived stays for who goes on.
+    assert [path.suffix for path in leftovers(here)] == [".part"]
     source.close()
 
 
@@ -301,7 +309,7 @@ def test_no_room_here(there: Transfer, here: Transfer, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(part_module.os, "posix_fallocate", full)
+    monkeypatch.setattr(room_module.os, "posix_fallocate", full)
     with pytest.raises(StorageFull):
         here.get(KEY)
     assert not leftovers(here)
@@ -311,7 +319,7 @@ def test_no_room_here(there: Transfer, here: Transfer, monkeypatch: pytest.Monke
     ("change", "field"),
     [
         ({"chunk_bytes": 0}, "chunk_bytes"),
-        ({"chunk_bytes": layout.MAX_MESSAGE_CHUNK_BYTES + 1}, "chunk_bytes"),
+        ({"chunk_bytes": PIECE_BYTES + 1}, "chunk_bytes"),
         ({"chunks": [0, 1]}, "chunks"),
         ({"checksum": "0" * 32}, "checksum"),
         ({"key": "../../etc/passwd"}, "key"),
@@ -322,7 +330,7 @@ def test_requests_that_make_no_sense(
     there: Transfer, owner: Owner, change: dict[str, Any], field: str
 ) -> None:
     manifest = there.set(KEY, state())
-    fields = {"key": KEY, "checksum": manifest.checksum, "chunk_bytes": 2**20, "chunks": [0]}
+    fields = {"key": KEY, "checksum": manifest.checksum, "chunk_bytes": PIECE_BYTES, "chunks": [0]}
     with connect_sync(owner.address, SETTINGS) as channel:
         stub = rpc.TransferOwnerStub(channel)
         with pytest.raises(TroupeError) as caught:
@@ -330,10 +338,10 @@ def test_requests_that_make_no_sense(
     assert caught.value.field == field
 
 
-def test_a_reader_that_was_killed_leaves_nothing_for_long(
+def test_what_a_reader_that_was_killed_had_is_not_fetched_again(
     there: Transfer, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there.set(KEY, state(mib=9))
+    there.set(KEY, state(mib=26))
     halfway = threading.Event()
 
     def spoil(nth: int, data: bytearray) -> None:
@@ -341,7 +349,7 @@ def test_a_reader_that_was_killed_leaves_nothing_for_long(
             halfway.set()
             time.sleep(0.5)
 
-    corrupting(monkeypatch, spoil)
+    sent = corrupting(monkeypatch, spoil)
     root = tmp_path / "here"
     code = (
         "import sys, pathlib\n"
@@ -354,15 +362,30 @@ def test_a_reader_that_was_killed_leaves_nothing_for_long(
     with subprocess.Popen([sys.executable, "-c", code, owner.address, str(root), KEY]) as reader:
         assert halfway.wait(60)
         reader.send_signal(signal.SIGKILL)
-    (temp,) = leftovers(Transfer(root))
+    assert [path.suffix for path in leftovers(Transfer(root))] == [".part"]
     assert not Transfer(root).keys()  # invisible
-    old = time.time() - 3600
-    os.utime(temp, (old, old))
-    monkeypatch.undo()
+    began = len(sent)
     source = Peer(owner.address, SETTINGS)
-    Transfer(root, peers=[source]).get(KEY)  # the next one clears it away
+    got, manifest = Transfer(root, peers=[source]).get(KEY)
+    assert checksum_of(got) == manifest.checksum
+    # What had arrived was verified again, and found whole.
+    assert 0 not in sent[began:]
     assert [path.name for path in leftovers(Transfer(root))] == ["weights@3"]
     source.close()
+
+
+def test_what_nobody_goes_on_with_is_cleared_away(
+    there: Transfer, here: Transfer, tmp_path: Path
+) -> None:
+    manifest = there.set(KEY, state())
+    part = here.roots[0] / "job/solver" / f".weights@3.{manifest.checksum}.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"of another size, of no use")
+    old = part.with_name(".weights@1.0000.part")
+    old.write_bytes(b"half")
+    os.utime(old, (1.0, 1.0))
+    here.get(KEY)
+    assert [path.name for path in leftovers(here)] == ["weights@3"]
 
 
 def test_the_port_is_taken(there: Transfer, owner: Owner) -> None:

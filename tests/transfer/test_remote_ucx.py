@@ -16,8 +16,8 @@ from pydantic import SecretStr
 
 from tests.transfer.remote_host import KEY, state
 from troupe.rpc import ClientSettings
-from troupe.transfer import Choice, Transfer, TransferTimeout, checksum_of
-from troupe.transfer.remote import Peer, lane, reading
+from troupe.transfer import Choice, Transfer, TransferTimeout, checksum_of, chunks
+from troupe.transfer.remote import Peer, lane
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,7 +68,7 @@ def test_an_owner_without_ucx(tmp_path: Path) -> None:
 
 
 def test_a_byte_that_changed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = reading.bytes_checksum, []
+    real, calls = chunks.bytes_checksum, []
 
     def spoiled(data: memoryview) -> str:
         calls.append(len(data))
@@ -76,7 +76,7 @@ def test_a_byte_that_changed_on_the_way(tmp_path: Path, monkeypatch: pytest.Monk
             data[5] ^= 1
         return real(data)
 
-    monkeypatch.setattr(reading, "bytes_checksum", spoiled)
+    monkeypatch.setattr(chunks, "bytes_checksum", spoiled)
     with host(tmp_path / "there", 100) as (address, _):
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
@@ -87,7 +87,7 @@ def test_a_byte_that_changed_on_the_way(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_owner_that_is_killed_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = reading.bytes_checksum, []
+    real, calls = chunks.bytes_checksum, []
     with host(tmp_path / "there", 200) as (address, process):
 
         def killing(data: memoryview) -> str:
@@ -97,30 +97,30 @@ def test_an_owner_that_is_killed_half_way(tmp_path: Path, monkeypatch: pytest.Mo
                 process.wait()
             return real(data)
 
-        monkeypatch.setattr(reading, "bytes_checksum", killing)
+        monkeypatch.setattr(chunks, "bytes_checksum", killing)
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
         into = {name: torch.zeros_like(t) for name, t in state(200).items()}
         with pytest.raises(TransferTimeout, match="chunks are missing"):
             here.get(KEY, into, timeout=15)
         assert not any(t.any() for t in into.values())
-        assert not [path for path in here.roots[0].rglob("*") if path.is_file()]
+        assert not here.keys()
         source.close()
 
 
 READER = """
 import sys, pathlib, os, signal
 from troupe.rpc import ClientSettings
-from troupe.transfer import Transfer
-from troupe.transfer.remote import Peer, reading
+from troupe.transfer import Transfer, chunks
+from troupe.transfer.remote import Peer
 from tests.transfer.remote_host import KEY
-real, calls = reading.bytes_checksum, []
+real, calls = chunks.bytes_checksum, []
 def dying(data):
     calls.append(1)
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return real(data)
-reading.bytes_checksum = dying
+chunks.bytes_checksum = dying
 peer = Peer(sys.argv[1], ClientSettings(token="secret"))
 Transfer(pathlib.Path(sys.argv[2]), peers=[peer]).get(KEY)
 """

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -21,12 +22,13 @@ from troupe.transfer import (
     InvalidKey,
     KeyNotFound,
     LayoutMismatch,
+    Manifest,
     StorageFull,
     Transfer,
     TransferTimeout,
     VersionWentBackwards,
-    blob,
     checksum_of,
+    room,
 )
 
 KEY = "job/solver/weights@3"
@@ -226,7 +228,7 @@ def test_full_storage_keeps_the_former_content(
     transfer: Transfer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transfer.set(KEY, {"x": torch.zeros(4)})
-    monkeypatch.setattr(blob, "_write_all", _full)
+    monkeypatch.setattr(room, "_write_all", _full)
     with pytest.raises(StorageFull, match="no room"):
         transfer.set(KEY, {"x": torch.ones(4)})
     monkeypatch.undo()
@@ -240,14 +242,14 @@ def test_full_shared_memory_falls_back_to_files_with_a_warning(
     small, big = tmp_path / "small", tmp_path / "big"
     transfer = Transfer(small, fallback=big)
     transfer.set(KEY, {"x": torch.zeros(4)})
-    real = blob.write
+    real = room.write
 
-    def write(path: Path, *rest: object) -> None:
+    def write(path: Path, *rest: Any) -> Manifest:
         if path.is_relative_to(small):
             _full()
-        real(path, *rest)  # type: ignore[arg-type]
+        return real(path, *rest)
 
-    monkeypatch.setattr(blob, "write", write)
+    monkeypatch.setattr(room, "write", write)
     with caplog.at_level(logging.WARNING):
         transfer.set(KEY, {"x": torch.ones(4)})
     assert "no room" in caplog.text

@@ -15,7 +15,7 @@ from troupe.transfer.errors import (
     TransferTimeout,
     VersionWentBackwards,
 )
-from troupe.transfer.manifest import Entry, Manifest
+from troupe.transfer.manifest import Entry, Manifest, Shard
 from troupe.transfer.places import default_root
 from troupe.transfer.store import Transfer
 
@@ -27,6 +27,7 @@ __all__ = [
     "KeyNotFound",
     "LayoutMismatch",
     "Manifest",
+    "Shard",
     "StorageFull",
     "Transfer",
     "TransferCounters",

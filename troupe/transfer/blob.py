@@ -1,37 +1,48 @@
 """One stored state as one file: `magic | manifest length | manifest | tensors`.
 
-One file, so that one rename makes all of it visible or none.
+One file, so that one rename makes all of it visible or none. Who reads it holds a shared lock for
+as long as it has it mapped; a file that nobody has mapped and no key names may be used again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import io
 import mmap
 import os
-import secrets
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import torch
 
-from troupe.transfer.checksum import bytes_checksum, combine, dtype_name, dtype_of, host_bytes
-from troupe.transfer.manifest import Entry, Manifest, version_in
+from troupe.transfer.checksum import PIECE_BYTES, bytes_checksum, combine, dtype_name, host_bytes
+from troupe.transfer.checksum import dtype_of as dtype_of
+from troupe.transfer.manifest import Entry, Manifest, Shard, version_in
 
-MAGIC = b"TROUPE\x00\x01"
+# The last byte is the format's number: 2 has checksums by pieces.
+MAGIC: Final = b"TROUPE\x00\x02"
 # Tensors start on cache lines, which every dtype's alignment divides.
-ALIGN = 64
-# Nobody takes longer than this between creating a temporary file and locking it.
-_TEMP_GRACE_SECONDS = 60.0
-_MAX_MANIFEST_BYTES = 64 << 20
+ALIGN: Final = 64
+_MAX_MANIFEST_BYTES: Final = 256 << 20
+# A file is locked against readers for the moment between its rename and its unlocking.
+_LOCKED_SECONDS: Final = 5.0
+_NO_CHECKSUM: Final = "0" * 32
 
 
-def layout(
-    key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+def draft(
+    key: str,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+    *,
+    nesting: str = "",
+    base: str = "",
+    shards: Mapping[str, Shard] | None = None,
 ) -> tuple[Manifest, list[memoryview]]:
-    """The manifest of `tensors` and their bytes, in the manifest's order (by name)."""
+    """The manifest of `tensors` with empty checksums, as long as it will be with them, and their
+    bytes in the manifest's order (by name)."""
     entries: list[Entry] = []
     views: list[memoryview] = []
     offset = 0
@@ -39,13 +50,37 @@ def layout(
         tensor = tensors[name]
         view = host_bytes(tensor)
         shape = tuple(tensor.shape)
+        count = -(-len(view) // PIECE_BYTES) if len(view) > PIECE_BYTES else 0
+        pieces = (_NO_CHECKSUM,) * count
+        shard = (shards or {}).get(name)
         entries.append(
-            Entry(name, dtype_name(tensor.dtype), shape, offset, len(view), bytes_checksum(view))
+            Entry(
+                name,
+                dtype_name(tensor.dtype),
+                shape,
+                offset,
+                len(view),
+                _NO_CHECKSUM,
+                pieces,
+                shard,
+            )
         )
         views.append(view)
         offset = _aligned(offset + len(view))
-    checksum = combine({e.name: (e.dtype, e.shape, e.checksum) for e in entries})
-    return Manifest(key, version_in(key), checksum, tuple(entries), dict(metadata)), views
+    made = Manifest(
+        key, version_in(key), _NO_CHECKSUM, tuple(entries), dict(metadata), nesting, base
+    )
+    return made, views
+
+
+def signed(manifest: Manifest, checksums: list[tuple[str, tuple[str, ...]]]) -> Manifest:
+    """A draft with the checksums of its tensors and their pieces."""
+    entries = tuple(
+        replace(entry, checksum=checksum, pieces=pieces)
+        for entry, (checksum, pieces) in zip(manifest.entries, checksums, strict=True)
+    )
+    parts = {e.name: (e.dtype, e.shape, e.checksum) for e in entries}
+    return replace(manifest, checksum=combine(parts, manifest.nesting), entries=entries)
 
 
 def prefix(manifest: Manifest) -> bytes:
@@ -55,33 +90,9 @@ def prefix(manifest: Manifest) -> bytes:
     return (MAGIC + len(header).to_bytes(8, "little") + header).ljust(start, b"\0")
 
 
-def write(path: Path, manifest: Manifest, views: list[memoryview]) -> None:
-    """Write under a temporary name, then rename to `path`. OSError leaves `path` as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temp = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
-    head = prefix(manifest)
-    try:
-        # write(2), not a store through a mapping: on a full tmpfs the former is an error,
-        # the latter kills the process.
-        with open(temp, "xb", buffering=0) as file:
-            # Held while the writer lives: `sweep` tells a dead writer's file by it.
-            fcntl.flock(file, fcntl.LOCK_EX)
-            start = len(head)
-            _write_all(file, memoryview(head))
-            for entry, view in zip(manifest.entries, views, strict=True):
-                file.seek(start + entry.offset)
-                _write_all(file, view)
-            # A last tensor without bytes would leave the file short.
-            file.truncate(start + manifest.end)
-            temp.replace(path)
-    except BaseException:
-        temp.unlink(missing_ok=True)
-        raise
-
-
 def read_manifest(path: Path) -> Manifest:
     """The manifest alone. FileNotFoundError, or ValueError when the file is damaged."""
-    with open(path, "rb") as file:
+    with leased(path) as file:
         return _read_header(file)[0]
 
 
@@ -94,13 +105,13 @@ def read(path: Path) -> tuple[Manifest, dict[str, torch.Tensor], tuple[int, int]
     """
     manifest, mapping, start, status = _map(path)
     tensors = {entry.name: _view(mapping, start, entry) for entry in manifest.entries}
-    return manifest, tensors, (status.st_ino, status.st_mtime_ns)
+    return manifest, tensors, identity_in(status)
 
 
 def read_bytes(path: Path) -> tuple[Manifest, memoryview]:
     """Map `path` like `read`: manifest and the whole data section as bytes."""
     manifest, mapping, start, _ = _map(path)
-    return manifest, memoryview(mapping)[start:]
+    return manifest, memoryview(mapping)[start : start + manifest.end]
 
 
 def damaged(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Iterator[str | None]:
@@ -111,35 +122,57 @@ def damaged(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Iterator
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Changes whenever the file under `path` is another one."""
-    status = path.stat()
-    return status.st_ino, status.st_mtime_ns
+    """Changes whenever the file under `path` is another one, or was written to or renamed."""
+    return identity_in(path.stat())
 
 
-def sweep(directory: Path) -> None:
-    """Remove what writers that died half way left in `directory`."""
-    for temp in directory.glob(".*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - temp.stat().st_mtime < _TEMP_GRACE_SECONDS:
-                continue
-            with open(temp, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                temp.unlink()
+def identity_in(status: os.stat_result) -> tuple[int, int]:
+    """`identity` of a file that is open."""
+    return status.st_ino, status.st_ctime_ns
+
+
+def leased(path: Path) -> io.BufferedReader:
+    """The file under `path`, which nobody uses again while it, or a mapping of it, is open.
+
+    Raises FileNotFoundError, or ValueError for one that stays locked.
+    """
+    deadline = time.monotonic() + _LOCKED_SECONDS
+    while True:
+        file = open(path, "rb")  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
+                return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise ValueError(f"locked for {_LOCKED_SECONDS:g} s") from None
+            time.sleep(0.001)
+        except BaseException:
+            file.close()
+            raise
+        file.close()
 
 
 def _map(path: Path) -> tuple[Manifest, mmap.mmap, int, os.stat_result]:
-    with open(path, "rb") as file:
+    with leased(path) as file:
         manifest, start = _read_header(file)
         status = os.fstat(file.fileno())
         if status.st_size != start + manifest.end:
             raise ValueError(f"{status.st_size} bytes long instead of {start + manifest.end}")
+        # The mapping keeps a duplicate of the descriptor, and with it the lease.
         return manifest, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), start, status
 
 
 def _read_header(file: io.BufferedReader) -> tuple[Manifest, int]:
     prefix = file.read(len(MAGIC) + 8)
-    if len(prefix) < len(MAGIC) + 8 or not prefix.startswith(MAGIC):
+    if len(prefix) < len(MAGIC) + 8 or not prefix.startswith(MAGIC[:-1]):
         raise ValueError("not a state file")
+    if not prefix.startswith(MAGIC):
+        raise ValueError(
+            f"written in format {prefix[len(MAGIC) - 1]} by another version of Troupe, this one "
+            f"reads format {MAGIC[-1]}"
+        )
     length = int.from_bytes(prefix[len(MAGIC) :], "little")
     if length > _MAX_MANIFEST_BYTES:
         raise ValueError(f"a manifest of {length} bytes is longer than allowed")
@@ -153,12 +186,6 @@ def _view(mapping: mmap.mmap, start: int, entry: Entry) -> torch.Tensor:
     count = entry.nbytes // dtype.itemsize
     flat = torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + entry.offset)
     return flat.reshape(entry.shape)
-
-
-def _write_all(file: io.FileIO, view: memoryview) -> None:
-    # An unbuffered write moves at most 2 GiB and may stop early.
-    while len(view):
-        view = view[file.write(view) :]
 
 
 def _aligned(offset: int) -> int:

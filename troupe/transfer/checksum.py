@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 import xxhash
+
+# Bytes that are hashed, sent, verified and sent again as one. Large against the cost of a request,
+# small against a state: what one reader has of it can go on to the next while more comes.
+PIECE_BYTES: Final = 8 << 20
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -22,30 +27,59 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The C-order bytes of `tensor`; a view when it is contiguous in host memory, else a copy."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    """The C-order bytes of `tensor`; a view when it is contiguous in host memory, else a copy.
+
+    From a device they come through pinned memory, where the link's full speed is.
+    """
+    tensor = tensor.detach()
+    if tensor.device.type == "cuda":
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        tensor = staged.copy_(tensor)
+    flat = tensor.to("cpu").contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
     # bfloat16 has no numpy dtype: every tensor is seen as plain bytes.
     return memoryview(flat.view(torch.uint8).numpy().data)
 
 
+def piece_checksums(data: memoryview) -> tuple[str, ...]:
+    """Hex xxh3-128 of every `PIECE_BYTES` of `data`; none for data that is a single piece."""
+    if len(data) <= PIECE_BYTES:
+        return ()
+    return tuple(
+        xxhash.xxh3_128_hexdigest(data[start : start + PIECE_BYTES])
+        for start in range(0, len(data), PIECE_BYTES)
+    )
+
+
+def whole(pieces: Sequence[str]) -> str:
+    """Hex xxh3-128 of a tensor of several pieces: that of its pieces' checksums."""
+    return xxhash.xxh3_128_hexdigest(bytes.fromhex("".join(pieces)))
+
+
 def bytes_checksum(data: bytes | memoryview) -> str:
-    """Hex xxh3-128 of `data`."""
-    return xxhash.xxh3_128_hexdigest(data)
+    """Hex xxh3-128 of `data`, by pieces when it is longer than one.
+
+    Each piece can so be verified alone as it arrives, with one pass over the bytes.
+    """
+    if len(data) <= PIECE_BYTES:
+        return xxhash.xxh3_128_hexdigest(data)
+    return whole(piece_checksums(memoryview(data)))
 
 
-def combine(parts: Mapping[str, tuple[str, Sequence[int], str]]) -> str:
+def combine(parts: Mapping[str, tuple[str, Sequence[int], str]], nesting: str = "") -> str:
     """Hex xxh3-128 over (name, dtype, shape, checksum of bytes) in the order of names.
 
     Hashing the tensors' checksums instead of their bytes again lets a reader verify one
-    tensor at a time, and costs one pass over the bytes.
+    tensor at a time, and costs one pass over the bytes. `nesting`: what else the content is,
+    where it is more than named tensors.
     """
     digest = xxhash.xxh3_128()
     for name in sorted(parts):
         dtype, shape, checksum = parts[name]
         line = f"{name}\0{dtype}\0{','.join(map(str, shape))}\0{checksum}\n"
         digest.update(line.encode())
+    digest.update(nesting.encode())
     return digest.hexdigest()
 
 

@@ -45,12 +45,29 @@ class Fetched(Protocol):
 
 
 class Source(Protocol):
-    """Where states of other hosts come from: `troupe.transfer.remote.Peer`."""
+    """Where states of other hosts come from: `troupe.transfer.remote.Peer`, `HostOwner`."""
 
     @property
     def address(self) -> str: ...
     @property
     def deadline_seconds(self) -> float: ...
     def fetch(
-        self, key: str, roots: Sequence[Path], counters: TransferCounters, deadline: float
-    ) -> Fetched: ...
+        self,
+        key: str,
+        roots: Sequence[Path],
+        counters: TransferCounters,
+        deadline: float,
+        *,
+        expected: str | None = None,
+        base: str | None = None,
+        cast: str | None = None,
+    ) -> Fetched:
+        """Bring the state under `key` into the first of `roots` that has room.
+
+        `deadline` is of the monotonic clock. `expected`: the checksum it must have; who has
+        another content has not got it. `base`: a key of this host that most of it may equal.
+        `cast`: the dtype that its floating-point tensors are wanted in (it is then another key).
+
+        Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout, Unavailable.
+        """
+        ...

@@ -5,33 +5,35 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from troupe.rpc.errors import TroupeError, Unavailable
-from troupe.transfer import blob
+from troupe.transfer import blob, room, sidecar
+from troupe.transfer.cast import CAST_OF, cast_key, check_cast
+from troupe.transfer.cast import cast as cast_tensors
 from troupe.transfer.checksum import dtype_name
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import (
     Corrupt,
-    InvalidKey,
     KeyNotFound,
     LayoutMismatch,
     StorageFull,
     TransferTimeout,
     VersionWentBackwards,
 )
-from troupe.transfer.manifest import Manifest, version_in
+from troupe.transfer.manifest import Manifest, Shard
+from troupe.transfer.nesting import flatten, unflatten
 from troupe.transfer.places import Source, default_root, in_memory
+from troupe.transfer.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
-_SEGMENT = re.compile(r"^[A-Za-z0-9_@=-][A-Za-z0-9._@=-]*$")
 # A key appears at most once per step: looking this often costs nothing and delays nobody.
 _POLL_SECONDS = 0.01
 # A peer that does not have it yet is asked again so often.
@@ -39,7 +41,7 @@ _ASK_PEERS_SECONDS = 0.25
 
 
 class Transfer:
-    """Set and get of named tensors; the caller never says where they are.
+    """Set and get of trees of tensors; the caller never says where they are.
 
     A state is a file under `root`: in shared memory normally, readers map it without a copy.
     When shared memory is full, or `root` is on a disk, plain files are used, with a warning.
@@ -61,21 +63,18 @@ class Transfer:
         Without an explicit `root` both defaults apply; with one, there is no fallback unless
         it is given, since all processes have to see it.
 
-        `peers` (`troupe.transfer.remote.Peer`) are asked, in order, for what is not on this host.
+        `peers` (`troupe.transfer.remote`) are asked, in order, for what is not on this host.
         What they have is kept here, readable by all processes, until a newer version of it is
         fetched or it is deleted.
         """
         if root is None:
             root = default_root()
             fallback = fallback or Path(tempfile.gettempdir()) / f"troupe-transfer-{os.getuid()}"
-        self.roots = tuple(Path(r).absolute() for r in (root, fallback) if r is not None)
-        for directory in self.roots[:1]:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._shelf = Shelf([r for r in (root, fallback) if r is not None])
+        self.roots = self._shelf.roots
         # What this process wrote: key -> identity of the file.
         self._own: dict[str, tuple[int, int]] = {}
         self._peers = tuple(peers)
-        # Keys that this process fetched from peers.
-        self._fetched: set[str] = set()
         # Transport that the last set or get used: in_process, shared_memory or file.
         self.last_transport = ""
         self.counters = TransferCounters()
@@ -85,60 +84,77 @@ class Transfer:
     def set(
         self,
         key: str,
-        tensors: Mapping[str, torch.Tensor],
+        state: Any,
         *,
         metadata: Mapping[str, str] | None = None,
+        base: str | None = None,
+        shards: Mapping[str, Shard] | None = None,
     ) -> Manifest:
-        """Store a copy of `tensors` under `key`, replacing what was there, all at once.
+        """Store a copy of `state` under `key`, replacing what was there, all at once.
 
-        Raises InvalidKey, or StorageFull with the former content intact.
+        `state`: tensors by name, or a tree of dicts, lists and tuples with tensors, numbers,
+        strings, bools and None as leaves. `base`: a key whose content most of this one equals;
+        hosts that have it fetch only what differs. `shards`: of tensors that are parts, by name.
+
+        Raises InvalidKey, InvalidArgument for what is no tree, or StorageFull with the former
+        content intact.
         """
-        self._paths(key)  # before hashing anything
-        manifest, views = blob.layout(key, tensors, metadata or {})
+        paths = self._shelf.paths(key)  # before hashing anything
+        if base is not None:
+            self._shelf.paths(base)
+        tensors, nesting = flatten(state)
+        draft, views = blob.draft(
+            key, tensors, metadata or {}, nesting=nesting, base=base or "", shards=shards
+        )
         failure: OSError | None = None
-        for root in self.roots:
-            path = root / key
+        for root, path in zip(self.roots, paths, strict=True):
             try:
-                if path.parent.is_dir():
-                    blob.sweep(path.parent)
-                blob.write(path, manifest, views)
+                manifest = self._write(root, path, draft, views)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 failure = error
-                log.warning("%s: no room for %d bytes in %s", key, manifest.num_bytes, root)
+                log.warning("%s: no room for %d bytes in %s", key, draft.num_bytes, root)
                 continue
             self._own[key] = blob.identity(path)
+            sidecar.clear(path)
             self._note(root, "set", manifest)
             # The newest content must be the only one that readers can find.
-            for other in self.roots:
-                if other != root:
-                    (other / key).unlink(missing_ok=True)
+            for other in paths:
+                if other != path:
+                    other.unlink(missing_ok=True)
             return manifest
         raise StorageFull(
-            key, f"no room for {manifest.num_bytes} bytes in {self.roots[0]}"
+            key, f"no room for {draft.num_bytes} bytes in {self.roots[0]}"
         ) from failure
 
     def get(
         self,
         key: str,
-        into: Mapping[str, torch.Tensor] | None = None,
+        into: Any = None,
         *,
         verify: bool = True,
         expected_checksum: str | None = None,
         timeout: float = 0.0,
-    ) -> tuple[dict[str, torch.Tensor], Manifest]:
-        """The tensors under `key`, waiting up to `timeout` seconds for it to appear.
+        base: str | None = None,
+        cast: torch.dtype | None = None,
+    ) -> tuple[Any, Manifest]:
+        """The state under `key`, waiting up to `timeout` seconds for it to appear.
 
         Without `into` the tensors lie over shared memory (copy-on-write, no copy made). With
-        `into` they are copied into its tensors, whose names, shapes and dtypes must be the
-        same, and only after everything has been verified: never half applied.
+        `into`, a tree of the same form, they are copied into its tensors, whose names, shapes and
+        dtypes must be the same, and only after everything has been verified: never half applied.
+
+        `base`: a key of this host that it may resemble; from another host only what differs from
+        that comes. `cast`: floating-point tensors are wanted in this dtype, and cast where they
+        are before they move; `expected_checksum` remains that of `key` itself.
 
         Raises KeyNotFound (TransferTimeout when a timeout was given), Corrupt,
         LayoutMismatch; with peers also Unavailable and StorageFull.
         """
-        deadline = time.monotonic() + timeout
-        path, fetched = self._find(key, timeout, expected_checksum)
+        deadline = time.monotonic() + timeout if timeout else None
+        path, fetched = self._find(key, deadline, timeout, expected_checksum, base, cast)
+        key = cast_key(key, cast) if cast is not None else key
         try:
             manifest, tensors, identity = blob.read(path)
         except FileNotFoundError:
@@ -147,42 +163,56 @@ class Transfer:
             raise Corrupt(key, str(error)) from error
         if manifest.key != key:
             raise Corrupt(key, f"holds what was set as '{manifest.key}'")
-        if expected_checksum and manifest.checksum != expected_checksum:
-            raise Corrupt(key, f"holds {manifest.checksum}, expected {expected_checksum}")
-        if into is not None:
-            _check_layout(key, manifest, into)
+        content = manifest.checksum if cast is None else manifest.metadata.get(CAST_OF)
+        if expected_checksum and content != expected_checksum:
+            raise Corrupt(key, f"holds {content}, expected {expected_checksum}")
+        targets = None if into is None else flatten(into)[0]
+        if targets is not None:
+            _check_layout(key, manifest, targets)
         own = self._own.get(key) == identity
-        if verify and fetched is None:
-            for bad in blob.damaged(manifest, tensors):
-                if bad is not None:
-                    raise Corrupt(key, f"the bytes of '{bad}' do not match their checksum")
-                if timeout and time.monotonic() > deadline:
-                    raise TransferTimeout(key, f"not verified within {timeout:g} s")
+        # Its own bytes a process hashed as it copied them; what was fetched was verified.
+        if verify and not own and fetched is None:
+            self._shelf.verify(path, manifest, tensors, identity, deadline)
         self._note(path, "get", manifest, own=own, fetched=fetched)
-        if into is None:
-            return tensors, manifest
+        if targets is None:
+            try:
+                return unflatten(tensors, manifest.nesting), manifest
+            except ValueError as error:
+                raise Corrupt(key, str(error)) from error
         with torch.no_grad():
-            for name, target in into.items():
-                target.copy_(tensors[name])
-        return dict(into), manifest
+            for name, target in targets.items():
+                target.copy_(tensors[name], non_blocking=True)
+        if any(target.device.type == "cuda" for target in targets.values()):
+            torch.cuda.synchronize()
+        return into, manifest
+
+    def fetch(
+        self,
+        key: str,
+        *,
+        expected_checksum: str | None = None,
+        timeout: float = 0.0,
+        base: str | None = None,
+        cast: torch.dtype | None = None,
+    ) -> tuple[Manifest, Choice]:
+        """See that `key` is on this host, without mapping it: a `get` that only brings it near.
+
+        Raises what `get` does.
+        """
+        deadline = time.monotonic() + timeout if timeout else None
+        path, fetched = self._find(key, deadline, timeout, expected_checksum, base, cast)
+        manifest = self._shelf.manifest(cast_key(key, cast) if cast is not None else key)
+        if fetched is not None:
+            self.counters.moved(fetched, manifest.num_bytes)
+        return manifest, fetched or Choice("get", *_near(path, self.roots))
 
     def manifest(self, key: str) -> Manifest:
         """What is stored here under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
-        try:
-            return blob.read_manifest(self._here(key))
-        except FileNotFoundError:
-            raise KeyNotFound(key, "deleted while being read") from None
-        except ValueError as error:
-            raise Corrupt(key, str(error)) from error
+        return self._shelf.manifest(key)
 
     def stored_bytes(self, key: str) -> tuple[Manifest, memoryview]:
         """Manifest and data section of `key`, mapped, not verified. Raises KeyNotFound, Corrupt."""
-        try:
-            return blob.read_bytes(self._here(key))
-        except FileNotFoundError:
-            raise KeyNotFound(key, "deleted while being read") from None
-        except ValueError as error:
-            raise Corrupt(key, str(error)) from error
+        return self._shelf.bytes(key)
 
     def newest(self, stem: str, *, at_least: int = 0) -> Manifest:
         """The highest version under `stem` ("job/policy/weights"), for who has seen `at_least`.
@@ -201,38 +231,22 @@ class Transfer:
         return self.manifest(f"{prefix}{found}")
 
     def exists(self, key: str) -> bool:
-        """Whether something is stored under `key`."""
-        return any(path.is_file() for path in self._paths(key))
+        """Whether something is stored under `key`, on this host."""
+        return self._shelf.holds(key)
 
     def delete(self, key: str) -> bool:
         """Forget `key`; False when there was nothing. Tensors already got stay valid."""
         self._own.pop(key, None)
-        self._fetched.discard(key)
-        existed = False
-        for root, path in zip(self.roots, self._paths(key), strict=True):
-            try:
-                path.unlink()
-                existed = True
-            except FileNotFoundError:
-                continue
-            for parent in path.parents:
-                if parent == root:
-                    break
-                try:
-                    parent.rmdir()
-                except OSError:
-                    break
-        return existed
+        return self._shelf.delete(key)
+
+    def forget_fetched(self, prefix: str) -> int:
+        """Delete what came from other hosts under `prefix`, whichever process brought it; how many
+        states that were. What was set on this host stays."""
+        return sum(self.delete(key) for key, _ in list(self._shelf.fetched(prefix)))
 
     def keys(self, prefix: str = "") -> list[str]:
-        """All keys that start with `prefix`, sorted."""
-        found = set()
-        for root in self.roots:
-            for path in root.rglob("*"):
-                key = path.relative_to(root).as_posix()
-                if key.startswith(prefix) and path.is_file() and not path.name.startswith("."):
-                    found.add(key)
-        return sorted(found)
+        """All keys of this host that start with `prefix`, sorted."""
+        return self._shelf.keys(prefix)
 
     def watch(
         self, prefix: str, *, timeout: float, known: Collection[str] = ()
@@ -253,75 +267,127 @@ class Transfer:
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _paths(self, key: str) -> list[Path]:
-        segments = key.split("/")
-        if not all(_SEGMENT.match(segment) for segment in segments):
-            raise InvalidKey(key, "is not a key")
-        return [root.joinpath(*segments) for root in self.roots]
+    def sweep(self) -> None:
+        """Give back memory that was kept for states to come and that nobody came to use."""
+        for spares in self._shelf.spares.values():
+            spares.sweep()
 
-    def _here(self, key: str) -> Path:
-        for path in self._paths(key):
-            if path.is_file():
-                return path
-        raise KeyNotFound(key, f"nothing is stored under it in {self.roots[0]}")
+    def close(self) -> None:
+        """Give back the memory that was kept for states to come. States stay where they are."""
+        for spares in self._shelf.spares.values():
+            spares.close()
 
-    def _find(self, key: str, timeout: float, expected: str | None) -> tuple[Path, Choice | None]:
-        """Where `key` is; with the choice when a peer has just put it there."""
-        deadline = time.monotonic() + timeout
+    def _write(self, root: Path, path: Path, draft: Manifest, views: list[memoryview]) -> Manifest:
+        self._shelf.sweep(path.parent)
+        spares = self._shelf.spares[root] if in_memory(root) else None
+        try:
+            return room.write(path, draft, views, spares)
+        except OSError as error:
+            if spares is None or error.errno != errno.ENOSPC:
+                raise
+        # What is kept for later is of more use now.
+        spares.close()
+        spares.sweep(0)
+        return room.write(path, draft, views)
+
+    def _find(
+        self,
+        key: str,
+        deadline: float | None,
+        timeout: float,
+        expected: str | None,
+        base: str | None,
+        cast: torch.dtype | None,
+    ) -> tuple[Path, Choice | None]:
+        """Where `key` (in `cast`) is; with the choice when a peer has just put it there."""
         ask_peers_at = 0.0
         while True:
             missing: TroupeError
             try:
-                path = self._here(key)
-                # What was fetched before may have been replaced at its owner since.
-                if key not in self._fetched or expected in (None, self.manifest(key).checksum):
-                    return path, None
-            except KeyNotFound as error:
+                return self._at_hand(key, expected, cast), None
+            except (KeyNotFound, Corrupt) as error:
+                if isinstance(error, Corrupt) and not self._peers:
+                    raise
+                # Another host may have the content that is wanted.
                 missing = error
             if self._peers and time.monotonic() >= ask_peers_at:
                 try:
-                    return self._fetch(key, deadline if timeout else None)
+                    return self._fetch(key, deadline, expected, base, cast)
                 except (KeyNotFound, Unavailable) as error:
-                    missing = error
+                    if not isinstance(missing, Corrupt):
+                        missing = error
                 ask_peers_at = time.monotonic() + _ASK_PEERS_SECONDS
-            if time.monotonic() >= deadline:
+            if deadline is None or time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_SECONDS)
-        if timeout:
+        if timeout and not isinstance(missing, Corrupt):
             raise TransferTimeout(
                 key, f"did not appear within {timeout:g} s: {missing.message}"
             ) from missing
         raise missing
 
-    def _fetch(self, key: str, deadline: float | None) -> tuple[Path, Choice]:
-        """From the first peer that has it. Raises KeyNotFound, or Unavailable when one is."""
-        away: Unavailable | None = None
+    def _at_hand(self, key: str, expected: str | None, cast: torch.dtype | None) -> Path:
+        """Its path here. Raises KeyNotFound; Corrupt for another content where there are peers."""
+        if cast is not None:
+            if not self._shelf.holds(key, expected):
+                if not self._shelf.holds(made := cast_key(key, cast)):
+                    raise KeyNotFound(made, f"nothing is stored under it in {self.roots[0]}")
+                if expected in (None, self.manifest(made).metadata.get(CAST_OF)):
+                    return self._shelf.path(made)
+                raise KeyNotFound(made, f"was made of another content than {expected}")
+            return self._shelf.path(self.cast(key, cast).key)
+        path = self._shelf.path(key)
+        if self._peers and expected and (found := self.manifest(key).checksum) != expected:
+            raise Corrupt(key, f"holds {found}, expected {expected}")
+        return path
+
+    def cast(self, key: str, dtype: torch.dtype) -> Manifest:
+        """Store `key`, which is here, with its floating-point tensors in `dtype`, as another key.
+
+        Its metadata names the checksum of what it was made of; it is made again when that has
+        changed. Raises KeyNotFound, Corrupt, StorageFull.
+        """
+        check_cast(dtype_name(dtype))
+        source, made = self.manifest(key), cast_key(key, dtype)
+        path = self._shelf.paths(made)[0]
+        with sidecar.alone(path, time.monotonic() + 600.0):
+            if self._shelf.holds(made):
+                there = self.manifest(made)
+                if there.metadata.get(CAST_OF) == source.checksum:
+                    return there
+            tensors, source = self.get(key)
+            metadata = {**source.metadata, CAST_OF: source.checksum}
+            return self.set(made, _cast_tree(tensors, dtype), metadata=metadata)
+
+    def _fetch(
+        self,
+        key: str,
+        deadline: float | None,
+        expected: str | None,
+        base: str | None,
+        cast: torch.dtype | None,
+    ) -> tuple[Path, Choice]:
+        """From the first peer that has it. Raises KeyNotFound, or what the last one raised."""
+        failure: TroupeError | None = None
+        name = None if cast is None else dtype_name(cast)
         for peer in self._peers:
             until = time.monotonic() + peer.deadline_seconds if deadline is None else deadline
             try:
-                fetched = peer.fetch(key, self.roots, self.counters, until)
+                fetched = peer.fetch(
+                    key, self.roots, self.counters, until, expected=expected, base=base, cast=name
+                )
             except KeyNotFound:
                 continue
-            except Unavailable as error:
+            except (Unavailable, Corrupt) as error:
                 log.warning("%s: %s", key, error.message)
-                away = error
+                failure = error
                 continue
             self._own.pop(key, None)
-            self._forget_older(key)
-            self._fetched.add(key)
             return fetched.path, fetched.choice
-        if away is not None:
-            raise away
+        if failure is not None:
+            raise failure
         addresses = ", ".join(peer.address for peer in self._peers)
         raise KeyNotFound(key, f"neither here nor at {addresses}")
-
-    def _forget_older(self, key: str) -> None:
-        """Free the fetched versions before `key`; who has them mapped keeps them."""
-        stem, version = key.partition("@")[0], version_in(key)
-        for other in list(self._fetched):
-            if other.partition("@")[0] == stem and version_in(other) < version:
-                self._fetched.discard(other)
-                self.delete(other)
 
     def _note(
         self,
@@ -336,18 +402,26 @@ class Transfer:
             choice = fetched
         elif own:
             choice = Choice(action, "in_process", "written_here")
-        elif in_memory(path):
-            choice = Choice(action, "shared_memory", "same_host")
-        elif in_memory(self.roots[0]):
-            choice = Choice(action, "file", "shared_memory_full")
         else:
-            choice = Choice(action, "file", "root_on_disk")
+            choice = Choice(action, *_near(path, self.roots))
         self.last_transport = choice.transport
         self.counters.moved(choice, manifest.num_bytes)
         # A root on a disk was warned of once, when it was opened.
         level = logging.WARNING if choice.reason == "shared_memory_full" else logging.DEBUG
         words = choice.reason.replace("_", " ")
         log.log(level, "%s %s: %s (%s)", action, manifest.key, choice.transport, words)
+
+
+def _near(path: Path, roots: Sequence[Path]) -> tuple[str, str]:
+    """Transport of what lies at `path`, and why it lies there."""
+    if in_memory(path):
+        return "shared_memory", "same_host"
+    return "file", "shared_memory_full" if in_memory(roots[0]) else "root_on_disk"
+
+
+def _cast_tree(state: Any, dtype: torch.dtype) -> Any:
+    tensors, nesting = flatten(state)
+    return unflatten(cast_tensors(tensors, dtype), nesting)
 
 
 def _check_layout(key: str, manifest: Manifest, into: Mapping[str, torch.Tensor]) -> None:

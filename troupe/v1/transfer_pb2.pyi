@@ -23,15 +23,35 @@ class DescribeStateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    CAST_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     key: _builtins.str
+    checksum: _builtins.str
+    """The content that is wanted; not found where another one is stored. Empty: whatever there is."""
+    cast: _builtins.str
+    """The dtype that floating-point tensors are wanted in; they are cast here, and the answer
+    describes another key. Empty: as they are.
+    """
+    reader: _builtins.str
+    """Where the reader itself serves what it has of the state; empty when it does not."""
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Other readers that it was sent to and that did not answer."""
+
     def __init__(
         self,
         *,
         key: _builtins.str = ...,
+        checksum: _builtins.str = ...,
+        cast: _builtins.str = ...,
+        reader: _builtins.str = ...,
+        failed: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cast", b"cast", "checksum", b"checksum", "failed", b"failed", "key", b"key", "reader", b"reader"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -43,19 +63,27 @@ class DescribeStateResponse(_message.Message):
 
     MANIFEST_FIELD_NUMBER: _builtins.int
     UCX_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
     """JSON, as it is stored in front of the bytes: names, dtypes, shapes, offsets, checksums."""
     ucx: _builtins.bool
     """Whether this owner can send through UCX."""
+    source: _builtins.str
+    """Another reader to read from, so that many cost this owner little more than one; empty: here."""
+    machine: _builtins.str
+    """The same for all processes of one machine."""
     def __init__(
         self,
         *,
         manifest: _builtins.bytes = ...,
         ucx: _builtins.bool = ...,
+        source: _builtins.str = ...,
+        machine: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "ucx", b"ucx"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["machine", b"machine", "manifest", b"manifest", "source", b"source", "ucx", b"ucx"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -74,7 +102,9 @@ class ReadStateRequest(_message.Message):
     checksum: _builtins.str
     """Of the state as a whole, from its manifest: another content under the key is refused."""
     chunk_bytes: _builtins.int
-    """Chunk i is the bytes [i * chunk_bytes, (i + 1) * chunk_bytes) of the data section."""
+    """The largest chunk. Both sides cut the state by its manifest; an owner that cuts otherwise
+    refuses.
+    """
     @_builtins.property
     def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -102,19 +132,23 @@ class UcxLane(_message.Message):
 
     ADDRESS_FIELD_NUMBER: _builtins.int
     FIRST_TAG_FIELD_NUMBER: _builtins.int
+    NEAR_FIELD_NUMBER: _builtins.int
     address: _builtins.bytes
     """The reader's UCX worker."""
     first_tag: _builtins.int
     """The n-th chunk asked for goes to tag `first_tag` + n."""
+    near: _builtins.bool
+    """The worker has shared memory only: the owner's must be on the same machine."""
     def __init__(
         self,
         *,
         address: _builtins.bytes = ...,
         first_tag: _builtins.int = ...,
+        near: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "first_tag", b"first_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "first_tag", b"first_tag", "near", b"near"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,22 +161,246 @@ class StateChunk(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
     chunk: _builtins.int
     checksum: _builtins.str
-    """Of this chunk's bytes: xxh3-128, hexadecimal."""
+    """No longer sent: the manifest has the checksums of all pieces."""
     data: _builtins.bytes
-    """Empty when they go through UCX."""
+    """Bytes of the chunk from `offset`."""
+    offset: _builtins.int
     def __init__(
         self,
         *,
         chunk: _builtins.int = ...,
         checksum: _builtins.str = ...,
         data: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk", b"chunk", "data", b"data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk", b"chunk", "data", b"data", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StateChunk: _TypeAlias = StateChunk  # noqa: Y015
+
+@_typing.final
+class FetchStateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    CAST_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    OWNERS_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    checksum: _builtins.str
+    """See DescribeStateRequest."""
+    cast: _builtins.str
+    base: _builtins.str
+    """A key of this host that most of the state may equal: only what differs is moved."""
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Owners that may have it, the likely ones first."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        checksum: _builtins.str = ...,
+        cast: _builtins.str = ...,
+        base: _builtins.str = ...,
+        owners: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "cast", b"cast", "checksum", b"checksum", "key", b"key", "owners", b"owners"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchStateRequest: _TypeAlias = FetchStateRequest  # noqa: Y015
+
+@_typing.final
+class FetchStateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RetriesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    RETRIES_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """Under which it is here now: another one than asked for when it was cast."""
+    transport: _builtins.str
+    """How it came, as in the metrics."""
+    reason: _builtins.str
+    @_builtins.property
+    def retries(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """What was asked for again, by cause."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        retries: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "reason", b"reason", "retries", b"retries", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchStateResponse: _TypeAlias = FetchStateResponse  # noqa: Y015
+
+@_typing.final
+class ListStatesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    prefix: _builtins.str
+    def __init__(
+        self,
+        *,
+        prefix: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStatesRequest: _TypeAlias = ListStatesRequest  # noqa: Y015
+
+@_typing.final
+class ListStatesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredState]: ...
+    def __init__(
+        self,
+        *,
+        states: _abc.Iterable[Global___StoredState] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListStatesResponse: _TypeAlias = ListStatesResponse  # noqa: Y015
+
+@_typing.final
+class WatchStatesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    prefix: _builtins.str
+    @_builtins.property
+    def known(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keys that the caller knows."""
+
+    def __init__(
+        self,
+        *,
+        prefix: _builtins.str = ...,
+        known: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known", b"known", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchStatesRequest: _TypeAlias = WatchStatesRequest  # noqa: Y015
+
+@_typing.final
+class StoredState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    version: _builtins.int
+    checksum: _builtins.str
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        version: _builtins.int = ...,
+        checksum: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "key", b"key", "num_bytes", b"num_bytes", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredState: _TypeAlias = StoredState  # noqa: Y015
+
+@_typing.final
+class DeleteStatesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteStatesRequest: _TypeAlias = DeleteStatesRequest  # noqa: Y015
+
+@_typing.final
+class DeleteStatesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELETED_FIELD_NUMBER: _builtins.int
+    deleted: _builtins.int
+    """How many of them were here."""
+    def __init__(
+        self,
+        *,
+        deleted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteStatesResponse: _TypeAlias = DeleteStatesResponse  # noqa: Y015

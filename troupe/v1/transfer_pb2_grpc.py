@@ -44,6 +44,26 @@ class TransferOwnerStub:
                 request_serializer=troupe_dot_v1_dot_transfer__pb2.ReadStateRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_transfer__pb2.StateChunk.FromString,
                 _registered_method=True)
+        self.FetchState = channel.unary_unary(
+                '/troupe.v1.TransferOwner/FetchState',
+                request_serializer=troupe_dot_v1_dot_transfer__pb2.FetchStateRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_transfer__pb2.FetchStateResponse.FromString,
+                _registered_method=True)
+        self.WatchStates = channel.unary_stream(
+                '/troupe.v1.TransferOwner/WatchStates',
+                request_serializer=troupe_dot_v1_dot_transfer__pb2.WatchStatesRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_transfer__pb2.StoredState.FromString,
+                _registered_method=True)
+        self.ListStates = channel.unary_unary(
+                '/troupe.v1.TransferOwner/ListStates',
+                request_serializer=troupe_dot_v1_dot_transfer__pb2.ListStatesRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_transfer__pb2.ListStatesResponse.FromString,
+                _registered_method=True)
+        self.DeleteStates = channel.unary_unary(
+                '/troupe.v1.TransferOwner/DeleteStates',
+                request_serializer=troupe_dot_v1_dot_transfer__pb2.DeleteStatesRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_transfer__pb2.DeleteStatesResponse.FromString,
+                _registered_method=True)
 
 
 class TransferOwnerServicer:
@@ -56,8 +76,36 @@ class TransferOwnerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadState(self, request, context):
-        """One message per chunk, in the order asked for. With a lane the bytes go through UCX, in the
-        same order, and the message holds only their checksum; without one they are in the message.
+        """With a lane the bytes go through UCX in the order asked for, and the stream says only how it
+        ended; without one they are in its messages, in the same order. Waits for what the owner is
+        itself still fetching.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchState(self, request, context):
+        """Brings a state of another host to this one. For processes of this host only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchStates(self, request, context):
+        """Keys that are stored here, those that appear included until the call's deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListStates(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteStates(self, request, context):
+        """Forgets values without a version (columns of samples). A repeated call finds nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,6 +123,26 @@ def add_TransferOwnerServicer_to_server(servicer, server):
                     servicer.ReadState,
                     request_deserializer=troupe_dot_v1_dot_transfer__pb2.ReadStateRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_transfer__pb2.StateChunk.SerializeToString,
+            ),
+            'FetchState': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchState,
+                    request_deserializer=troupe_dot_v1_dot_transfer__pb2.FetchStateRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_transfer__pb2.FetchStateResponse.SerializeToString,
+            ),
+            'WatchStates': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStates,
+                    request_deserializer=troupe_dot_v1_dot_transfer__pb2.WatchStatesRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_transfer__pb2.StoredState.SerializeToString,
+            ),
+            'ListStates': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListStates,
+                    request_deserializer=troupe_dot_v1_dot_transfer__pb2.ListStatesRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_transfer__pb2.ListStatesResponse.SerializeToString,
+            ),
+            'DeleteStates': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteStates,
+                    request_deserializer=troupe_dot_v1_dot_transfer__pb2.DeleteStatesRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_transfer__pb2.DeleteStatesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +199,114 @@ class TransferOwner:
             '/troupe.v1.TransferOwner/ReadState',
             troupe_dot_v1_dot_transfer__pb2.ReadStateRequest.SerializeToString,
             troupe_dot_v1_dot_transfer__pb2.StateChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.TransferOwner/FetchState',
+            troupe_dot_v1_dot_transfer__pb2.FetchStateRequest.SerializeToString,
+            troupe_dot_v1_dot_transfer__pb2.FetchStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/troupe.v1.TransferOwner/WatchStates',
+            troupe_dot_v1_dot_transfer__pb2.WatchStatesRequest.SerializeToString,
+            troupe_dot_v1_dot_transfer__pb2.StoredState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListStates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.TransferOwner/ListStates',
+            troupe_dot_v1_dot_transfer__pb2.ListStatesRequest.SerializeToString,
+            troupe_dot_v1_dot_transfer__pb2.ListStatesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteStates(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.TransferOwner/DeleteStates',
+            troupe_dot_v1_dot_transfer__pb2.DeleteStatesRequest.SerializeToString,
+            troupe_dot_v1_dot_transfer__pb2.DeleteStatesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,18 +33,34 @@ class TransferOwnerStub:
     def __new__(cls, channel: _aio.Channel) -> TransferOwnerAsyncStub: ...
     DescribeState: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.DescribeStateRequest, _transfer_pb2.DescribeStateResponse]
     ReadState: _grpc.UnaryStreamMultiCallable[_transfer_pb2.ReadStateRequest, _transfer_pb2.StateChunk]
-    """One message per chunk, in the order asked for. With a lane the bytes go through UCX, in the
-    same order, and the message holds only their checksum; without one they are in the message.
+    """With a lane the bytes go through UCX in the order asked for, and the stream says only how it
+    ended; without one they are in its messages, in the same order. Waits for what the owner is
+    itself still fetching.
     """
+    FetchState: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.FetchStateRequest, _transfer_pb2.FetchStateResponse]
+    """Brings a state of another host to this one. For processes of this host only."""
+    WatchStates: _grpc.UnaryStreamMultiCallable[_transfer_pb2.WatchStatesRequest, _transfer_pb2.StoredState]
+    """Keys that are stored here, those that appear included until the call's deadline."""
+    ListStates: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.ListStatesRequest, _transfer_pb2.ListStatesResponse]
+    DeleteStates: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.DeleteStatesRequest, _transfer_pb2.DeleteStatesResponse]
+    """Forgets values without a version (columns of samples). A repeated call finds nothing."""
 
 @_typing.type_check_only
 class TransferOwnerAsyncStub(TransferOwnerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeState: _aio.UnaryUnaryMultiCallable[_transfer_pb2.DescribeStateRequest, _transfer_pb2.DescribeStateResponse]  # type: ignore[assignment]
     ReadState: _aio.UnaryStreamMultiCallable[_transfer_pb2.ReadStateRequest, _transfer_pb2.StateChunk]  # type: ignore[assignment]
-    """One message per chunk, in the order asked for. With a lane the bytes go through UCX, in the
-    same order, and the message holds only their checksum; without one they are in the message.
+    """With a lane the bytes go through UCX in the order asked for, and the stream says only how it
+    ended; without one they are in its messages, in the same order. Waits for what the owner is
+    itself still fetching.
     """
+    FetchState: _aio.UnaryUnaryMultiCallable[_transfer_pb2.FetchStateRequest, _transfer_pb2.FetchStateResponse]  # type: ignore[assignment]
+    """Brings a state of another host to this one. For processes of this host only."""
+    WatchStates: _aio.UnaryStreamMultiCallable[_transfer_pb2.WatchStatesRequest, _transfer_pb2.StoredState]  # type: ignore[assignment]
+    """Keys that are stored here, those that appear included until the call's deadline."""
+    ListStates: _aio.UnaryUnaryMultiCallable[_transfer_pb2.ListStatesRequest, _transfer_pb2.ListStatesResponse]  # type: ignore[assignment]
+    DeleteStates: _aio.UnaryUnaryMultiCallable[_transfer_pb2.DeleteStatesRequest, _transfer_pb2.DeleteStatesResponse]  # type: ignore[assignment]
+    """Forgets values without a version (columns of samples). A repeated call finds nothing."""
 
 class TransferOwnerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -60,8 +76,40 @@ class TransferOwnerServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_pb2.ReadStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transfer_pb2.StateChunk], _abc.AsyncIterator[_transfer_pb2.StateChunk]]:
-        """One message per chunk, in the order asked for. With a lane the bytes go through UCX, in the
-        same order, and the message holds only their checksum; without one they are in the message.
+        """With a lane the bytes go through UCX in the order asked for, and the stream says only how it
+        ended; without one they are in its messages, in the same order. Waits for what the owner is
+        itself still fetching.
         """
+
+    @_abc_1.abstractmethod
+    def FetchState(
+        self,
+        request: _transfer_pb2.FetchStateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_pb2.FetchStateResponse, _abc.Awaitable[_transfer_pb2.FetchStateResponse]]:
+        """Brings a state of another host to this one. For processes of this host only."""
+
+    @_abc_1.abstractmethod
+    def WatchStates(
+        self,
+        request: _transfer_pb2.WatchStatesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_transfer_pb2.StoredState], _abc.AsyncIterator[_transfer_pb2.StoredState]]:
+        """Keys that are stored here, those that appear included until the call's deadline."""
+
+    @_abc_1.abstractmethod
+    def ListStates(
+        self,
+        request: _transfer_pb2.ListStatesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_pb2.ListStatesResponse, _abc.Awaitable[_transfer_pb2.ListStatesResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def DeleteStates(
+        self,
+        request: _transfer_pb2.DeleteStatesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_transfer_pb2.DeleteStatesResponse, _abc.Awaitable[_transfer_pb2.DeleteStatesResponse]]:
+        """Forgets values without a version (columns of samples). A repeated call finds nothing."""
 
 def add_TransferOwnerServicer_to_server(servicer: TransferOwnerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,47 +1,47 @@
-"""`Owner`: lets other hosts read what is stored on this one."""
+"""`Owner`: lets other hosts read what is stored on this one, and brings here what is not."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator
+import threading
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NoReturn
+from typing import Final
 
 import grpc
 from pydantic import SecretStr
 
 from troupe.rpc.channel import channel_options
-from troupe.rpc.errors import (
-    DETAILS_KEY,
-    FailedPrecondition,
-    InvalidArgument,
-    TroupeError,
-    Unauthenticated,
-    Unavailable,
-    to_status,
-)
-from troupe.transfer.checksum import bytes_checksum
-from troupe.transfer.manifest import Manifest
-from troupe.transfer.remote import lane as ucx
-from troupe.transfer.remote.layout import MAX_CHUNK_BYTES, MAX_MESSAGE_CHUNK_BYTES, num_chunks
+from troupe.rpc.errors import TroupeError, Unavailable
+from troupe.rpc.retry import NO_RETRY
+from troupe.rpc.settings import ClientSettings
+from troupe.transfer.cast import check_cast
+from troupe.transfer.counters import TransferCounters
+from troupe.transfer.errors import KeyNotFound
+from troupe.transfer.remote.arrivals import Arrivals
+from troupe.transfer.remote.held import Held
+from troupe.transfer.remote.lanes import Lanes
+from troupe.transfer.remote.peer import Peer
+from troupe.transfer.remote.serving import Bearer, Servicer, is_loopback
 from troupe.transfer.store import Transfer
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
-# Chunks on their way at once: enough that hashing the next hides behind sending the last.
-WINDOW: Final = 4
 _MAX_MESSAGE_MIB: Final = 64
-# A reader that takes nothing for so long is given up; it asks again if it lives.
-_IDLE_SECONDS: Final = 30.0
+_SWEEP_SECONDS: Final = 10.0
+# Kind of the error when an owner of another host does not answer.
+OTHER_OWNER_AWAY: Final = "transfer_owner_away"
+# Connections to other hosts' owners that are kept.
+_MOST_PEERS: Final = 64
 
 
 class Owner:
-    """A gRPC server over one `Transfer`, and UCX where it is installed. Serves until `stop`."""
+    """A gRPC server over one `Transfer`, and UCX where it is installed. Serves until `stop`.
+
+    UCX has crashed processes: services have `OwnerProcess` run it apart from them.
+    """
 
     def __init__(
         self,
@@ -49,26 +49,44 @@ class Owner:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        advertise: str = "",
         token: SecretStr | None = None,
         credentials: grpc.ServerCredentials | None = None,
+        settings: ClientSettings | None = None,
         use_ucx: bool = True,
-        max_readers: int = 8,
+        max_readers: int = 16,
     ) -> None:
-        """Serve at `host:port` (0: any free port), to who sends `token`.
+        """Serve at `host:port` (0: any free port), to who sends `token`; others reach it at the
+        host `advertise`. `settings`: of calls to other owners.
 
         `credentials` turns TLS on for requests and checksums; bytes in UCX are in the clear and
         verified against those. Raises Unavailable when the port is taken.
         """
+        self._transfer, self._use_ucx = transfer, use_ucx
+        # Repeated by who asked, which may know other owners by then.
+        settings = settings or ClientSettings(token=token)
+        self._settings = settings.model_copy(update={"retry": NO_RETRY})
+        self._arrivals, self._held, self._lanes = Arrivals(), Held(), Lanes()
+        self._lock = threading.Lock()
+        self._peers: OrderedDict[str, Peer] = OrderedDict()
         # Two threads more than readers: descriptions do not wait for a long read.
         self._server = grpc.server(
-            ThreadPoolExecutor(max_readers + 2, thread_name_prefix="transfer-owner"),
-            interceptors=[] if token is None else [_Bearer(token)],
+            ThreadPoolExecutor(max_readers + 8, thread_name_prefix="transfer-owner"),
+            interceptors=[] if token is None else [Bearer(token)],
             options=[*channel_options(_MAX_MESSAGE_MIB), ("grpc.so_reuseport", 0)],
-            maximum_concurrent_rpcs=max_readers + 2,
+            maximum_concurrent_rpcs=max_readers + 8,
         )
-        if token is None and not _is_loopback(host):
+        if token is None and not is_loopback(host):
             log.warning("anyone who reaches %s can read all weights; set TROUPE_TOKEN", host)
-        rpc.add_TransferOwnerServicer_to_server(_Servicer(transfer, use_ucx), self._server)
+        servicer = Servicer(
+            transfer,
+            use_ucx=use_ucx,
+            arrivals=self._arrivals,
+            held=self._held,
+            lanes=self._lanes,
+            fetch=self._fetch,
+        )
+        rpc.add_TransferOwnerServicer_to_server(servicer, self._server)
         place = f"{host}:{port}"
         try:
             if credentials is None:
@@ -79,140 +97,79 @@ class Owner:
             raise Unavailable(
                 str(error), kind="port_taken", field="port", value=port, remedy="Choose another."
             ) from error
-        self.address = f"{host}:{bound}"
+        self.port: int = bound
+        self.address = f"{advertise or host}:{bound}"
         self._server.start()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._sweep, name="transfer-sweep", daemon=True).start()
 
     def stop(self, grace: float = 2.0) -> None:
         """Refuse new readers; those that read are cut after `grace` seconds, and may resume."""
+        self._stopped.set()
         self._server.stop(grace).wait(grace + 5)
+        for peer in self._peers.values():
+            peer.close()
+        self._lanes.close()
 
-
-class _Servicer(rpc.TransferOwnerServicer):
-    def __init__(self, transfer: Transfer, use_ucx: bool) -> None:
-        self._transfer = transfer
-        self._why_not = ucx.missing() if use_ucx else "switched off"
-        if self._why_not:
-            log.warning("other hosts read from here through gRPC: %s", self._why_not)
-
-    def DescribeState(  # noqa: N802
-        self, request: pb.DescribeStateRequest, context: grpc.ServicerContext
-    ) -> pb.DescribeStateResponse:
-        try:
-            manifest = self._transfer.manifest(request.key)
-        except TroupeError as error:
-            _abort(context, error)
-        return pb.DescribeStateResponse(manifest=manifest.to_json(), ucx=not self._why_not)
-
-    def ReadState(  # noqa: N802
-        self, request: pb.ReadStateRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.StateChunk]:
-        try:
-            manifest, data = self._transfer.stored_bytes(request.key)
-            _check(request, manifest)
-            if request.HasField("lane"):
-                yield from self._by_lane(request, data, context.is_active)
-            else:
-                for chunk in request.chunks:
-                    yield _message(chunk, _slice(data, chunk, request.chunk_bytes))
-        except TroupeError as error:
-            _abort(context, error)
-        except ucx.LaneBroken as error:
-            if not context.is_active():
-                log.info("%s: its reader went away", request.key)
-            _abort(context, Unavailable(str(error), kind="transfer_lane_broken"))
-
-    def _by_lane(
-        self, request: pb.ReadStateRequest, data: memoryview, alive: Callable[[], bool]
-    ) -> Iterator[pb.StateChunk]:
-        if self._why_not:
-            raise FailedPrecondition(
-                f"no UCX here: {self._why_not}", kind="transfer_no_ucx", field="lane"
+    def _fetch(self, request: pb.FetchStateRequest, deadline: float) -> pb.FetchStateResponse:
+        """From the first of the request's owners that has it."""
+        cast = request.cast or None
+        if cast:
+            check_cast(cast)
+        failure: TroupeError | None = None
+        for address in request.owners:
+            if address == self.address:
+                continue
+            counters = TransferCounters()
+            try:
+                fetched = self._peer(address).fetch(
+                    request.key,
+                    self._transfer.roots,
+                    counters,
+                    deadline,
+                    expected=request.checksum or None,
+                    base=request.base or None,
+                    cast=cast,
+                )
+            except KeyNotFound as error:
+                failure = failure or error
+                continue
+            except Unavailable as error:
+                log.warning("%s: not from %s: %s", request.key, address, error)
+                failure = Unavailable(
+                    error.message, kind=OTHER_OWNER_AWAY, field="owner", value=address
+                )
+                continue
+            except TroupeError as error:
+                log.warning("%s: not from %s: %s", request.key, address, error)
+                failure = error
+                continue
+            return pb.FetchStateResponse(
+                key=fetched.manifest.key,
+                transport=fetched.choice.transport,
+                reason=fetched.choice.reason,
+                retries=counters.retries(),
             )
-        with ucx.Lane() as lane:
-            lane.connect(request.lane.address)
-            flying: deque[Any] = deque()
+        raise failure or KeyNotFound(request.key, "nobody is known who could have it")
 
-            def room(most: int) -> Callable[[], bool]:
-                def there_is() -> bool:
-                    if not alive():
-                        raise ucx.LaneBroken("the reader went away")
-                    while flying and flying[0].completed:
-                        flying.popleft()
-                    return len(flying) <= most
+    def _peer(self, address: str) -> Peer:
+        with self._lock:
+            if address not in self._peers:
+                self._peers[address] = Peer(
+                    address,
+                    self._settings,
+                    use_ucx=self._use_ucx,
+                    serves_at=self.address,
+                    arrivals=self._arrivals,
+                    lanes=self._lanes,
+                )
+            self._peers.move_to_end(address)
+            if len(self._peers) > _MOST_PEERS:
+                # Not closed: it may be at work. It ends with its last reference.
+                self._peers.popitem(last=False)
+            return self._peers[address]
 
-                return there_is
-
-            for place, chunk in enumerate(request.chunks):
-                view = _slice(data, chunk, request.chunk_bytes)
-                flying.append(lane.send(view, request.lane.first_tag + place))
-                yield pb.StateChunk(chunk=chunk, checksum=bytes_checksum(view))
-                lane.wait(room(WINDOW - 1), idle=_IDLE_SECONDS)
-            lane.wait(room(0), idle=_IDLE_SECONDS)
-
-
-def _check(request: pb.ReadStateRequest, manifest: Manifest) -> None:
-    if manifest.checksum != request.checksum:
-        raise FailedPrecondition(
-            f"holds {manifest.checksum} by now",
-            kind="transfer_replaced",
-            field="checksum",
-            value=request.checksum,
-            remedy="Ask for its description again.",
-        )
-    limit = MAX_CHUNK_BYTES if request.HasField("lane") else MAX_MESSAGE_CHUNK_BYTES
-    if not 0 < request.chunk_bytes <= limit:
-        raise InvalidArgument(
-            f"must be between 1 and {limit}", field="chunk_bytes", value=request.chunk_bytes
-        )
-    count = num_chunks(manifest, request.chunk_bytes)
-    if beyond := [chunk for chunk in request.chunks if chunk >= count]:
-        raise InvalidArgument(
-            f"the state has {count} chunks of this size", field="chunks", value=beyond[0]
-        )
-
-
-def _message(chunk: int, view: memoryview) -> pb.StateChunk:
-    return pb.StateChunk(chunk=chunk, checksum=bytes_checksum(view), data=bytes(view))
-
-
-def _slice(data: memoryview, chunk: int, size: int) -> memoryview:
-    return data[chunk * size : (chunk + 1) * size]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _abort(context: Any, error: TroupeError) -> NoReturn:
-    status = to_status(error)
-    context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
-    context.abort(error.code, status.message)
-    raise AssertionError("abort raises")
-
-
-class _Bearer(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses callers without the cluster's token."""
-
-    def __init__(self, token: SecretStr) -> None:
-        self._expected = f"Bearer {token.get_secret_value()}".encode()
-
-    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        sent = dict(details.invocation_metadata or ()).get("authorization", "")
-        if hmac.compare_digest(str(sent).encode(), self._expected):
-            return continuation(details)
-        error = Unauthenticated(
-            "the bearer token is wrong" if sent else "a bearer token is required",
-            field="token",
-            remedy="Set TROUPE_TOKEN to the token that the services were started with.",
-        )
-
-        def refuse(request: Any, context: Any) -> Any:
-            _abort(context, error)
-
-        handler = continuation(details)
-        if handler is not None and handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(refuse)
-        return grpc.unary_unary_rpc_method_handler(refuse)
+    def _sweep(self) -> None:
+        while not self._stopped.wait(_SWEEP_SECONDS):
+            self._held.sweep()
+            self._transfer.sweep()

@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import grpc
 
 from troupe.rpc.channel import connect_sync
-from troupe.rpc.errors import (
-    DataLoss,
-    DeadlineExceeded,
-    FailedPrecondition,
-    NotFound,
-    ResourceExhausted,
-    TroupeError,
-    Unavailable,
-)
+from troupe.rpc.errors import DataLoss, DeadlineExceeded, NotFound, TroupeError
 from troupe.rpc.settings import ClientSettings
+from troupe.transfer import sidecar
+from troupe.transfer.cast import CAST_OF, cast_key
+from troupe.transfer.checksum import dtype_of
 from troupe.transfer.counters import Choice, TransferCounters
-from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
+from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout, VersionWentBackwards
 from troupe.transfer.manifest import Manifest
 from troupe.transfer.remote import lane as ucx
-from troupe.transfer.remote.layout import LANE_CHUNK_BYTES, MESSAGE_CHUNK_BYTES, num_chunks
+from troupe.transfer.remote.arrivals import Arrivals
+from troupe.transfer.remote.fetch import Fetch, Place
+from troupe.transfer.remote.lanes import Lanes
 from troupe.transfer.remote.part import Part, part_in
-from troupe.transfer.remote.reading import by_lane, by_messages
+from troupe.transfer.shelf import Shelf
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
-# A chunk that arrives damaged so often was not damaged by chance.
-_MOST_CORRUPT: Final = 3
-# UCX that broke so often without a single chunk between is given up for gRPC.
-_MOST_BROKEN_LANES: Final = 2
-_BACKOFF_SECONDS: Final = (0.05, 2.0)
 _DESCRIBE_SECONDS: Final = 20.0
+# A reader that was named as source has so long to say that it lives.
+_ALIVE_SECONDS: Final = 5.0
+_NAP_SECONDS: Final = 0.02
 
 
 @dataclass(frozen=True)
@@ -60,138 +58,233 @@ class Peer:
         *,
         use_ucx: bool = True,
         deadline_seconds: float = 600.0,
+        serves_at: str = "",
+        arrivals: Arrivals | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
-        """`deadline_seconds` bounds a fetch whose caller names no time."""
+        """`deadline_seconds` bounds a fetch whose caller names no time.
+
+        `serves_at`: the address of the owner in this process, which hands on what comes: what
+        comes is then in `arrivals`. `lanes`: where UCX workers are kept between fetches.
+        """
         self.address = address
         self.deadline_seconds = deadline_seconds
-        self._use_ucx = use_ucx
-        self._channel = connect_sync(address, settings)
-        self._stub = rpc.TransferOwnerStub(self._channel)
+        self._settings, self._use_ucx, self._serves_at = settings, use_ucx, serves_at
+        self._arrivals = arrivals or Arrivals()
+        self._own_lanes = lanes is None
+        self._lanes = lanes or Lanes()
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="transfer-check")
+        self._lock = threading.Lock()
+        self._shelves: dict[tuple[Path, ...], Shelf] = {}
+        self._channels: dict[str, grpc.Channel] = {}
+        self._stub = self._stub_of(address)
 
     def close(self) -> None:
-        """End the connection."""
-        self._channel.close()
+        """End the connections."""
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
+        for shelf in self._shelves.values():
+            for spares in shelf.spares.values():
+                spares.close()
+        self._checker.shutdown(wait=False)
+        if self._own_lanes:
+            self._lanes.close()
 
     def fetch(
-        self, key: str, roots: Sequence[Path], counters: TransferCounters, deadline: float
+        self,
+        key: str,
+        roots: Sequence[Path],
+        counters: TransferCounters,
+        deadline: float,
+        *,
+        expected: str | None = None,
+        base: str | None = None,
+        cast: str | None = None,
     ) -> Fetched:
-        """Bring the state under `key` into the first of `roots` that has room.
-
-        Goes on after broken connections with the chunks that are missing, until `deadline` (of
-        the monotonic clock). Nothing is visible before all of it is verified.
+        """See `places.Source.fetch`: goes on after broken connections with the chunks that are
+        missing, until `deadline`. Nothing is visible before all of it is verified; a host fetches
+        a state once, however many of its processes ask.
 
         Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout; Unavailable when the owner did
         not answer at all; Unauthenticated.
         """
-        manifest, has_ucx = self._describe(key, deadline)
-        with part_in(roots, manifest) as part:
-            choice = _Fetch(self._stub, self.address, part, counters, deadline).run(
-                self._why_not_ucx(has_ucx)
-            )
-            part.commit()
-            return Fetched(part.path, manifest, choice)
-
-    def _describe(self, key: str, deadline: float) -> tuple[Manifest, bool]:
-        left = min(_DESCRIBE_SECONDS, max(deadline - time.monotonic(), 0.001))
+        shelf = self._shelf(tuple(roots))
+        manifest, answer = self._describe(key, deadline, expected, cast)
+        path = shelf.paths(manifest.key)[0]
         try:
-            answer = self._stub.DescribeState(pb.DescribeStateRequest(key=key), timeout=left)
+            with sidecar.alone(path, deadline):
+                if shelf.holds(manifest.key, manifest.checksum):
+                    there = shelf.path(manifest.key)
+                    return Fetched(there, manifest, Choice("get", "shared_memory", "same_host"))
+                return self._fetch(manifest, answer, shelf, counters, deadline, base, cast)
+        except TimeoutError:
+            raise TransferTimeout(key, "another process of this host still fetches it") from None
+
+    def keys(self, prefix: str = "", *, timeout: float = 20.0) -> list[str]:
+        """Keys that are stored there, sorted."""
+        return [state.key for state in self._list(prefix, timeout)]
+
+    def newest(self, stem: str, *, at_least: int = 0, timeout: float = 20.0) -> Manifest:
+        """The highest version there under `stem`; see `Transfer.newest`."""
+        found = [s for s in self._list(f"{stem}@", timeout) if s.version >= 0]
+        if not found:
+            raise KeyNotFound(stem, f"no version of it is stored at {self.address}")
+        last = max(found, key=lambda state: state.version)
+        if last.version < at_least:
+            raise VersionWentBackwards(
+                last.key, f"is the newest version, but {at_least} was there before"
+            )
+        return self._describe(last.key, time.monotonic() + timeout, last.checksum, None)[0]
+
+    def watch(
+        self, prefix: str, *, timeout: float, known: Collection[str] = ()
+    ) -> Iterator[pb.StoredState]:
+        """What is stored there under `prefix`, each key once, as it appears; ends after `timeout`
+        seconds. Raises TroupeError."""
+        request = pb.WatchStatesRequest(prefix=prefix, known=known)
+        stream: Any = self._stub.WatchStates(request, timeout=timeout)
+        try:
+            yield from stream
+        except DeadlineExceeded:
+            return
+        finally:
+            stream.cancel()
+
+    def delete(self, keys: Collection[str], *, timeout: float = 20.0) -> int:
+        """Forget values without a version there; how many of them there were.
+
+        Raises InvalidArgument for a key with a version: its owner frees those.
+        """
+        request = pb.DeleteStatesRequest(keys=keys)
+        deleted: int = self._stub.DeleteStates(request, timeout=timeout).deleted
+        return deleted
+
+    def _fetch(
+        self,
+        manifest: Manifest,
+        answer: pb.DescribeStateResponse,
+        shelf: Shelf,
+        counters: TransferCounters,
+        deadline: float,
+        base: str | None,
+        cast: str | None,
+    ) -> Fetched:
+        key = manifest.key
+        origin = self._place(self.address, answer)
+
+        def reroute(failed: Sequence[str]) -> Place:
+            _, again = self._describe(key, deadline, manifest.checksum, None, failed)
+            return self._source(manifest, again, origin, deadline)
+
+        with part_in(shelf, manifest) as part, self._arrivals.coming(part):
+            reused = self._take_base(part, shelf, base or manifest.base)
+            source = self._source(manifest, answer, origin, deadline)
+            choice = Fetch(
+                part,
+                origin,
+                source,
+                reroute,
+                counters=counters,
+                deadline=deadline,
+                lanes=self._lanes,
+                checker=self._checker,
+            ).run()
+            part.commit(self.address)
+        shelf.forget_older(key)
+        if reused:
+            log.info("%s: %d of %d bytes were here", key, reused, manifest.num_bytes)
+        return Fetched(part.path, manifest, choice)
+
+    def _take_base(self, part: Part, shelf: Shelf, base: str) -> int:
+        if not base:
+            return 0
+        try:
+            return part.take_from(*shelf.bytes(base))
+        except (KeyNotFound, Corrupt):
+            return 0
+
+    def _source(
+        self,
+        manifest: Manifest,
+        answer: pb.DescribeStateResponse,
+        origin: Place,
+        deadline: float,
+    ) -> Place:
+        """Whom `answer` says to read from, if it lives; else the owner itself."""
+        if not answer.source:
+            return origin
+        stub = self._stub_of(answer.source)
+        request = pb.DescribeStateRequest(key=manifest.key, checksum=manifest.checksum)
+        until = min(deadline, time.monotonic() + _ALIVE_SECONDS)
+        while True:
+            try:
+                there = stub.DescribeState(request, timeout=_within(until))
+            except TroupeError as error:
+                # It may have been asked for the state as lately as this host.
+                if isinstance(error, NotFound) and time.monotonic() < until:
+                    time.sleep(_NAP_SECONDS)
+                    continue
+                log.info("%s: not from %s: %s", manifest.key, answer.source, error)
+                return origin
+            return self._place(answer.source, there)
+
+    def _place(self, address: str, answer: pb.DescribeStateResponse) -> Place:
+        why_not = ""
+        if not self._use_ucx or ucx.missing():
+            why_not = "ucx_not_here"
+        elif not answer.ucx:
+            why_not = "ucx_not_there"
+        near = not why_not and bool(answer.machine) and answer.machine == ucx.machine()
+        return Place(address, self._stub_of(address), why_not, near)
+
+    def _describe(
+        self,
+        key: str,
+        deadline: float,
+        expected: str | None,
+        cast: str | None,
+        failed: Sequence[str] = (),
+    ) -> tuple[Manifest, pb.DescribeStateResponse]:
+        request = pb.DescribeStateRequest(
+            key=key, checksum=expected or "", cast=cast or "", reader=self._serves_at, failed=failed
+        )
+        try:
+            answer = self._stub.DescribeState(request, timeout=_within(deadline))
         except NotFound as error:
-            raise KeyNotFound(key, f"nothing is stored under it at {self.address}") from error
+            raise KeyNotFound(key, f"not at {self.address}: {error.message}") from error
         except DataLoss as error:
             raise Corrupt(key, f"at {self.address}: {error.message}") from error
         try:
             manifest = Manifest.from_json(answer.manifest)
         except ValueError as error:
             raise Corrupt(key, f"{self.address} describes it wrongly: {error}") from error
-        if manifest.key != key:
+        wanted = cast_key(key, dtype_of(cast)) if cast else key
+        if manifest.key != wanted:
             raise Corrupt(key, f"{self.address} describes '{manifest.key}' instead")
-        return manifest, answer.ucx
+        content = manifest.metadata.get(CAST_OF) if cast else manifest.checksum
+        if expected and content != expected:
+            raise KeyNotFound(key, f"{self.address} holds another content")
+        return manifest, answer
 
-    def _why_not_ucx(self, there: bool) -> str:
-        if not self._use_ucx or ucx.missing():
-            return "ucx_not_here"
-        return "" if there else "ucx_not_there"
+    def _list(self, prefix: str, timeout: float) -> Sequence[pb.StoredState]:
+        request = pb.ListStatesRequest(prefix=prefix)
+        states: Sequence[pb.StoredState] = self._stub.ListStates(request, timeout=timeout).states
+        return states
 
+    def _stub_of(self, address: str) -> rpc.TransferOwnerStub:
+        with self._lock:
+            if address not in self._channels:
+                self._channels[address] = connect_sync(address, self._settings)
+            return rpc.TransferOwnerStub(self._channels[address])
 
-class _Fetch:
-    """One state on its way: what is still missing, and what went wrong so far."""
-
-    def __init__(
-        self,
-        stub: rpc.TransferOwnerStub,
-        address: str,
-        part: Part,
-        counters: TransferCounters,
-        deadline: float,
-    ) -> None:
-        self._stub, self._address, self._part = stub, address, part
-        self._counters, self._deadline = counters, deadline
-        self._key = part.manifest.key
-
-    def run(self, why_not_ucx: str) -> Choice:
-        """All chunks, by UCX unless there is a reason not to; how it was done."""
-        if not why_not_ucx:
-            try:
-                self._all(LANE_CHUNK_BYTES, by_lane)
-            except ucx.LaneBroken as error:
-                log.warning("%s: UCX to %s failed: %s", self._key, self._address, error)
-                why_not_ucx = "ucx_failed"
-            else:
-                return Choice("get", "ucx", "other_host")
-        words = why_not_ucx.replace("_", " ")
-        log.warning("get %s: through gRPC from %s (%s)", self._key, self._address, words)
-        self._all(MESSAGE_CHUNK_BYTES, by_messages)
-        return Choice("get", "grpc", why_not_ucx)
-
-    def _all(self, chunk_bytes: int, read: Callable[..., None]) -> None:
-        missing = set(range(num_chunks(self._part.manifest, chunk_bytes)))
-        corrupt: Counter[int] = Counter()
-        pause, broken = _BACKOFF_SECONDS[0], 0
-
-        def arrived(chunk: int, whole: bool) -> None:
-            if whole:
-                missing.discard(chunk)
-                return
-            self._counters.retried("corrupt_chunk")
-            corrupt[chunk] += 1
-            log.warning("%s: chunk %d arrived damaged", self._key, chunk)
-            if corrupt[chunk] >= _MOST_CORRUPT:
-                raise Corrupt(self._key, f"chunk {chunk} arrived damaged {corrupt[chunk]} times")
-
-        while missing:
-            before = len(missing)
-            left = self._deadline - time.monotonic()
-            if left <= 0:
-                raise TransferTimeout(
-                    self._key, f"{len(missing)} chunks are missing from {self._address}"
-                )
-            request = pb.ReadStateRequest(
-                key=self._key,
-                checksum=self._part.manifest.checksum,
-                chunk_bytes=chunk_bytes,
-                chunks=sorted(missing),
-            )
-            try:
-                read(self._stub, request, self._part.data, arrived, left)
-            except (Unavailable, DeadlineExceeded, ResourceExhausted, ucx.LaneBroken) as error:
-                self._counters.retried("broken_connection")
-                log.info("%s: %d chunks are missing: %s", self._key, len(missing), error)
-                broken = 0 if len(missing) < before else broken + 1
-                if isinstance(error, ucx.LaneBroken) and broken >= _MOST_BROKEN_LANES:
-                    raise
-                time.sleep(min(pause, max(self._deadline - time.monotonic(), 0)))
-                pause = min(2 * pause, _BACKOFF_SECONDS[1]) if broken else _BACKOFF_SECONDS[0]
-            except NotFound as error:
-                raise KeyNotFound(self._key, f"deleted at {self._address} meanwhile") from error
-            except Corrupt:
-                raise
-            except DataLoss as error:
-                raise Corrupt(self._key, f"at {self._address}: {error.message}") from error
-            except FailedPrecondition as error:
-                raise _replaced(self._key, self._address, error) from error
+    def _shelf(self, roots: tuple[Path, ...]) -> Shelf:
+        with self._lock:
+            if roots not in self._shelves:
+                self._shelves[roots] = Shelf(roots)
+            return self._shelves[roots]
 
 
-def _replaced(key: str, address: str, error: TroupeError) -> TroupeError:
-    if error.kind != "transfer_replaced":
-        return error
-    return KeyNotFound(key, f"replaced at {address} while it was read")
+def _within(deadline: float) -> float:
+    return min(_DESCRIBE_SECONDS, max(deadline - time.monotonic(), 0.001))

@@ -2,50 +2,61 @@
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
-from troupe.rpc.errors import DataLoss, TroupeError, Unavailable
-from troupe.transfer.checksum import bytes_checksum
+from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.transfer.remote import lane as ucx
+from troupe.transfer.remote.lanes import Lanes
+from troupe.transfer.remote.part import Part
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
-Arrived = Callable[[int, bool], None]
+# Called with a chunk and the name of a tensor of it that arrived damaged, "" for none.
+Arrived = Callable[[int, str], None]
 
 # Receives that wait ahead of the owner's sends.
-_WINDOW: Final = 6
+_WINDOW: Final = 8
 _IDLE_SECONDS: Final = 30.0
+# How long the owner has to end its side of a read that is over.
+_END_SECONDS: Final = 1.0
 
 
 def by_messages(
     stub: rpc.TransferOwnerStub,
     request: pb.ReadStateRequest,
-    data: memoryview,
+    part: Part,
     arrived: Arrived,
     timeout: float,
 ) -> None:
-    """Copy the chunks of `request` into `data` as they come, telling `arrived` (chunk, whole).
+    """Copy the chunks of `request` into `part` as they come, telling `arrived`.
 
     Raises TroupeError; what arrived before stays.
     """
     stream: Any = stub.ReadState(request, timeout=timeout)
-    due = iter(request.chunks)
+    messages = iter(stream)
     try:
-        for message in stream:
-            chunk = next(due, -1)
-            _same(message, chunk)
-            target = _slice(data, chunk, request.chunk_bytes)
-            whole = len(message.data) == len(target)
-            if whole:
-                target[:] = message.data
-            arrived(chunk, whole and bytes_checksum(target) == message.checksum)
-        if next(due, None) is not None:
-            raise Unavailable("the owner ended early", kind="transfer_cut_short")
+        for index in request.chunks:
+            chunk = part.chunks[index]
+            target = chunk.of(part.data)
+            at, short = 0, False
+            while at < len(target) and not short:
+                message = next(messages, None)
+                if message is None and at == 0:
+                    raise Unavailable("the owner ended early", kind="transfer_cut_short")
+                size = 0 if message is None else len(message.data)
+                due = message is not None and (message.chunk, message.offset) == (index, at)
+                if short := not due or size == 0 or at + size > len(target):
+                    break
+                target[at : at + size] = message.data
+                at += size
+            arrived(index, chunk.spans[0].name if short else chunk.damaged(part.data))
+            if short:
+                raise Unavailable("a chunk had another length", kind="transfer_cut_short")
     finally:
         stream.cancel()
 
@@ -53,43 +64,78 @@ def by_messages(
 def by_lane(
     stub: rpc.TransferOwnerStub,
     request: pb.ReadStateRequest,
-    data: memoryview,
+    part: Part,
     arrived: Arrived,
     timeout: float,
+    *,
+    lanes: Lanes,
+    near: bool,
+    checker: ThreadPoolExecutor,
 ) -> None:
-    """The same through UCX, straight into `data`. Raises TroupeError or LaneBroken."""
-    with ucx.Lane() as lane:
+    """The same through UCX, straight into `part`, verified in another thread meanwhile.
+
+    Raises TroupeError or LaneBroken.
+    """
+    lane = lanes.take(near=near)
+    whole = False
+    try:
         first_tag = secrets.randbits(62)
-        request.lane.CopyFrom(pb.UcxLane(address=lane.address, first_tag=first_tag))
-        stream: Any = stub.ReadState(request, timeout=timeout)
-        said = _Said(stream)
+        request.lane.CopyFrom(pb.UcxLane(address=lane.address, first_tag=first_tag, near=near))
+        said = _Said(stub.ReadState(request, timeout=timeout))
         try:
-            chunks = list(request.chunks)
-            flying: deque[Any] = deque()
-            asked = 0
-            for chunk in chunks:
-                while asked < len(chunks) and len(flying) < _WINDOW:
-                    target = _slice(data, chunks[asked], request.chunk_bytes)
-                    flying.append(lane.receive(target, first_tag + asked))
-                    asked += 1
-                head = flying[0]
-
-                def done(head: Any = head) -> bool:
-                    if head.completed and said.ready():
-                        return True
-                    # An owner that died ends the stream, whatever UCX has noticed.
-                    if said.failure is not None:
-                        raise said.failure
-                    return False
-
-                lane.wait(done, idle=_IDLE_SECONDS)
-                flying.popleft()
-                message = said.next()
-                _same(message, chunk)
-                target = _slice(data, chunk, request.chunk_bytes)
-                arrived(chunk, bytes_checksum(target) == message.checksum)
+            _receive(lane, said, list(request.chunks), first_tag, part, arrived, checker)
+            whole = said.over(_END_SECONDS)
         finally:
-            stream.cancel()
+            said.cancel()
+    finally:
+        if whole:
+            lanes.give(lane)
+        else:
+            lane.close()
+
+
+def _receive(
+    lane: ucx.Lane,
+    said: _Said,
+    due: list[int],
+    first_tag: int,
+    part: Part,
+    arrived: Arrived,
+    checker: ThreadPoolExecutor,
+) -> None:
+    flying: deque[tuple[int, Any]] = deque()
+    checking: deque[tuple[int, Future[str]]] = deque()
+    asked = 0
+
+    def checked() -> None:
+        while checking and checking[0][1].done():
+            index, found = checking.popleft()
+            arrived(index, found.result())
+
+    def done() -> bool:
+        checked()
+        if flying and flying[0][1].completed:
+            return True
+        # An owner that died ends the stream, whatever UCX has noticed.
+        if said.failure is not None:
+            raise said.failure
+        return not flying and not checking
+
+    try:
+        while asked < len(due) or flying:
+            while asked < len(due) and len(flying) < _WINDOW:
+                target = part.chunks[due[asked]].of(part.data)
+                flying.append((due[asked], lane.receive(target, first_tag + asked)))
+                asked += 1
+            lane.wait(done, idle=_IDLE_SECONDS)
+            while flying and flying[0][1].completed:
+                index, _ = flying.popleft()
+                checking.append((index, checker.submit(part.chunks[index].damaged, part.data)))
+    finally:
+        # Also what came before it broke; nobody hashes memory that is about to be given back.
+        while checking:
+            index, found = checking.popleft()
+            arrived(index, found.result())
 
 
 class _Said:
@@ -97,31 +143,24 @@ class _Said:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._queue: queue.SimpleQueue[pb.StateChunk] = queue.SimpleQueue()
-        # Why there will be no more messages; None while there may be.
+        self._ended = threading.Event()
+        # Why there will be no bytes; None while there may be.
         self.failure: TroupeError | None = None
         threading.Thread(target=self._read, name="transfer-reader", daemon=True).start()
 
-    def ready(self) -> bool:
-        """Whether `next` has a message."""
-        return not self._queue.empty()
+    def over(self, timeout: float) -> bool:
+        """Whether it has ended well, waiting up to `timeout` seconds for that."""
+        return self._ended.wait(timeout) and self.failure is None
 
-    def next(self) -> pb.StateChunk:
-        """The message that is there."""
-        return self._queue.get_nowait()
+    def cancel(self) -> None:
+        """End it."""
+        self._stream.cancel()
 
     def _read(self) -> None:
         try:
-            for message in self._stream:
-                self._queue.put(message)
+            for _ in self._stream:
+                pass
         except TroupeError as error:
             self.failure = error
-
-
-def _same(message: pb.StateChunk, chunk: int) -> None:
-    if message.chunk != chunk:
-        raise DataLoss(f"chunk {message.chunk} came where {chunk} was due")
-
-
-def _slice(data: memoryview, chunk: int, size: int) -> memoryview:
-    return data[chunk * size : (chunk + 1) * size]
+        finally:
+            self._ended.set()

@@ -1,0 +1,104 @@
+"""`python -m troupe.transfer.remote PARENT_PID`: an owner of states, for `OwnerProcess`.
+
+What it shall serve comes as one line of JSON through stdin; it prints its port when it serves, or
+in one line why it cannot. It ends on SIGTERM, and when its parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import torch
+from pydantic import SecretStr
+
+from troupe.rpc.errors import TroupeError
+from troupe.rpc.settings import ClientSettings
+from troupe.transfer import Transfer
+from troupe.transfer.remote.owner import Owner
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def main() -> None:
+    """Serve until told otherwise."""
+    _die_with(int(sys.argv[1]))
+    # Should UCX crash, its log says where.
+    faulthandler.enable()
+    told: dict[str, Any] = json.loads(sys.stdin.readline())
+    logging.basicConfig(
+        level=told["log_level"].upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    torch.set_num_threads(1)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        owner = _owner(told)
+    except (TroupeError, OSError) as error:
+        print(str(error).replace("\n", " "), flush=True)
+        raise SystemExit(1) from None
+    print(owner.port, flush=True)
+    # Its end is the parent's, too.
+    threading.Thread(target=_until_end, args=[stop], daemon=True).start()
+    # Nobody reads on.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    stop.wait()
+    owner.stop(2.0)
+
+
+def _until_end(stop: threading.Event) -> None:
+    sys.stdin.read()
+    stop.set()
+
+
+def _owner(told: dict[str, Any]) -> Owner:
+    token = None if told["token"] is None else SecretStr(told["token"])
+    settings = ClientSettings(**told["settings"], token=token)
+    first, *rest = (Path(root) for root in told["roots"])
+    transfer = Transfer(first, fallback=rest[0] if rest else None)
+    return Owner(
+        transfer,
+        host=told["host"],
+        port=told["port"],
+        advertise=told["advertise"],
+        token=token,
+        credentials=_credentials(told, settings),
+        settings=settings,
+        use_ucx=told["use_ucx"],
+    )
+
+
+def _credentials(told: dict[str, Any], settings: ClientSettings) -> grpc.ServerCredentials | None:
+    if told["tls_cert"] is None or told["tls_key"] is None:
+        return None
+    ask = told["tls_client_auth"] and settings.tls_ca is not None
+    return grpc.ssl_server_credentials(
+        [(Path(told["tls_key"]).read_bytes(), Path(told["tls_cert"]).read_bytes())],
+        root_certificates=settings.tls_ca.read_bytes() if ask and settings.tls_ca else None,
+        require_client_auth=ask,
+    )
+
+
+def _die_with(parent: int) -> None:
+    """SIGTERM when the parent ends, however it does."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        # It may have died before the call above: no signal would ever come.
+        if os.getppid() != parent:
+            raise SystemExit(143)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""`OwnerProcess`: an `Owner` in a process of its own, started again when it dies."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from troupe.rpc.errors import Unavailable
+from troupe.rpc.settings import ClientSettings
+
+log = logging.getLogger(__name__)
+
+_STOP_SECONDS: Final = 8.0
+# One that dies sooner than this after its start waits longer and longer for the next.
+_STEADY_SECONDS: Final = 30.0
+_BACKOFF_SECONDS: Final = (0.1, 10.0)
+
+
+class OwnerProcess:
+    """The owner of a host's states, supervised: UCX may crash it, never the process that uses it.
+
+    A crash costs readers nothing but time: they go on with the chunks that are missing once it is
+    back at the same port. It ends with its parent, whatever happens to that.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        settings: ClientSettings | None = None,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+        tls_client_auth: bool = False,
+        use_ucx: bool = True,
+        log_level: str = "info",
+        ready_seconds: float = 60.0,
+    ) -> None:
+        """Start it and wait until it serves at `host:port` (0: any free port).
+
+        Others reach it at the host `advertise`. `settings`: the cluster's token and authority,
+        both for its callers and for its calls. `tls_cert` and `tls_key` (PEM) turn TLS on.
+
+        Raises Unavailable when it does not serve within `ready_seconds`.
+        """
+        settings = settings or ClientSettings()
+        token = settings.token
+        self._told: dict[str, Any] = {
+            "roots": [str(Path(root).absolute()) for root in roots],
+            "host": host,
+            "port": port,
+            "advertise": advertise or "",
+            "settings": settings.model_dump(mode="json", exclude={"token", "retry"}),
+            "token": None if token is None else token.get_secret_value(),
+            "tls_cert": tls_cert and str(tls_cert),
+            "tls_key": tls_key and str(tls_key),
+            "tls_client_auth": tls_client_auth,
+            "use_ucx": use_ucx,
+            "log_level": log_level.lower(),
+        }
+        self._ready_seconds = ready_seconds
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._begun = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        self._failure: Unavailable | OSError | None = None
+        self.port = port
+        self.restarts = 0
+        # All starts are its: the kernel ends a child with the thread that started it.
+        self._keeper = threading.Thread(target=self._keep, name="transfer-keeper", daemon=True)
+        self._keeper.start()
+        self._begun.wait()
+        if self._failure is not None:
+            raise self._failure
+        self.address = f"{advertise or host}:{self.port}"
+        wildcard = host in ("0.0.0.0", "::", "[::]")
+        self.local = f"{'127.0.0.1' if wildcard else host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the process that serves now."""
+        assert self._process is not None
+        return self._process.pid
+
+    def close(self) -> None:
+        """Stop it: readers are cut after two seconds, and may resume elsewhere. Repeatable."""
+        self._closed.set()
+        with self._lock:
+            process = self._process
+        assert process is not None
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+        self._keeper.join(_STOP_SECONDS)
+
+    def _start(self) -> tuple[subprocess.Popen[str], int]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "troupe.transfer.remote", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # Not in the way of who computes on this host.
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            # Ctrl-C is for its parent, which stops it in order.
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        said = ""
+        try:
+            # By a pipe: nobody reads the token in a list of processes or an environment.
+            process.stdin.write(json.dumps(self._told) + "\n")
+            process.stdin.flush()
+            if select.select([process.stdout], [], [], self._ready_seconds)[0]:
+                said = process.stdout.readline().strip()
+        except BrokenPipeError:
+            pass
+        process.stdout.close()
+        if not said.isdigit():
+            process.kill()
+            status = process.wait()
+            raise Unavailable(
+                said
+                or f"the owner of states was not ready in {self._ready_seconds:g} s "
+                f"(status {status})",
+                kind="transfer_owner_away",
+                field="port",
+                value=self._told["port"],
+                remedy="Its log says why. Choose another port if it is taken.",
+            )
+        return process, int(said)
+
+    def _keep(self) -> None:
+        try:
+            self._process, self.port = self._start()
+        except (Unavailable, OSError) as error:
+            self._failure = error
+            return
+        finally:
+            self._told["port"] = self.port
+            self._begun.set()
+        pause = _BACKOFF_SECONDS[0]
+        while True:
+            began = time.monotonic()
+            status = self._process.wait()
+            if time.monotonic() - began > _STEADY_SECONDS:
+                pause = _BACKOFF_SECONDS[0]
+            started = False
+            while not started:
+                if self._closed.wait(pause):
+                    return
+                log.warning("the owner of states died with status %d: starting another", status)
+                pause = min(2 * pause, _BACKOFF_SECONDS[1])
+                started = self._again()
+
+    def _again(self) -> bool:
+        """Start another; whether it serves."""
+        with self._lock:
+            if self._closed.is_set():
+                return False
+            try:
+                self._process, _ = self._start()
+            except (Unavailable, OSError) as error:
+                log.error("no owner of states: %s", error)
+                return False
+        self.restarts += 1
+        return True

@@ -1,0 +1,370 @@
+"""The owner's side of each call: validate, find, send."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NoReturn
+
+import grpc
+from pydantic import SecretStr
+
+from troupe.rpc.errors import (
+    DETAILS_KEY,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    TroupeError,
+    Unauthenticated,
+    Unavailable,
+    to_status,
+)
+from troupe.transfer.cast import check_cast
+from troupe.transfer.checksum import PIECE_BYTES
+from troupe.transfer.chunks import Chunk, chunks_of
+from troupe.transfer.manifest import Manifest, version_in
+from troupe.transfer.remote import lane as ucx
+from troupe.transfer.remote.arrivals import Arrivals
+from troupe.transfer.remote.held import Held
+from troupe.transfer.remote.lanes import Lanes
+from troupe.transfer.remote.part import Part
+from troupe.transfer.store import Transfer
+from troupe.v1 import transfer_pb2 as pb
+from troupe.v1 import transfer_pb2_grpc as rpc
+
+log = logging.getLogger(__name__)
+
+# Chunks on their way at once.
+WINDOW: Final = 8
+# What gRPC copies several times it copies in small pieces.
+MESSAGE_BYTES: Final = 2 << 20
+# A reader that takes nothing for so long is given up; it asks again if it lives.
+_IDLE_SECONDS: Final = 30.0
+# Brings a state of another host here; the key that it is under then, and how it came.
+FetchHere = Callable[[pb.FetchStateRequest, float], pb.FetchStateResponse]
+
+
+class Servicer(rpc.TransferOwnerServicer):
+    """Answers for one `Transfer` and for what is on its way to it."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        *,
+        use_ucx: bool,
+        arrivals: Arrivals,
+        held: Held,
+        lanes: Lanes,
+        fetch: FetchHere,
+    ) -> None:
+        self._transfer, self._arrivals, self._held = transfer, arrivals, held
+        self._lanes, self._fetch = lanes, fetch
+        self._why_not = ucx.missing() if use_ucx else "switched off"
+        if self._why_not:
+            log.warning("other hosts read from here through gRPC: %s", self._why_not)
+
+    def DescribeState(  # noqa: N802
+        self, request: pb.DescribeStateRequest, context: grpc.ServicerContext
+    ) -> pb.DescribeStateResponse:
+        try:
+            manifest = self._described(request)
+            source = ""
+            if request.reader:
+                count = len(chunks_of(manifest))
+                failed = list(request.failed)
+                source = self._held.source_for(manifest, count, request.reader, failed)
+        except TroupeError as error:
+            abort(context, error)
+        return pb.DescribeStateResponse(
+            manifest=manifest.to_json(),
+            ucx=not self._why_not,
+            source=source,
+            machine="" if self._why_not else ucx.machine(),
+        )
+
+    def ReadState(  # noqa: N802
+        self, request: pb.ReadStateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.StateChunk]:
+        try:
+            source = self._source(request)
+            _check(request, len(source.chunks))
+            if request.HasField("lane"):
+                self._by_lane(request, source, context.is_active)
+            else:
+                for index in request.chunks:
+                    yield from _messages(index, source.wait(index, context.is_active))
+            self._held.read(request.key, request.checksum)
+        except TroupeError as error:
+            abort(context, error)
+        except ucx.LaneBroken as error:
+            if not context.is_active():
+                log.info("%s: its reader went away", request.key)
+            abort(context, Unavailable(str(error), kind="transfer_lane_broken"))
+
+    def FetchState(  # noqa: N802
+        self, request: pb.FetchStateRequest, context: grpc.ServicerContext
+    ) -> pb.FetchStateResponse:
+        try:
+            if not _from_here(context.peer()):
+                raise FailedPrecondition(
+                    "only processes of its own host have an owner fetch",
+                    kind="transfer_not_from_here",
+                    field="peer",
+                    value=context.peer(),
+                    remedy="Ask the owner of your host, through its loopback address.",
+                )
+            left = context.time_remaining()
+            return self._fetch(request, time.monotonic() + (600.0 if left is None else left))
+        except TroupeError as error:
+            abort(context, error)
+
+    def ListStates(  # noqa: N802
+        self, request: pb.ListStatesRequest, context: grpc.ServicerContext
+    ) -> pb.ListStatesResponse:
+        found = []
+        for key in self._transfer.keys(request.prefix):
+            try:
+                found.append(_stored(self._transfer.manifest(key)))
+            except TroupeError as error:
+                log.info("%s is not listed: %s", key, error)
+        return pb.ListStatesResponse(states=found)
+
+    def WatchStates(  # noqa: N802
+        self, request: pb.WatchStatesRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.StoredState]:
+        seen = set(request.known)
+        while context.is_active():
+            # In short turns: a caller that left is noticed.
+            for manifest in self._transfer.watch(request.prefix, timeout=0.5, known=seen):
+                seen.add(manifest.key)
+                yield _stored(manifest)
+
+    def DeleteStates(  # noqa: N802
+        self, request: pb.DeleteStatesRequest, context: grpc.ServicerContext
+    ) -> pb.DeleteStatesResponse:
+        try:
+            for key in request.keys:
+                if version_in(key) >= 0:
+                    raise InvalidArgument(
+                        f"'{key}' has a version: who published it frees it",
+                        kind="transfer_versioned_key",
+                        field="keys",
+                        value=key,
+                        remedy="Name values without '@'.",
+                    )
+            deleted = sum(self._transfer.delete(key) for key in request.keys)
+        except TroupeError as error:
+            abort(context, error)
+        return pb.DeleteStatesResponse(deleted=deleted)
+
+    def _described(self, request: pb.DescribeStateRequest) -> Manifest:
+        part = None if request.cast else self._arrivals.find(request.key, request.checksum)
+        if part is not None:
+            return part.manifest
+        source = self._transfer.manifest(request.key)
+        if request.checksum and source.checksum != request.checksum:
+            raise NotFound(
+                f"holds {source.checksum}",
+                kind="transfer_other_content",
+                field="checksum",
+                value=request.checksum,
+            )
+        key = request.key
+        if request.cast:
+            key = self._transfer.cast(request.key, check_cast(request.cast)).key
+        manifest, data = self._transfer.stored_bytes(key)
+        self._held.told(manifest, data)
+        return manifest
+
+    def _source(self, request: pb.ReadStateRequest) -> _Source:
+        """Raises FailedPrecondition of kind "transfer_replaced", NotFound."""
+        part = self._arrivals.find(request.key, request.checksum)
+        if part is not None:
+            return _Arriving(part, self._transfer)
+        try:
+            return _Stored(*self._held.find(request.key, request.checksum))
+        except NotFound:
+            manifest, data = self._transfer.stored_bytes(request.key)
+        if manifest.checksum != request.checksum:
+            raise FailedPrecondition(
+                f"holds {manifest.checksum} by now",
+                kind="transfer_replaced",
+                field="checksum",
+                value=request.checksum,
+                remedy="Ask for its description again.",
+            )
+        return _Stored(manifest, data)
+
+    def _by_lane(
+        self, request: pb.ReadStateRequest, source: _Source, alive: Callable[[], bool]
+    ) -> None:
+        if self._why_not:
+            raise FailedPrecondition(
+                f"no UCX here: {self._why_not}", kind="transfer_no_ucx", field="lane"
+            )
+        near, address = request.lane.near, request.lane.address
+        try:
+            lane = self._lanes.take(near=near, address=address)
+        except ucx.LaneBroken as error:
+            if not near:
+                raise
+            raise FailedPrecondition(
+                str(error), kind="transfer_lane_unreachable", field="lane"
+            ) from error
+        try:
+            _send(lane, request, source, alive)
+        except BaseException:
+            lane.close()
+            raise
+        self._lanes.give(lane, address=address)
+
+
+class _Stored:
+    """A state that is all here."""
+
+    def __init__(self, manifest: Manifest, data: memoryview) -> None:
+        self.chunks = chunks_of(manifest)
+        self._data = data
+
+    def wait(self, index: int, alive: Callable[[], bool]) -> memoryview:
+        """The bytes of a chunk."""
+        return self.chunks[index].of(self._data)
+
+
+class _Arriving:
+    """A state that this host is still fetching."""
+
+    def __init__(self, part: Part, transfer: Transfer) -> None:
+        self.chunks: tuple[Chunk, ...] = part.chunks
+        self._part, self._transfer = part, transfer
+        self._stored: _Stored | None = None
+
+    def wait(self, index: int, alive: Callable[[], bool]) -> memoryview:
+        """The bytes of a chunk once they have come. Raises Unavailable when they do not."""
+        if self._stored is None and self._part.shown:
+            # From now on its file may be deleted and used again: hold it.
+            manifest, data = self._transfer.stored_bytes(self._part.manifest.key)
+            if manifest.checksum != self._part.manifest.checksum:
+                raise Unavailable("was replaced meanwhile", kind="transfer_source_failed")
+            self._stored = _Stored(manifest, data)
+        if self._stored is not None:
+            return self._stored.wait(index, alive)
+        deadline = time.monotonic() + _IDLE_SECONDS
+        while (come := self._part.wait(index, _IDLE_SECONDS)) is None:
+            if not alive():
+                raise ucx.LaneBroken("the reader went away")
+            if time.monotonic() > deadline:
+                raise Unavailable(
+                    f"chunk {index} did not come here within {_IDLE_SECONDS:g} s",
+                    kind="transfer_source_failed",
+                )
+        return come
+
+
+_Source = _Stored | _Arriving
+
+
+def _send(
+    lane: ucx.Lane, request: pb.ReadStateRequest, source: _Source, alive: Callable[[], bool]
+) -> None:
+    flying: deque[Any] = deque()
+
+    def room(most: int) -> Callable[[], bool]:
+        def there_is() -> bool:
+            if not alive():
+                raise ucx.LaneBroken("the reader went away")
+            while flying and flying[0].completed:
+                flying.popleft()
+            return len(flying) <= most
+
+        return there_is
+
+    for place, index in enumerate(request.chunks):
+        data = source.wait(index, alive)
+        flying.append(lane.send(data, request.lane.first_tag + place))
+        lane.wait(room(WINDOW - 1), idle=_IDLE_SECONDS)
+    lane.wait(room(0), idle=_IDLE_SECONDS)
+
+
+def _check(request: pb.ReadStateRequest, num_chunks: int) -> None:
+    if request.chunk_bytes != PIECE_BYTES:
+        raise InvalidArgument(
+            f"states are cut at {PIECE_BYTES} bytes here",
+            field="chunk_bytes",
+            value=request.chunk_bytes,
+            remedy="Run the same version of Troupe on all hosts.",
+        )
+    if beyond := [chunk for chunk in request.chunks if chunk >= num_chunks]:
+        raise InvalidArgument(f"the state has {num_chunks} chunks", field="chunks", value=beyond[0])
+
+
+def _messages(index: int, data: memoryview) -> Iterator[pb.StateChunk]:
+    for at in range(0, len(data), MESSAGE_BYTES):
+        yield _message(index, at, data[at : at + MESSAGE_BYTES])
+
+
+def _message(index: int, offset: int, data: memoryview) -> pb.StateChunk:
+    return pb.StateChunk(chunk=index, offset=offset, data=bytes(data))
+
+
+def _stored(manifest: Manifest) -> pb.StoredState:
+    return pb.StoredState(
+        key=manifest.key,
+        version=manifest.version,
+        checksum=manifest.checksum,
+        num_bytes=manifest.num_bytes,
+    )
+
+
+def _from_here(peer: str) -> bool:
+    """Whether gRPC's name of a caller is one of this host's."""
+    kind, _, place = peer.partition(":")
+    if kind == "unix":
+        return True
+    host = place.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0].strip("[]")
+    return is_loopback(host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can be reached from this host only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def abort(context: Any, error: TroupeError) -> NoReturn:
+    """End the call with `error`."""
+    status = to_status(error)
+    context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
+    context.abort(error.code, status.message)
+    raise AssertionError("abort raises")
+
+
+class Bearer(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses callers without the cluster's token."""
+
+    def __init__(self, token: SecretStr) -> None:
+        self._expected = f"Bearer {token.get_secret_value()}".encode()
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        sent = dict(details.invocation_metadata or ()).get("authorization", "")
+        if hmac.compare_digest(str(sent).encode(), self._expected):
+            return continuation(details)
+        error = Unauthenticated(
+            "the bearer token is wrong" if sent else "a bearer token is required",
+            field="token",
+            remedy="Set TROUPE_TOKEN to the token that the services were started with.",
+        )
+
+        def refuse(request: Any, context: Any) -> Any:
+            abort(context, error)
+
+        handler = continuation(details)
+        if handler is not None and handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(refuse)
+        return grpc.unary_unary_rpc_method_handler(refuse)

@@ -1,0 +1,163 @@
+"""`Shelf`: the directories of this host in which states lie, by key."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from troupe.transfer import blob, room, sidecar
+from troupe.transfer.errors import Corrupt, InvalidKey, KeyNotFound, TransferTimeout
+from troupe.transfer.manifest import Manifest, stem_of, version_in
+from troupe.transfer.spares import Spares
+
+log = logging.getLogger(__name__)
+
+_SEGMENT = re.compile(r"^[A-Za-z0-9_@=-][A-Za-z0-9._@=-]*$")
+# Larger states are verified once per host, and the others of the host believe it.
+_MARKED_BYTES = 1 << 20
+# Nobody verifies for longer.
+_ALONE_SECONDS = 600.0
+
+
+class Shelf:
+    """What lies under `roots`, of which the first is preferred. Other processes use them too."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        """The first of `roots` is made when it is not there."""
+        self.roots = tuple(Path(root).absolute() for root in roots)
+        self.roots[0].mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.spares = {root: Spares(root) for root in self.roots}
+
+    def paths(self, key: str) -> list[Path]:
+        """Where `key` may be. Raises InvalidKey."""
+        segments = key.split("/")
+        if not all(_SEGMENT.match(segment) for segment in segments):
+            raise InvalidKey(key, "is not a key")
+        return [root.joinpath(*segments) for root in self.roots]
+
+    def path(self, key: str) -> Path:
+        """Where `key` is. Raises InvalidKey, KeyNotFound."""
+        for path in self.paths(key):
+            if path.is_file():
+                return path
+        raise KeyNotFound(key, f"nothing is stored under it in {self.roots[0]}")
+
+    def holds(self, key: str, checksum: str | None = None) -> bool:
+        """Whether something (of this content) is under `key`."""
+        if checksum is None:
+            return any(path.is_file() for path in self.paths(key))
+        try:
+            return self.manifest(key).checksum == checksum
+        except (KeyNotFound, Corrupt):
+            return False
+
+    def manifest(self, key: str) -> Manifest:
+        """What is stored under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
+        try:
+            return blob.read_manifest(self.path(key))
+        except FileNotFoundError:
+            raise KeyNotFound(key, "deleted while being read") from None
+        except ValueError as error:
+            raise Corrupt(key, str(error)) from error
+
+    def bytes(self, key: str) -> tuple[Manifest, memoryview]:
+        """Manifest and data section of `key`, mapped, not verified. Raises KeyNotFound, Corrupt."""
+        try:
+            return blob.read_bytes(self.path(key))
+        except FileNotFoundError:
+            raise KeyNotFound(key, "deleted while being read") from None
+        except ValueError as error:
+            raise Corrupt(key, str(error)) from error
+
+    def delete(self, key: str) -> bool:
+        """Forget `key`; False when there was nothing. Who has it mapped keeps it."""
+        existed = False
+        for root, path in zip(self.roots, self.paths(key), strict=True):
+            sidecar.clear(path)
+            try:
+                path.unlink()
+                existed = True
+            except FileNotFoundError:
+                continue
+            for parent in path.parents:
+                if parent == root:
+                    break
+                try:
+                    parent.rmdir()
+                except OSError:
+                    break
+        return existed
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """All keys that start with `prefix`, sorted."""
+        found = set()
+        for root in self.roots:
+            # Only the directory that all of them are in, not every job's.
+            for path in (root / prefix.rpartition("/")[0]).rglob("[!.]*"):
+                key = path.relative_to(root).as_posix()
+                if key.startswith(prefix) and not key.startswith(".") and path.is_file():
+                    found.add(key)
+        return sorted(found)
+
+    def fetched(self, prefix: str = "") -> Iterator[tuple[str, str]]:
+        """Keys whose content came from another host, and the address that it came from."""
+        for key in self.keys(prefix):
+            for path in self.paths(key):
+                if (address := sidecar.note(path, "fetched")) is not None:
+                    yield key, address
+                    break
+
+    def forget_older(self, key: str) -> None:
+        """Delete the versions before `key` that came from other hosts."""
+        stem, version = stem_of(key), version_in(key)
+        for other, _ in list(self.fetched(f"{stem}@")):
+            if 0 <= version_in(other) < version:
+                self.delete(other)
+
+    def sweep(self, directory: Path) -> None:
+        """Remove what was left half way in `directory`, and spares that nobody uses."""
+        if directory.is_dir():
+            room.sweep(directory)
+
+    def verify(
+        self,
+        path: Path,
+        manifest: Manifest,
+        tensors: Mapping[str, torch.Tensor],
+        identity: tuple[int, int],
+        deadline: float | None,
+    ) -> None:
+        """See that `tensors`, mapped from the file of `identity` at `path`, hold what was set.
+
+        Large states are verified once per host, until they are written to: who comes second
+        waits for the first. Raises Corrupt, TransferTimeout.
+        """
+        if manifest.num_bytes < _MARKED_BYTES:
+            _verify(manifest, tensors, deadline)
+            return
+        if sidecar.note(path, "verified", identity) is not None:
+            return
+        until = time.monotonic() + _ALONE_SECONDS if deadline is None else deadline
+        try:
+            with sidecar.alone(path, until):
+                if sidecar.note(path, "verified", identity) is None:
+                    _verify(manifest, tensors, deadline)
+                    sidecar.mark(path, "verified", identity=identity)
+        except TimeoutError as error:
+            raise TransferTimeout(manifest.key, f"not verified in time: {error}") from None
+
+
+def _verify(
+    manifest: Manifest, tensors: Mapping[str, torch.Tensor], deadline: float | None
+) -> None:
+    key = manifest.key
+    for bad in blob.damaged(manifest, tensors):
+        if bad is not None:
+            raise Corrupt(key, f"the bytes of '{bad}' do not match their checksum")
+        if deadline is not None and time.monotonic() > deadline:
+            raise TransferTimeout(key, "not verified in time")

@@ -1,0 +1,81 @@
+"""Small files beside a state: that it was verified, where it came from, who works on it.
+
+Each names the identity of the file that it speaks of; of another one it says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from troupe.transfer import blob
+
+_POLL_SECONDS = 0.005
+
+
+def mark(path: Path, kind: str, said: str = "", *, identity: tuple[int, int] | None = None) -> None:
+    """Note that the file at `path` is `kind` ("verified", "fetched"): the one that is there now,
+    or the one of `identity`."""
+    with contextlib.suppress(OSError):
+        inode, changed = identity or blob.identity(path)
+        temp = path.parent / f".{path.name}.{kind}.{os.getpid()}.{threading.get_ident()}.tmp"
+        temp.write_text(f"{inode} {changed} {said}")
+        temp.replace(_beside(path, kind))
+
+
+def note(path: Path, kind: str, identity: tuple[int, int] | None = None) -> str | None:
+    """What was noted of the very file at `path` (of this `identity`); None for nothing."""
+    try:
+        inode, changed, said = _beside(path, kind).read_text().split(" ", 2)
+        same = (int(inode), int(changed)) == (identity or blob.identity(path))
+    except (OSError, ValueError):
+        return None
+    return said if same else None
+
+
+def clear(path: Path) -> None:
+    """Forget all that was noted of `path`."""
+    for kind in ("verified", "fetched"):
+        _beside(path, kind).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone(path: Path, deadline: float) -> Iterator[None]:
+    """Only one thread of one process of this host at a time is here for `path`.
+
+    Raises TimeoutError at `deadline` (of the monotonic clock). A process that dies lets go.
+    """
+    lock = _beside(path, "lock")
+    file = _locked(lock, deadline)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        file.close()
+
+
+def _locked(lock: Path, deadline: float) -> BinaryIO:
+    while True:
+        lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+            file = stack.enter_context(open(lock, "ab"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Its last holder may have removed it between our opening and our locking it.
+                if os.fstat(file.fileno()).st_ino == lock.stat().st_ino:
+                    stack.pop_all()
+                    return file
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"another process works on {lock.name}") from None
+                time.sleep(_POLL_SECONDS)
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return path.parent / f".{path.name}.{kind}"
