@@ -173,10 +173,17 @@ def costs_of(model: Any) -> Costs:
 def abilities_of(model: Any, tolerance: float = 1e-3) -> Abilities:
     """What `model` can do, from forward passes over a few short rows."""
     rows = _probe_rows(int(model.get_input_embeddings().weight.shape[0]))
-    with torch.no_grad():
-        plain = _scored(model, rows, packed=False)
-        packs = _may_pack(model) and _packs(model, rows, plain, tolerance)
-        return Abilities(packs=packs, linear_head=_has_linear_head(model, rows))
+    training = [module for module in model.modules() if module.training]
+    for module in training:  # dropout would let nothing pass
+        module.training = False
+    try:
+        with torch.no_grad():
+            plain = _scored(model, rows, packed=False)
+            packs = _may_pack(model) and _packs(model, rows, plain, tolerance)
+            return Abilities(packs=packs, linear_head=_has_linear_head(model, rows))
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _packs(model: Any, rows: list[Row], plain: torch.Tensor, tolerance: float) -> bool:

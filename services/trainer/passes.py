@@ -12,6 +12,7 @@ import torch
 from services.trainer.batching import Piece, plan
 from services.trainer.columns import TokenColumns
 from services.trainer.forward import Forward, costs_of
+from services.trainer.layers import arrange
 from services.trainer.peers import Peers, Stopped
 from services.trainer.rows import Row
 from services.trainer.trained_model import TrainedModel
@@ -43,10 +44,12 @@ class Passes:
         self._peers = peers or Peers()
         self._job = spec
         self._policy = spec.policies[policy]
+        arrange(policy, model.module, self._policy.trainer)
         self._forward = Forward(model.module)
         abilities = self._forward.abilities
         self._reference: Forward | None = None
-        self._budget = forward_tokens or _FORWARD_TOKENS.get(model.device.type, 4096)
+        wanted = self._policy.trainer.forward_tokens or forward_tokens
+        self._budget = wanted or _FORWARD_TOKENS.get(model.device.type, 4096)
         # How pieces are planned.
         self._layout: dict[str, Any] = {"packed": abilities.packs}
         if share_prefixes and abilities.packs:

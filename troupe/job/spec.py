@@ -134,6 +134,12 @@ class JobSpec(Section):
                 "not clipped against `behaviour`, and nothing keeps several updates near the "
                 "weights that the step began with; choose `recomputed`"
             )
+        compiled = [n for n, p in self.policies.items() if p.trainer.compile == "on"]
+        if pipeline.deterministic and compiled:
+            raise ValueError(
+                f"policies.{compiled[0]}.trainer.compile: compiled kernels round differently for "
+                "passes of other sizes; use `off` with `pipeline.deterministic`"
+            )
         if pipeline.deterministic and pipeline.over_sampling:
             raise ValueError(
                 "pipeline.over_sampling: which queries are complete first depends on time; not "
@@ -182,6 +188,25 @@ class JobSpec(Section):
                 f"{field}: what other agents had said when a turn was asked for may depend on "
                 "time; use `agent` with `pipeline.deterministic`"
             )
+
+    @model_validator(mode="after")
+    def _gangs(self) -> Self:
+        for name, policy in self.policies.items():
+            if policy.trainer.gang == 1 or not policy.trainable:
+                continue
+            field = f"policies.{name}.trainer.gang"
+            if self.pipeline.deterministic:
+                raise ValueError(
+                    f"{field}: sums that several devices share round in another order; use 1 with "
+                    "`pipeline.deterministic`"
+                )
+            if policy.lora is not None:
+                raise ValueError(f"{field}: an adapter is trained on one device; use 1 with `lora`")
+            if self.algorithm.value_function is not None:
+                raise ValueError(
+                    f"{field}: a critic is trained on one device; use 1 with advantage `gae`"
+                )
+        return self
 
     @model_validator(mode="after")
     def _balancing(self) -> Self:

@@ -1,0 +1,128 @@
+"""What a job may choose about how gradients are computed: memory and kernels, not numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from services.trainer.layers import arrange
+from services.trainer.learner import Learner
+from services.trainer.policy_model import load_model
+from tests.support.training import make_spec, tiny_config
+from tests.trainer.batches import Shape, random_rows
+from troupe.job import JobSpecError, TrainerSpec, parse_job
+from troupe.rpc import FailedPrecondition
+
+SHAPE = Shape(groups=4, members=6, prompt=20, response=40)
+
+
+def learner_of(tokenizer: Path, trainer: dict[str, Any], **model: Any) -> Learner:
+    """Of a tiny model with seed 0, or another."""
+    source = {"config": tiny_config(**model), "tokenizer": str(tokenizer)}
+    spec = make_spec(tokenizer, model=source, algorithm={"kl_coefficient": 0.05})
+    policy = spec.policies["solver"].model_copy(update={"trainer": TrainerSpec(**trainer)})
+    spec = spec.model_copy(update={"policies": {"solver": policy}})
+    learner = Learner(load_model("solver", policy, 0), spec, "solver", skip_zero_advantages=False)
+    learner.set_reference({n: p * 1.01 for n, p in learner.model.named_parameters()})
+    return learner
+
+
+def gradient(learner: Learner, seed: int = 0) -> torch.Tensor:
+    """Of a random batch, in two micro-batches."""
+    plain = load_model("solver", learner._policy, 0)
+    rows = random_rows(plain, seed, SHAPE)
+    learner.accumulate(rows[:3])
+    learner.accumulate(rows[3:])
+    grads = [p.grad for p in learner.model.parameters()]
+    return torch.cat([g.flatten() for g in grads if g is not None])
+
+
+def peak(run: Any) -> int:
+    """Most bytes held at once of what `run` allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    held = most = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def test_activation_checkpointing_gives_the_same_bits_in_less_memory(tokenizer: Path) -> None:
+    wide = {"num_hidden_layers": 8, "intermediate_size": 256}
+    plain = learner_of(tokenizer, {}, **wide)
+    again = learner_of(tokenizer, {"activation_checkpointing": True}, **wide)
+    most = {}
+    for name, learner in {"plain": plain, "again": again}.items():
+        gradient(learner)  # what is made once is made
+        learner.discard()
+        most[name] = peak(lambda learner=learner: gradient(learner))
+    assert torch.equal(gradient(plain, 1), gradient(again, 1))
+    assert most["again"] < 0.7 * most["plain"]
+
+
+def test_tokens_of_a_forward_pass_are_the_jobs_before_the_workers(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = learner_of(tokenizer, {"forward_tokens": 90})
+    sizes: list[int] = []
+    forward = learner.model.forward
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        sizes.append(kwargs["input_ids"].numel())
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(learner.model, "forward", count)
+    gradient(learner)
+    assert len(sizes) > 4
+    assert max(sizes) <= 90
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_gradient(tokenizer: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler")
+    compiled = learner_of(tokenizer, {"compile": "on"})
+    for seed in range(3):  # pieces of other sizes
+        expected = gradient(learner_of(tokenizer, {}), seed)
+        compiled.discard()
+        torch.testing.assert_close(gradient(compiled, seed), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_worker_without_a_compiler_refuses_to_compile(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    with pytest.raises(FailedPrecondition) as caught:
+        learner_of(tokenizer, {"compile": "on"})
+    assert caught.value.kind == "no_compiler"
+    assert caught.value.field == "policies.solver.trainer.compile"
+
+
+def test_compiled_kernels_are_not_deterministic(tokenizer: Path) -> None:
+    values = make_spec(tokenizer, pipeline={"steps": 1, "queries_per_step": 1}).model_dump()
+    values["pipeline"]["deterministic"] = True
+    values["policies"]["solver"]["trainer"]["compile"] = "on"
+    with pytest.raises(JobSpecError, match=r"policies\.solver\.trainer\.compile"):
+        parse_job(json.dumps(values))
+
+
+def test_a_model_without_known_layers_is_refused() -> None:
+    spec = TrainerSpec(activation_checkpointing=True)
+    with pytest.raises(FailedPrecondition) as caught:
+        arrange("solver", torch.nn.Linear(2, 2), spec)
+    assert caught.value.kind == "model_unsupported"
+    assert caught.value.field == "policies.solver.trainer.activation_checkpointing"
