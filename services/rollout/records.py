@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from services.rollout.columns import Shelf
+from troupe.job.critic import TEAM_COLUMN
 from troupe.tensors import to_proto
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store
@@ -23,6 +24,9 @@ def samples_of(
     for row in rows:
         turn, reply = row.turn, row.turn.reply
         assert reply is not None  # it would be no row
+        columns = dict(reply.columns)
+        if row.context is not None:
+            columns[TEAM_COLUMN] = np.array(row.context, np.int32)
         samples.append(
             store.Sample(
                 sample_id=row.sample_id,
@@ -39,7 +43,9 @@ def samples_of(
                 reward=row.reward,
                 finish_reason=reply.finish_reason,
                 temperature=turn.sampling.temperature,
-                columns=shelf.columns_of(row.sample_id, reply.columns),
+                columns=shelf.columns_of(row.sample_id, columns),
+                chain=row.chain,
+                own_reward=row.own_reward,
             )
         )
     return samples

@@ -219,6 +219,7 @@ class Trajectory:
             trained=job.trained,
             rewards=total,
             group_by=job.spec.algorithm.group_by,
+            team_tokens=job.spec.algorithm.team_tokens,
         )
         return records.samples_of(rows, ticket=ticket, shelf=self._shelf)
 

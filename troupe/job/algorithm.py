@@ -95,6 +95,12 @@ class AlgorithmSpec(Section):
         """The critic in force; None: advantages need no values."""
         return (self.critic or CriticSpec()) if self.advantage == "gae" else None
 
+    @property
+    def team_tokens(self) -> int:
+        """Tokens of the other agents' that the critic in force observes; 0: none."""
+        critic = self.value_function
+        return critic.context_tokens if critic and critic.observes == "team" else 0
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         behaviour = self.old_logprobs == "behaviour"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
 from troupe.job.policy import OptimizerSpec
 from troupe.job.section import Section
+
+TEAM_COLUMN: Final = "critic_context"
+"""Column of a sample with what the rest of its team knew: int32 [n], token ids."""
 
 
 class CriticSpec(Section):

@@ -87,6 +87,8 @@ class Sample(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     USES_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    OWN_REWARD_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """{query}_{turn}_{trajectory}"""
     policy: _builtins.str
@@ -106,6 +108,12 @@ class Sample(_message.Message):
     """
     uses: _builtins.int
     """Optimizer steps that it has contributed to; more than one only where the job replays."""
+    chain: _builtins.str
+    """Samples of one trajectory and agent with equal `chain` follow one another in the order of
+    `turn`: an episode of a critic. Replies of one call that drew several are chains of their own.
+    """
+    own_reward: _builtins.bool
+    """Whether `reward` is of this turn alone, not of its agent in the whole trajectory."""
     @_builtins.property
     def prompt_ids(self) -> _common_pb2.Tensor:
         """int32 [prompt_len]"""
@@ -144,10 +152,12 @@ class Sample(_message.Message):
         finish_reason: _builtins.str = ...,
         temperature: _builtins.float | None = ...,
         uses: _builtins.int = ...,
+        chain: _builtins.str = ...,
+        own_reward: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_temperature", b"_temperature", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "reward", b"reward", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "columns", b"columns", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "policy", b"policy", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "chain", b"chain", "columns", b"columns", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "own_reward", b"own_reward", "policy", b"policy", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

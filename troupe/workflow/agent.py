@@ -238,6 +238,7 @@ class Agent:
                 calls=calls,
             )
         turn.reply, turn.generation = reply, generation
+        turn.answered = self._agents.tick()
         return reply
 
     def _read(

@@ -33,6 +33,7 @@ class Agents(Mapping[str, Agent]):
         self._agents = {name: Agent(role, self) for name, role in roles.items()}
         self._seed = seed
         self._root = numbering.Branch()
+        self._ticks = 0
         self._asked: dict[tuple[numbering.Path, str, int], int] = {}
         self._begun: dict[str, int] = {}
         self._turns: list[Turn] = []
@@ -123,11 +124,17 @@ class Agents(Mapping[str, Agent]):
                     replace(sampling, seed=seed),
                     call,
                     sibling,
+                    asked=self.tick(),
                     prefix_broken=prompt.broken,
                 )
             )
         self._turns += turns
         return turns
+
+    def tick(self) -> int:
+        """A number above all that were given before: in which order turns begin and end."""
+        self._ticks += 1
+        return self._ticks
 
     def draw_seed(self, agent: str, prompt_ids: tuple[int, ...]) -> int:
         """Seed of the next turn of `agent` with this prompt: equal prompts get different ones."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from troupe.workflow.team import team_context
 from troupe.workflow.turns import Turn
 
 GroupBy = Literal["agent", "turn", "branch"]
@@ -23,6 +24,13 @@ class SampleRow:
     turn: Turn
     reward: float | None
     """The turn's own, or else its agent's."""
+    own_reward: bool = False
+    """Whether it is the turn's own."""
+    chain: str = ""
+    """Rows of one trajectory and agent with equal `chain` follow one another: those of turns that
+    were drawn alone. A reply of `chat(n=k)` is a chain of its own."""
+    context: tuple[int, ...] | None = None
+    """What the rest of the team knew (`team_context`), where that was asked for."""
 
 
 def rows_of(
@@ -33,10 +41,12 @@ def rows_of(
     trained: Collection[str],
     rewards: Mapping[str, float],
     group_by: GroupBy,
+    team_tokens: int = 0,
 ) -> list[SampleRow]:
     """One row per turn of a policy in `trained` that has at least one token.
 
     `turns` are those of a closed trajectory (`Agents.close`), `rewards` those of its agents.
+    `team_tokens`: so many of what the rest of the team knew go with each row; 0: none.
     """
     rows = []
     for turn in turns:
@@ -49,6 +59,9 @@ def rows_of(
                 group_id=_group_id(turn, query_id, group_by),
                 turn=turn,
                 reward=reply.reward if reply.reward is not None else rewards.get(turn.role.name),
+                own_reward=reply.reward is not None,
+                chain="" if turn.siblings is None else f"{turn.place}#{turn.sibling}",
+                context=team_context(turn, turns, team_tokens) if team_tokens else None,
             )
         )
     return rows

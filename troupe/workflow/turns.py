@@ -63,6 +63,9 @@ class Turn:
     that branches alike."""
     reply: Reply | None = None
     generation: Generation | None = None
+    asked: int = 0
+    """When it was asked for, and answered: counted over all turns of the trajectory."""
+    answered: int = 0
     prefix_broken: bool = False
     """The prompt's history is not what this agent was given and said; see `memory.Prompt`."""
 
