@@ -1,4 +1,4 @@
-"""What rewards are measured against: the advantages of one policy's samples.
+"""What rewards are measured against: the advantages of one policy's samples without a critic.
 
 Most follow from a sample and its group. Two need more: `reinforce_plus_plus` the rewards of the
 whole step, and `rae` what its agents earned in the steps before, which is training state.
@@ -73,6 +73,8 @@ class Baselines:
                 for row in rows:
                     self._seen.setdefault(row.agent, []).append(row.reward)
                 return role_advantages(rewards, [self._roles.get(r.agent, 0.0) for r in rows])
+            case "gae":
+                raise AssertionError("a critic tells advantages token by token")
 
     def applied(self) -> None:
         """The step was applied: its rewards move the baselines of the next."""

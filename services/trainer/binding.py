@@ -260,10 +260,10 @@ class Binding:
         with self._randomness.drawing():
             self.learner.complete(stop)
 
-    def apply(self) -> Applied:
+    def apply(self, stop: threading.Event) -> Applied:
         """`Learner.apply` on the committed version. Blocking."""
         with self._randomness.drawing():
-            return self.learner.apply(self.version)
+            return self.learner.apply(self.version, stop)
 
     def ensure_published(self) -> None:
         """Publish the committed version again if it has gone. Blocking."""

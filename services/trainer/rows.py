@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from troupe import tensors
+from troupe.job import AlgorithmSpec
+from troupe.job.critic import TEAM_COLUMN
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -66,33 +68,47 @@ Load = Callable[[str], np.ndarray[Any, Any]]
 REFERENCE_COLUMN = "reference_logprobs"
 
 
+def columns_of(algorithm: AlgorithmSpec) -> frozenset[str]:
+    """The columns that training on samples may need."""
+    critic = algorithm.value_function
+    found = {REFERENCE_COLUMN} if algorithm.kl_coefficient > 0 else set()
+    return frozenset(found | ({TEAM_COLUMN} if critic and critic.observes == "team" else set()))
+
+
 def parse_rows(
-    claimed: Iterable[store_pb.ClaimedSample], vocabulary: int, load: Load | None = None
+    claimed: Iterable[store_pb.ClaimedSample],
+    vocabulary: int,
+    load: Load | None = None,
+    columns: Collection[str] = (REFERENCE_COLUMN,),
 ) -> list[Row]:
     """The rows of a claim in the order of their ids, whatever order they were claimed in.
 
-    With `load` also their `reference_logprobs`, where they have that column. Raises
-    ChecksumError, FailedPrecondition of kind "malformed_sample", or what `load` raises.
+    With `load` also those of `columns` that they have. Raises ChecksumError, FailedPrecondition of
+    kind "malformed_sample", or what `load` raises.
     """
-    rows = [_parse(item, load) for item in claimed]
+    rows = [_parse(item, load, columns) for item in claimed]
     for row in rows:
-        if row.ids.size and (row.ids.min() < 0 or row.ids.max() >= vocabulary):
-            raise _malformed(
-                row.sample_id,
-                f"token id {int(row.ids.max())} is outside the policy's vocabulary of {vocabulary}",
-                "Check that engine and trainer use the same model and tokenizer.",
-            )
+        for ids in (row.ids, row.context):
+            if ids is not None and ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
+                text = (
+                    f"token id {int(ids.max())} is outside the policy's vocabulary of {vocabulary}"
+                )
+                remedy = "Check that engine and trainer use the same model and tokenizer."
+                raise _malformed(row.sample_id, text, remedy)
     return sorted(rows, key=lambda row: row.sample_id)
 
 
-def _parse(item: store_pb.ClaimedSample, load: Load | None) -> Row:
+def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[str]) -> Row:
     sample = item.sample
     prompt = tensors.from_proto(sample.prompt_ids)
     response = tensors.from_proto(sample.response_ids)
     behaviour = tensors.from_proto(sample.logprobs).astype(np.float32, copy=False)
-    reference = None if load is None else _reference(sample, load)
+    brought = {} if load is None else {n: _column(sample, n, load) for n in columns}
+    reference = _floats(brought.get(REFERENCE_COLUMN))
+    context = brought.get(TEAM_COLUMN)
     scores = {"logprobs": behaviour, REFERENCE_COLUMN: reference}
-    for name, array in {"prompt_ids": prompt, "response_ids": response, **scores}.items():
+    arrays = {"prompt_ids": prompt, "response_ids": response, TEAM_COLUMN: context, **scores}
+    for name, array in arrays.items():
         if array is not None and array.ndim != 1:
             raise _malformed(sample.sample_id, f"{name} has shape {list(array.shape)}", _BUG)
     for name, array in scores.items():
@@ -119,22 +135,30 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None) -> Row:
         agent=sample.agent,
         uses=sample.uses,
         reference=reference,
+        turn=sample.turn,
+        chain=sample.chain,
+        own_reward=sample.own_reward,
+        context=None if context is None else context.astype(np.int64, copy=False),
     )
 
 
-def _reference(sample: store_pb.Sample, load: Load) -> Floats | None:
-    if REFERENCE_COLUMN not in sample.columns:
+def _floats(values: np.ndarray[Any, Any] | None) -> Floats | None:
+    return None if values is None else values.astype(np.float32, copy=False)
+
+
+def _column(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any, Any] | None:
+    if name not in sample.columns:
         return None
-    column = sample.columns[REFERENCE_COLUMN]
+    column = sample.columns[name]
     match column.WhichOneof("value"):
         case "tensor":
             value = tensors.from_proto(column.tensor)
         case "ref":
             value = load(column.ref)
         case _:
-            text = f"{REFERENCE_COLUMN} is no tensor"
-            raise _malformed(sample.sample_id, text, "Append float32 [response_len].")
-    return value.astype(np.float32, copy=False)
+            text = f"{name} is no tensor"
+            raise _malformed(sample.sample_id, text, "Append an array of one axis.")
+    return value
 
 
 def response_lengths(rows: Sequence[Row]) -> list[int]:

@@ -13,7 +13,7 @@ from services.trainer.binding import Binding
 from services.trainer.claims import Claim, StepClaims, bounds_of, is_lost, last_refs
 from services.trainer.compute import Compute
 from services.trainer.peers import Stopped
-from services.trainer.rows import parse_rows
+from services.trainer.rows import columns_of, parse_rows
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import Frontier
 from services.trainer.suspension import HalfStep
@@ -328,12 +328,14 @@ class StepRun:
         if not self._claims.claim_ids:
             return await self._commit(store_pb.STEP_OUTCOME_EMPTY, "", binding.weights, {})
         binding.dirty = True
-        outcome = await self._compute.run(binding.apply)
-        binding.dirty = outcome.applied
+        outcome = await self._compute.run(binding.apply, self._stop)
+        binding.dirty = outcome.applied or outcome.moved
         metrics = dict(outcome.metrics)
         metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
         if not outcome.applied:
             log.warning("step skipped", policy=binding.policy, reason=outcome.reason)
+            # Some of its updates were made: the version's weights come back first.
+            await self._compute.run(binding.reset)
             return await self._commit(
                 store_pb.STEP_OUTCOME_SKIPPED, outcome.reason, binding.weights, metrics
             )
@@ -378,8 +380,8 @@ class StepRun:
         if self._stop.is_set():
             raise Stopped
         binding = self.binding
-        load = binding.load_column if binding.spec.algorithm.kl_coefficient > 0 else None
-        rows = parse_rows(claim.samples, binding.learner.vocabulary, load)
+        columns = columns_of(binding.spec.algorithm)
+        rows = parse_rows(claim.samples, binding.learner.vocabulary, binding.load_column, columns)
         self._refs.update(last_refs(claim, binding.spec.pipeline.max_uses))
         binding.accumulate(rows, self._stop)
         return sum(len(row.ids) for row in rows)
