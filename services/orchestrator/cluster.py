@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.orchestrator.binder import Binder
 from services.orchestrator.job_store import JobStore
 from services.orchestrator.workers import WorkerRegistry
 from troupe.rpc import TroupeError
@@ -21,11 +22,13 @@ class Cluster:
     def __init__(
         self,
         workers: WorkerRegistry,
+        binder: Binder,
         store: JobStore,
         channels: Mapping[str, tuple[str, grpc.aio.Channel]],
         probe_seconds: float,
     ) -> None:
         self._workers = workers
+        self._binder = binder
         self._store = store
         # Name of a service -> its address and a channel to it.
         self._channels = channels
@@ -36,7 +39,9 @@ class Cluster:
         services = await asyncio.gather(
             self._redis(), *(self._probe(name) for name in self._channels)
         )
-        response = orch.GetClusterResponse(services=services, in_flight=in_flight)
+        response = orch.GetClusterResponse(
+            services=services, in_flight=in_flight, wanted_trainers=self._binder.wanted
+        )
         for worker in self._workers.all():
             beat = worker.beat
             response.workers.add(
@@ -47,6 +52,7 @@ class Cluster:
                 seconds_since_heartbeat=self._workers.age(worker),
                 doing="draining" if worker.alive and beat.draining else beat.doing,
                 rss_bytes=beat.rss_bytes,
+                trainer=beat.trainer if beat.HasField("trainer") else None,
             )
             if worker.alive:
                 response.engines.extend(beat.engines)

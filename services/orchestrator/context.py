@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.orchestrator.binder import Binder
 from services.orchestrator.event_log import EventLog
 from services.orchestrator.job_store import JobStore
 from services.orchestrator.ledger import Ledger
@@ -30,6 +31,7 @@ class Shared:
     log: EventLog
     trajectories: RecentTrajectories
     workers: WorkerRegistry
+    binder: Binder
     experience: ExperienceStoreAsyncStub
     # Trajectories dispatched and not ended, per job.
     in_flight: dict[str, int]

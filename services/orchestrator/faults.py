@@ -64,6 +64,17 @@ async def together(*parts: Coroutine[Any, Any, object]) -> None:
         task.result()
 
 
+async def either(*waits: Coroutine[Any, Any, object]) -> None:
+    """Return when the first of these is over; the others are cancelled."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def alongside(main: Coroutine[Any, Any, T], background: Coroutine[Any, Any, None]) -> T:
     """The result of `main`, while `background` runs; its failure cancels `main` and is raised."""
     body, aside = asyncio.create_task(main), asyncio.create_task(background)

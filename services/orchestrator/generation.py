@@ -123,4 +123,5 @@ class Generation:
             await worker.rollout.PrepareJob(request, timeout=patience.left)
         finally:
             await trainers.release(shared.settings.cleanup_seconds)
+            trainers.close()
         return worker

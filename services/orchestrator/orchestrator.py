@@ -6,6 +6,7 @@ from typing import Final
 
 import grpc
 
+from services.orchestrator.binder import Binder
 from services.orchestrator.cluster import Cluster
 from services.orchestrator.context import Shared
 from services.orchestrator.event_log import EventLog
@@ -44,31 +45,39 @@ class Orchestrator:
         self._probes: dict[str, tuple[str, grpc.aio.Channel]] = {
             name: (address, connect(address, hasty)) for name, address in probed.items()
         }
+        workers = WorkerRegistry(settings)
         self.shared = Shared(
             settings=settings,
             store=JobStore(self._redis, log),
             ledger=Ledger(self._redis),
             log=log,
             trajectories=RecentTrajectories(self._redis, settings.recent_trajectories),
-            workers=WorkerRegistry(settings),
+            workers=workers,
+            binder=Binder(workers),
             experience=ExperienceStoreStub(self._experience),
             in_flight={},
         )
         self.jobs = Jobs(self.shared)
         self.generation = Generation(self.shared, self.jobs)
         self.cluster = Cluster(
-            self.shared.workers, self.shared.store, self._probes, settings.probe_seconds
+            self.shared.workers,
+            self.shared.binder,
+            self.shared.store,
+            self._probes,
+            settings.probe_seconds,
         )
 
     async def start(self) -> None:
         """Wait for Redis, then continue every job that had not ended."""
         await self._redis.ping()
         self.shared.workers.start()
+        self.shared.binder.start()
         await recover(self.shared.store, self.jobs)
 
     async def stop(self) -> None:
         """Stop running jobs; what they are is in Redis and in the experience store."""
         await self.jobs.stop()
+        await self.shared.binder.close()
         await self.shared.workers.close()
         for channel in (self._experience, *(channel for _, channel in self._probes.values())):
             await channel.close(None)

@@ -58,6 +58,7 @@ class JobRunner:
         self._job: JobContext
         self._record: JobRecord
         self._sinks: Sinks | None = None
+        self._tables: TableWatch
         self._trainers: Trainers | None = None
         self._engines: Engines | None = None
         self._progress: Progress | None = None
@@ -95,6 +96,8 @@ class JobRunner:
             _log.exception("a fault of the orchestrator", job_id=self._job_id)
             await self._end_failed(Internal(f"{type(error).__name__}: {error}"))
         finally:
+            if self._trainers is not None:
+                self._trainers.close()
             if self._sinks is not None:
                 await self._sinks.close()
         if self._cancel:
@@ -142,7 +145,7 @@ class JobRunner:
             trainers=trainers,
             engines=engines,
             dispatch=Dispatch(self._job, engines),
-            tables=TableWatch(self._shared.experience, self._job_id),
+            tables=self._tables,
         )
         self._progress = progress = Progress(crew, self._record, self._sinks)
         aside = together(engines.run(), crew.dispatch.run(), crew.tables.run(), self._watch_epoch())
@@ -183,7 +186,8 @@ class JobRunner:
             for commit in found.commits:
                 await shared.ledger.commit(self._job_id, commit)
             step += 1
-        self._trainers = Trainers(job, await shared.ledger.entries(self._job_id))
+        self._tables = TableWatch(shared.experience, self._job_id, shared.binder.touch)
+        self._trainers = Trainers(job, await shared.ledger.entries(self._job_id), self._tables)
         await self._trainers.bind_all(self._patience("bind"))
         return self._trainers
 

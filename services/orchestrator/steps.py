@@ -137,6 +137,7 @@ class StepRunner:
         values |= self._rollout.values()
         values |= self._redundancy.values()
         values |= self._crew.engines.values()
+        values |= self._crew.trainers.swaps()
         values |= commit_metrics(self._commits.values())
         values |= staleness(self._commits.values())
         self._ended = time.monotonic()
@@ -197,6 +198,9 @@ class StepRunner:
             parts.append(f"{len(self._commits)} committed")
         if over < of and not self._crew.engines.ready(self._roster.versions):
             parts.append("waiting for a rollout worker")
-        if unbound := [policy for policy in trained if policies[policy].worker is None]:
+        waiting = [policies[policy] for policy in trained if policies[policy].worker is None]
+        if suspended := sum(one.suspended for one in waiting):
+            parts.append(f"{suspended} suspended")
+        if unbound := [one.policy for one in waiting if not one.suspended]:
             parts.append(f"waiting for a trainer worker for {', '.join(unbound)}")
         return f"step {self.step + 1}/{total}: {', '.join(parts)}"

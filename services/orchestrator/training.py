@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import Final
 
 from services.orchestrator.context import JobContext
-from services.orchestrator.faults import RENEWABLE, Attempts, Patience, together
+from services.orchestrator.faults import RENEWABLE, Attempts, Patience, either, together
 from services.orchestrator.ledger import Entry
 from services.orchestrator.remote_checkpoints import at_hand
+from services.orchestrator.seat import Seat
+from services.orchestrator.table_watch import TableWatch
 from services.orchestrator.victims import Victims
 from services.orchestrator.workers import Worker
-from troupe.rpc import FailedPrecondition, TroupeError, Unavailable, new_id
-from troupe.scheduling import placement
+from troupe.rpc import DeadlineExceeded, FailedPrecondition, TroupeError, Unavailable, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import trainer_pb2 as tr
 
-# A frozen policy is loaded but never computes.
-_FROZEN_COST: Final = 0.25
+# What a step says that was suspended.
+_SUSPENDED: Final = "step_suspended"
 # Writing a checkpoint is worth a few attempts, not the job.
 _CHECKPOINT_SECONDS: Final = 300.0
 
@@ -28,8 +30,12 @@ _CHECKPOINT_SECONDS: Final = 300.0
 class Trainers:
     """Every policy of a job, each bound to one trainer worker at a time."""
 
-    def __init__(self, job: JobContext, entries: Mapping[str, Entry]) -> None:
+    def __init__(
+        self, job: JobContext, entries: Mapping[str, Entry], tables: TableWatch | None = None
+    ) -> None:
+        """`tables` says how much of a step is ready; without it no step is run."""
         self._job = job
+        self.tables = tables
         self.policies = {
             name: PolicyTrainer(job, self, name, entries.get(name)) for name in job.spec.policies
         }
@@ -39,41 +45,6 @@ class Trainers:
         trainers = self.policies.values()
         await together(*(trainer.bind(patience) for trainer in trainers))
         return {trainer.policy: trainer.weights for trainer in trainers}
-
-    def place(self, policy: str, avoid: Worker | None) -> Worker | None:
-        """The worker where `policy` goes, given where the others are; `avoid` if need be."""
-        usable = self._job.shared.workers.usable(orch.WORKER_KIND_TRAINER)
-        workers = [worker for worker in usable if worker is not avoid] or usable
-        if not workers:
-            return None
-        costs = {
-            name: 1.0 if self._job.spec.policies[name].trainable else _FROZEN_COST
-            for name in self.policies
-        }
-        loads = [
-            placement.TrainerWorker(
-                worker.worker_id,
-                sum(
-                    one.job_id != self._job.job_id and one.state != pb.BINDING_STATE_RELEASED
-                    for one in worker.beat.bindings
-                ),
-            )
-            for worker in workers
-        ]
-        # A binding that an earlier orchestrator made is as good as one of ours.
-        bound = {
-            one.policy: worker.worker_id
-            for worker in workers
-            for one in worker.beat.bindings
-            if one.job_id == self._job.job_id and one.state != pb.BINDING_STATE_RELEASED
-        }
-        bound |= {
-            name: trainer.worker.worker_id
-            for name, trainer in self.policies.items()
-            if trainer.worker is not None
-        }
-        placed = placement.place_policies(costs, loads, bound=bound)
-        return next(worker for worker in workers if worker.worker_id == placed[policy])
 
     async def republish(self, policy: str) -> None:
         """Publish a policy's weights again: they are not where they were."""
@@ -93,6 +64,19 @@ class Trainers:
             return_exceptions=True,
         )
 
+    def close(self) -> None:
+        """Nobody trains with these any more. Repeatable."""
+        for trainer in self.policies.values():
+            trainer.close()
+
+    def swaps(self) -> dict[str, float]:
+        """Metrics of the policies that came and went since they were asked for last."""
+        found: dict[str, float] = {}
+        for name, trainer in self.policies.items():
+            for what, value in trainer.take_swaps().items():
+                found[f"{name}/train/{what}"] = value
+        return found
+
 
 class PolicyTrainer:
     """One policy: where it is bound, its weights, and its steps. It is the only one that binds
@@ -100,15 +84,12 @@ class PolicyTrainer:
 
     def __init__(self, job: JobContext, team: Trainers, policy: str, entry: Entry | None) -> None:
         self._job = job
-        self._team = team
         self.policy = policy
-        self.worker: Worker | None = None
+        self._seat = Seat(job, policy, team.tables)
         self._weights = None if entry is None else entry.weights
-        # Progress of the step that runs, if one does.
-        self.progress: tr.StepEvent | None = None
         self._binding = asyncio.Lock()
-        # Where binding failed last: try another, if there is one.
-        self._avoid: Worker | None = None
+        # What it published is not where it was: Bind publishes again.
+        self._publish = False
         self._victims = Victims(
             job.shared.workers,
             job.spec.limits.worker_deaths,
@@ -124,50 +105,86 @@ class PolicyTrainer:
         assert self._weights is not None, "bound before"
         return self._weights
 
+    @property
+    def worker(self) -> Worker | None:
+        """Who holds it, or is about to."""
+        return self._seat.worker
+
+    @property
+    def progress(self) -> tr.StepEvent | None:
+        """Of the step that runs, if one does."""
+        return self._seat.progress
+
+    @property
+    def suspended(self) -> bool:
+        """Whether its state waits for a device."""
+        return self._seat.suspended is not None
+
+    def take_swaps(self) -> dict[str, float]:
+        """How often it came and went since this was asked last, and what that cost."""
+        seat = self._seat
+        if not seat.swaps:
+            return {}
+        found = {"swaps": float(seat.swaps), "swap_seconds": seat.swap_seconds}
+        seat.swaps, seat.swap_seconds = 0, 0.0
+        return found
+
     async def bind(self, patience: Patience) -> Worker:
         """Bind to a worker unless bound to a living one; try elsewhere when that fails."""
-        attempts = Attempts(patience)
+        with self._seat.visit():
+            return await self._bind(patience)
+
+    async def _bind(self, patience: Patience) -> Worker:
+        attempts, seat = Attempts(patience), self._seat
         async with self._binding:
-            while self.worker is None or not self.worker.alive:
+            while True:
                 self._victims.check()
                 worker = await self._next_worker(patience)
+                if seat.bound:
+                    return worker
                 try:
-                    await self._bind_to(worker, patience)
+                    with seat.in_use():
+                        await self._bind_to(worker, patience)
                 except TroupeError as error:
                     if isinstance(error, Unavailable):
                         self._victims.note(worker)
-                    self.worker, self._avoid = None, worker
+                    if error.kind == "policy_too_large":
+                        value = error.value or ""
+                        if seat.too_large_for(worker, int(value) if value.isdigit() else 0):
+                            raise
+                        continue
+                    seat.vacate(avoid=worker)
                     await attempts.failed(error)
                     if attempts.worth_a_notice:
                         await self._job.warn(f"{self.policy} on {worker}: {error}")
-            return self.worker
 
     async def rebind(self, patience: Patience) -> None:
         """Bind again, to publish again."""
-        self.worker = None
+        self._publish, self._seat.bound = True, False
         await self.bind(patience)
 
     async def run_step(self, step: int, patience: Patience) -> es.StepCommit:
         """The commit of this policy's step `step`, whatever workers come and go meanwhile."""
-        attempts = Attempts(patience)
-        try:
+        attempts, seat = Attempts(patience), self._seat
+        with seat.training(step):
             while True:
                 try:
                     if attempts.count and (commit := await self._committed(step)) is not None:
                         return self.adopt(commit)
-                    worker = await self.bind(patience)
+                    worker = await self._bind(patience)
                     commit = await self._follow(worker, step, patience, attempts)
                     if commit.outcome == es.STEP_OUTCOME_APPLIED:
                         self._weights = commit.weights
                     self._victims.clear()
                     return commit
                 except TroupeError as error:
+                    await patience.wait(seat.settled())
+                    if error.kind == _SUSPENDED or (seat.suspended is not None):
+                        continue  # it goes on where it was once it is its turn
                     self._unbind_after(error)
                     if (attempts.count + 1).bit_count() == 1:  # 1, 2, 4, ...
                         await self._job.warn(f"training of {self.policy}, step {step + 1}: {error}")
                     await attempts.failed(error)
-        finally:
-            self.progress = None
 
     def adopt(self, commit: es.StepCommit) -> es.StepCommit:
         """Take over a commit that the store knows and that no worker of ours has told of."""
@@ -175,8 +192,9 @@ class PolicyTrainer:
         # A policy that leads may be further already.
         if applied and commit.weights.version > self.weights.version:
             self._weights = commit.weights
-            # Whoever is bound may still be at the version before.
-            self.worker = None
+            # Whoever is bound, or suspended, may still be at the version before.
+            self._seat.bound = False
+            self._seat.drop()
         return commit
 
     async def save_checkpoint(self) -> tr.SaveCheckpointResponse:
@@ -200,26 +218,35 @@ class PolicyTrainer:
                 await attempts.failed(error)
 
     async def release(self, seconds: float) -> None:
-        """Give the devices back."""
-        worker, self.worker = self.worker, None
-        if worker is None or not worker.alive:
-            return
-        request = tr.ReleaseRequest(
-            request_id=new_id("release"), job_id=self._job.job_id, policy=self.policy
-        )
-        await worker.trainer.Release(request, timeout=seconds)
+        """Give the devices back. Raises `TroupeError`."""
+        await self._seat.release(seconds)
+
+    def close(self) -> None:
+        """Nobody needs it any more."""
+        self._seat.close()
 
     async def _next_worker(self, patience: Patience) -> Worker:
-        while (worker := self._team.place(self.policy, self._avoid)) is None:
-            patience.say(f"waiting for a trainer worker for {self.policy}")
-            await patience.wait(self._job.shared.workers.change())
+        """The worker where it may be bound: as soon as the binder has one for it."""
+        seat, workers = self._seat, self._job.shared.workers
+        while True:
+            seat.check()
+            await patience.wait(seat.settled())
+            if (worker := seat.worker) is not None and worker.alive:
+                return worker
+            if workers.usable(orch.WORKER_KIND_TRAINER):
+                patience.say(f"{self.policy} waits for its turn on a trainer worker")
+            else:
+                patience.say(f"waiting for a trainer worker for {self.policy}")
+            await patience.wait(either(seat.change(), workers.change()))
             self._victims.check()
-        # From here on the placement of the others counts it.
-        self.worker = worker
-        return worker
 
     async def _bind_to(self, worker: Worker, patience: Patience) -> None:
-        known = self._weights
+        known, seat = self._weights, self._seat
+        if known is not None and (state := seat.suspended) is not None:
+            resumed = state.version == known.version and await self._resume(worker, state, patience)
+            seat.drop()
+            if resumed and not self._publish:
+                return
         request = tr.BindRequest(
             request_id=new_id("bind"),
             job_id=self._job.job_id,
@@ -246,6 +273,40 @@ class PolicyTrainer:
         else:
             # Where the weights are may have changed with the binding.
             self._weights = response.weights
+        self._publish = False
+        seat.was_bound(response.state_bytes)
+
+    async def _resume(self, worker: Worker, state: tr.SuspendedState, patience: Patience) -> bool:
+        """Whether `worker` goes on where it was suspended. Asked once: a state has one owner, and
+        of a call without an answer nobody knows who that is.
+
+        Raises `TroupeError` when the worker broke off.
+        """
+        began = time.monotonic()
+        request = tr.ResumeRequest(
+            request_id=new_id("resume"),
+            job_id=self._job.job_id,
+            policy=self.policy,
+            spec_json=self._job.spec_json,
+            version=self.weights.version,
+            checksum=self.weights.checksum,
+            state=state,
+        )
+        patience.say(f"resuming {self.policy} on {worker}")
+        limit = min(patience.left, self._job.shared.settings.bind_timeout_seconds)
+        try:
+            async with worker.while_alive():
+                response = await worker.trainer.Resume(request, timeout=limit)
+        except TroupeError as error:
+            self._seat.drop()
+            if isinstance(error, (Unavailable, DeadlineExceeded)):
+                raise
+            begins = f", step {state.step + 1} begins again" if state.HasField("step") else ""
+            await self._job.warn(f"{self.policy} is loaded afresh on {worker}{begins}: {error}")
+            return False
+        self._seat.count_swap(time.monotonic() - began)
+        self._seat.was_bound(response.state_bytes)
+        return True
 
     async def _follow(
         self, worker: Worker, step: int, patience: Patience, attempts: Attempts
@@ -262,7 +323,7 @@ class PolicyTrainer:
             async for event in worker.trainer.RunStep(request, timeout=patience.left):
                 if self.progress is None or event.samples > self.progress.samples:
                     attempts.reset()
-                self.progress = event
+                self._seat.note(event)
                 if event.HasField("commit"):
                     return event.commit
         raise Unavailable(f"{worker} ended the step of {self.policy} without a commit")
@@ -277,5 +338,7 @@ class PolicyTrainer:
         """Forget the binding if it is gone, or if the worker says that there is none."""
         if self.worker is not None and isinstance(error, Unavailable):
             self._victims.note(self.worker)
-        if self.worker is not None and (not self.worker.alive or error.kind in RENEWABLE):
-            self.worker = None
+        if self.worker is not None and not self.worker.alive:
+            self._seat.vacate()
+        elif error.kind in RENEWABLE:
+            self._seat.bound = False

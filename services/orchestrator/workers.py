@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -136,9 +136,10 @@ class WorkerRegistry:
         """Seconds since the worker reported."""
         return self._clock() - worker.seen
 
-    async def change(self) -> None:
-        """Wait until a worker joins, leaves, or starts draining."""
-        await self._changed.wait()
+    def change(self) -> Coroutine[Any, Any, object]:
+        """Wait until a worker joins, leaves, or starts draining: from this call on, not only from
+        when it is awaited."""
+        return self._changed.wait()
 
     async def wait_for(
         self, kinds: Iterable[orch.WorkerKind.ValueType], patience: Patience

@@ -47,6 +47,34 @@ def test_any_number_of_slots_places_as_ever_the_costliest_first_to_the_least_loa
     ]
 
 
+@given(
+    st.dictionaries(st.sampled_from("pqrstu"), st.floats(0, 100), max_size=6),
+    st.lists(st.sampled_from("abcdef"), min_size=1, unique=True),
+    st.dictionaries(st.sampled_from("pqrstu"), st.sampled_from("abcxyz")),
+)
+def test_with_any_number_of_slots_policies_stay_near_and_the_rest_is_balanced(
+    costs: dict[str, float], ids: list[str], near: dict[str, str]
+) -> None:
+    policies = [
+        Policy(name, work=1, cost=cost, near=frozenset({near[name]} if name in near else ()))
+        for name, cost in costs.items()
+    ]
+    placed = {
+        move.policy: move.workers[0]
+        for move in decide(RULES, policies, [Worker(i) for i in ids], 0.0).moves
+        if isinstance(move, Bind)
+    }
+    assert set(placed) == set(costs)
+    for policy in costs:
+        if near.get(policy) in ids:
+            assert placed[policy] == near[policy]
+    if not any(worker in ids for worker in near.values()):
+        load = dict.fromkeys(ids, 0.0)
+        for policy, worker in placed.items():
+            load[worker] += costs[policy]
+        assert max(load.values()) - min(load.values()) <= max(costs.values(), default=0.0) + 1e-9
+
+
 def test_the_oldest_work_comes_first_and_who_has_none_gives_way() -> None:
     policies = [bound("idle"), Policy("new", work=3, since=9), Policy("old", work=1, since=5)]
     assert moves(policies, ONE) == [Suspend("idle", "old"), Prefetch("old", ("w0",))]

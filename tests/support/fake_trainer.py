@@ -38,6 +38,10 @@ class TrainerScript:
     # Break the stream, once, while the step goes on.
     break_stream: bool = False
     disk_full: bool = False
+    # Policies that it may hold at once; 0: any number.
+    slots: int = 0
+    # The suspended state is gone when it is resumed, once.
+    lose_suspended: bool = False
 
 
 class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
@@ -52,6 +56,8 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.bound: dict[tuple[str, str], pb.WeightsRef] = {}
         self.calls: Counter[str] = Counter()
         self.requests: list[tr.RunStepRequest] = []
+        # The most policies that were bound at once.
+        self.most = 0
         self._steps: dict[tuple[str, str, int], asyncio.Task[es.StepCommit]] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -64,7 +70,11 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
             )
             for (job, policy), weights in self.bound.items()
         ]
-        return orch.HeartbeatRequest(kind=self.kind, bindings=bindings)
+        return orch.HeartbeatRequest(
+            kind=self.kind,
+            bindings=bindings,
+            trainer=orch.TrainerDevice(slots=self.script.slots, device="cpu"),
+        )
 
     async def down(self) -> None:
         for task in self._steps.values():
@@ -76,8 +86,43 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         if self.script.bind_error is not None:
             raise self.script.bind_error
         weights = weights_of(request.job_id, request.policy, request.version)
-        self.bound[request.job_id, request.policy] = weights
+        self._bound(request, weights)
         return tr.BindResponse(weights=weights, num_parameters=1)
+
+    def _bound(self, request: tr.BindRequest | tr.ResumeRequest, weights: pb.WeightsRef) -> None:
+        self.bound[request.job_id, request.policy] = weights
+        self.most = max(self.most, len(self.bound))
+
+    async def Suspend(self, request: tr.SuspendRequest, context: Any) -> tr.SuspendResponse:
+        """Between two steps: one that runs is finished first."""
+        self.calls["Suspend"] += 1
+        key = (request.job_id, request.policy)
+        if key not in self.bound:
+            raise NotFound(f"{request.policy} is not bound here", kind="not_bound")
+        running = [task for (*where, _), task in self._steps.items() if tuple(where) == key]
+        await asyncio.gather(*running, return_exceptions=True)
+        version = self.bound.pop(key).version
+        state = tr.SuspendedState(
+            key=f"{request.job_id}/{request.policy}/training@{version}",
+            checksum="1",
+            version=version,
+            lease_seconds=30,
+            seconds=0.25,
+        )
+        return tr.SuspendResponse(state=state)
+
+    async def Resume(self, request: tr.ResumeRequest, context: Any) -> tr.BindResponse:
+        self.calls["Resume"] += 1
+        if self.script.lose_suspended:
+            self.script.lose_suspended = False
+            raise NotFound("it is gone", kind="suspended_state_gone", field="state.key")
+        weights = weights_of(request.job_id, request.policy, request.version)
+        self._bound(request, weights)
+        return tr.BindResponse(weights=weights, num_parameters=1)
+
+    async def Prefetch(self, request: tr.PrefetchRequest, context: Any) -> tr.PrefetchResponse:
+        self.calls["Prefetch"] += 1
+        return tr.PrefetchResponse()
 
     async def RunStep(
         self, request: tr.RunStepRequest, context: Any

@@ -1,0 +1,148 @@
+"""More policies than trainers' slots: everyone has its turn, whatever breaks meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.orchestrator.readiness import Arrivals, ready_work
+from tests.support.cluster import Cluster, job_yaml
+from tests.support.fake_trainer import TrainerScript
+from troupe.rpc import FailedPrecondition
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as es
+from troupe.v1 import orchestrator_pb2 as orch
+
+POLICIES = ("alice", "bob", "carol")
+SUCCEEDED = pb.JOB_STATE_SUCCEEDED
+
+
+@pytest.fixture
+async def house(redis_url: str, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A started cluster with a rollout worker and no trainer."""
+    cluster = Cluster(redis_url, tmp_path)
+    await cluster.open()
+    await cluster.add_rollout()
+    yield cluster
+    await cluster.close()
+
+
+def job(**over: object) -> str:
+    quick = {f"policies.{name}.trainer.quantum_seconds": 0.05 for name in POLICIES}
+    return job_yaml(policies=POLICIES, **quick, **over)
+
+
+async def audited(cluster: Cluster, job_id: str) -> None:
+    audit = await cluster.store.AuditTables(es.AuditTablesRequest(job_id=job_id))
+    assert list(audit.violations) == []
+    assert {one.trained for one in audit.policies} == {8}
+
+
+async def test_policies_share_one_slot_and_all_of_them_train(house: Cluster) -> None:
+    trainer = await house.add_trainer(TrainerScript(slots=1))
+    job_id = await house.submit(job())
+    ended = await house.wait(job_id, seconds=40)
+    assert ended.state == SUCCEEDED, ended.problem
+    assert dict(ended.versions) == dict.fromkeys(POLICIES, 2)
+    assert trainer.most == 1
+    assert trainer.calls["Suspend"] >= 2
+    assert trainer.calls["Resume"] >= 2
+    swaps = [ended.metrics.get(f"{name}/train/swaps", 0.0) for name in POLICIES]
+    assert max(swaps) > 0
+    await audited(house, job_id)
+
+
+async def test_two_trainers_of_two_slots_hold_all_and_nobody_moves(house: Cluster) -> None:
+    trainers = [await house.add_trainer(TrainerScript(slots=2)) for _ in range(2)]
+    job_id = await house.submit(job())
+    ended = await house.wait(job_id, seconds=40)
+    assert ended.state == SUCCEEDED, ended.problem
+    assert sum(one.calls["Suspend"] for one in trainers) == 0
+    assert sum(one.calls["Bind"] for one in trainers) == 3
+    assert sorted(one.most for one in trainers) == [1, 2]
+
+
+async def test_a_suspended_state_that_is_gone_costs_nothing_but_a_load(house: Cluster) -> None:
+    trainer = await house.add_trainer(TrainerScript(slots=1, lose_suspended=True))
+    job_id = await house.submit(job())
+    ended = await house.wait(job_id, seconds=40)
+    assert ended.state == SUCCEEDED, ended.problem
+    assert not trainer.script.lose_suspended
+    assert trainer.calls["Bind"] > 3
+    await audited(house, job_id)
+
+
+async def test_a_trainer_that_dies_with_suspended_policies_is_replaced(house: Cluster) -> None:
+    trainer = await house.add_trainer(TrainerScript(slots=1, seconds=0.3))
+    job_id = await house.submit(job())
+    async with asyncio.timeout(30):
+        while not trainer.calls["Suspend"]:  # noqa: ASYNC110 - it is another service that changes
+            await asyncio.sleep(0.02)
+    await house.add_trainer(TrainerScript(slots=1))
+    await trainer.down()
+    ended = await house.wait(job_id, seconds=60)
+    assert ended.state == SUCCEEDED, ended.problem
+    assert dict(ended.versions) == dict.fromkeys(POLICIES, 2)
+    await audited(house, job_id)
+
+
+async def test_a_policy_that_is_too_large_for_every_trainer_is_refused_at_once(
+    house: Cluster,
+) -> None:
+    refusal = FailedPrecondition(
+        "no room", kind="policy_too_large", field="policies.alice.model", value=10**12
+    )
+    for _ in range(2):
+        await house.add_trainer(TrainerScript(slots=1, bind_error=refusal))
+    job_id = await house.submit(job_yaml(policies=("alice",)))
+    ended = await house.wait(job_id, seconds=15)
+    assert ended.state == pb.JOB_STATE_FAILED
+    assert ended.problem.kind == "policy_too_large"
+    assert ended.problem.field == "policies.alice.model"
+    assert ended.problem.value
+    assert ended.problem.remedy
+
+
+async def test_idle_policies_give_their_trainer_back(house: Cluster) -> None:
+    await house.add_trainer(TrainerScript(slots=1))
+    cluster = await house.api.GetCluster(orch.GetClusterRequest())
+    assert cluster.wanted_trainers == 0
+    assert [one.trainer.slots for one in cluster.workers if one.HasField("trainer")] == [1]
+
+
+def status(*, ready: int = 0, claimed: int = 0, pending: int = 0, sealed: bool = False) -> object:
+    counts = es.PolicyCounts(policy="p", ready=ready, claimed=claimed, pending=pending)
+    return es.TableStatus(sealed=sealed, counts=[counts])
+
+
+@pytest.mark.parametrize(
+    ("told", "accumulated", "work"),
+    [
+        (None, 0, 0),
+        (status(ready=3, pending=9), 0, 0),
+        (status(ready=4, pending=9), 0, 1),
+        (status(ready=9, pending=9), 0, 2),
+        (status(claimed=8, pending=1), 4, 1),
+        (status(claimed=8, pending=1), 8, 0),
+        (status(ready=1, sealed=True), 0, 2),
+        (status(claimed=8, sealed=True), 8, 1),
+        (status(ready=1, pending=1, sealed=True), 0, 0),
+    ],
+)
+def test_what_is_work(told: es.TableStatus | None, accumulated: int, work: int) -> None:
+    assert ready_work(told, "p", 4, accumulated) == work
+    assert ready_work(told, "other", 4, accumulated) == 0
+
+
+def test_the_oldest_micro_batch_is_computed_first() -> None:
+    arrivals = Arrivals()
+    assert arrivals.oldest is None
+    arrivals.note(2, 1.0)
+    arrivals.note(3, 2.0)
+    arrivals.note(1, 3.0)
+    assert arrivals.oldest == 2.0
+    arrivals.note(0, 4.0)
+    assert arrivals.oldest is None
