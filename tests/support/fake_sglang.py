@@ -13,6 +13,7 @@ connection).
 from __future__ import annotations
 
 import asyncio
+import copy
 import socket
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -93,6 +94,8 @@ class FakeSglang:
         """Its own checksums of its weights can be had."""
         self.released: set[str] = set()
         self.adapters: dict[str, dict[str, Any]] = {}
+        self.alters: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        """A fault: what becomes of an adapter's configuration on its way in."""
         torch.manual_seed(99)
         self._model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
         self._context = config["max_position_embeddings"]
@@ -100,17 +103,36 @@ class FakeSglang:
         self.app = FastAPI()
         add_routes(self)
 
-    def step(self, ids: list[int], sampling: dict[str, Any]) -> tuple[int, float]:
+    def step(
+        self, ids: list[int], sampling: dict[str, Any], adapter: str | None = None
+    ) -> tuple[int, float]:
         """Draw one token after `ids`."""
         temperature = sampling["temperature"] or 1.0
         with torch.no_grad():
-            logits = self._model(torch.tensor([ids]), use_cache=False).logits[0, -1] / temperature
+            logits = (
+                self._with(adapter)(torch.tensor([ids]), use_cache=False).logits[0, -1]
+                / temperature
+            )
         logprobs = torch.log_softmax(logits, dim=-1)
         if sampling["temperature"] == 0:
             token = int(logprobs.argmax())
         else:
             token = int(torch.multinomial(logprobs.exp(), 1, generator=self._generator))
         return token, float(logprobs[token])
+
+    def _with(self, adapter: str | None) -> Any:
+        """The model that a request is computed with: PEFT's layers for an adapter from tensors."""
+        entry = self.adapters.get(adapter or "", {})
+        if not any(".lora_B." in name for name in entry.get("tensors", {})):
+            return self._model
+        if "model" not in entry:
+            from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+            told = self.alters(entry["config"]) if self.alters else entry["config"]
+            config = {n: told[n] for n in ("r", "lora_alpha", "target_modules")}
+            entry["model"] = get_peft_model(copy.deepcopy(self._model), LoraConfig(**config))
+            set_peft_model_state_dict(entry["model"], entry["tensors"])
+        return entry["model"].eval()
 
     async def generate(self, body: dict[str, Any]) -> Response:
         self.bodies.append(body)
@@ -142,7 +164,7 @@ class FakeSglang:
             await asyncio.sleep(TOKEN_SECONDS)
         call = self.calls[rid] = Call()
         try:
-            reason = await self._decode(call, prompt, sampling)
+            reason = await self._decode(call, prompt, sampling, adapter)
         finally:
             del self.calls[rid]
         finish: dict[str, Any] = {"type": reason}
@@ -169,17 +191,19 @@ class FakeSglang:
             meta["weight_versions"] = _spans(call.versions) or none
         meta["input_token_logprobs"] = []
         if body.get("logprob_start_len") == 0:
-            meta["input_token_logprobs"] = self._prompt_logprobs(prompt)
+            meta["input_token_logprobs"] = self._prompt_logprobs(prompt, adapter)
         return JSONResponse({"output_ids": call.tokens, "meta_info": meta})
 
-    async def _decode(self, call: Call, prompt: list[int], sampling: dict[str, Any]) -> str:
+    async def _decode(
+        self, call: Call, prompt: list[int], sampling: dict[str, Any], adapter: str | None
+    ) -> str:
         while len(call.tokens) < sampling["max_new_tokens"]:
             await asyncio.sleep(TOKEN_SECONDS)
             while self.paused and not call.aborted:  # noqa: ASYNC110
                 await asyncio.sleep(TOKEN_SECONDS)
             if call.aborted or self.faults.abort_everything:
                 return "abort"
-            token, logprob = self.step(prompt + call.tokens, sampling)
+            token, logprob = self.step(prompt + call.tokens, sampling, adapter)
             call.tokens.append(token)
             call.logprobs.append(logprob)
             call.versions.append(self.version)
@@ -187,9 +211,9 @@ class FakeSglang:
                 return "stop"
         return "length"
 
-    def _prompt_logprobs(self, prompt: list[int]) -> list[list[Any]]:
+    def _prompt_logprobs(self, prompt: list[int], adapter: str | None) -> list[list[Any]]:
         with torch.no_grad():
-            logits = self._model(torch.tensor([prompt]), use_cache=False).logits[0, :-1]
+            logits = self._with(adapter)(torch.tensor([prompt]), use_cache=False).logits[0, :-1]
         table = torch.log_softmax(logits, dim=-1)
         rest = [[float(table[i, t]), t, None] for i, t in enumerate(prompt[1:])]
         return [[None, prompt[0], None], *rest]
@@ -199,6 +223,8 @@ class FakeSglang:
         if self.faults.ignore_weights:
             return
         self._model.load_state_dict(tensors, strict=False)
+        for entry in self.adapters.values():
+            entry.pop("model", None)
 
     def checksum(self) -> float:
         """One number of all weights."""

@@ -163,8 +163,8 @@ class ContinuousBatcher:
     def cancel(self, turn: Turn) -> None:
         """Stop working on `turn`; its `ended` is not called."""
         turn.closed = True
-        self._forget(_key(turn))
-        self._manager.cancel_request(_key(turn))
+        self._forget(turn.key)
+        self._manager.cancel_request(turn.key)
         self._open_gate(turn)
 
     def swap(self, change: Callable[[], None], version: int) -> tuple[float, list[Turn]]:
@@ -195,7 +195,7 @@ class ContinuousBatcher:
             self._exited(repr(self._manager.background_thread_status.fatal_error))
 
     def _register(self, turn: Turn, ended: Ended) -> None:
-        key = _key(turn)
+        key = turn.key
         self._sampler.turns[key] = turn
 
         def done(output: Any) -> None:
@@ -209,7 +209,7 @@ class ContinuousBatcher:
         # A refusal means that the thread is dying: `exited` deals with all of its turns.
         self._manager.add_request(
             turn.prompt_ids + turn.token_ids,
-            request_id=_key(turn),
+            request_id=turn.key,
             max_new_tokens=turn.remaining,
             eos_token_id=list(turn.stop_ids),
         )
@@ -249,7 +249,3 @@ def cache_pages(model: PreTrainedModel, max_running: int, max_context: int) -> i
     token_bytes = 2 * config.num_hidden_layers * heads * dim * model.dtype.itemsize
     tokens = min(max_running * max_context, CACHE_BYTES // token_bytes)
     return int(-(-max(tokens, 4 * max_context) // PAGE_TOKENS))
-
-
-def _key(turn: Turn) -> str:
-    return f"{turn.request_id}#{turn.incarnation}"

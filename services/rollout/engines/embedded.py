@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from services.rollout.engines.adapted import Adapted, check_base, check_published
 from services.rollout.engines.base import Generation, Memory, SamplingParams
 from services.rollout.engines.continuous import ContinuousBatcher
 from services.rollout.engines.errors import EngineDied, EngineStartFailed
@@ -18,7 +19,7 @@ from services.rollout.engines.fixed import FixedBatcher, check_architecture
 from services.rollout.engines.front import EngineFront, Tensors
 from services.rollout.engines.models import load_config, skeleton, stop_ids
 from services.rollout.engines.turns import Turn
-from services.rollout.engines.weights import check_fit, fill
+from services.rollout.engines.weights import fill
 from troupe.job import PolicySpec
 from troupe.rpc.errors import Internal, TroupeError
 from troupe.v1 import common_pb2 as pb
@@ -42,6 +43,8 @@ class EmbeddedEngine(EngineFront):
     Weights change between two steps of the model: turns in hand are retracted, their tokens so
     far read again under the new weights, and they go on. `threads` is the number of torch
     threads of the process; more than one hurts on shared cores, where they spin.
+
+    An adapter is merged into a copy of its base, which is the model that serves.
 
     `deterministic`: a turn with a seed is bitwise a function of (weights, prompt, seed), whatever
     else is batched with it and whatever is cached; slower (docs/guarantees.md).
@@ -170,11 +173,17 @@ class EmbeddedEngine(EngineFront):
 
     async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
         assert self._model is not None  # alive
-        check_fit(tensors, self._model, ref.key)
+        check_published(tensors, self._model, self._spec.lora, ref.key)
+
+    async def _fits_base(self, adapted: Adapted) -> None:
+        assert self._model is not None  # alive
+        check_base(adapted, self._model)
 
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
         batcher, model = self._require_batcher(), self._model
         assert model is not None  # alive
+        if self._adapted is not None:
+            tensors, ref = await asyncio.to_thread(self._adapted.merged, ref)
         self._give_back(ref)
         change = partial(fill, tensors, model, ref)
         try:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from services.rollout.engines.adapted import Adapted, with_base
 from services.rollout.engines.base import (
     Adapter,
     Device,
@@ -68,6 +69,8 @@ class EngineFront(Sleeping):
         self._in_flight: InFlight = in_flight
         self._life = EngineState()
         self._turns = TurnTable()
+        # The version that was put in service last, if it was an adapter: it keeps its base here.
+        self._adapted: Adapted | None = None
         self._changing = asyncio.Lock()
         # Clear while weights change.
         self._settled = asyncio.Event()
@@ -157,10 +160,11 @@ class EngineFront(Sleeping):
             self._require_alive()
             if self._asleep:
                 raise EngineAsleep(self.engine_id, self._lacks)
-            tensors, _ = await asyncio.to_thread(
-                transfer.get, ref.key, expected_checksum=ref.checksum
-            )
+            tensors, adapted = await asyncio.to_thread(self._get, ref, transfer)
             await self._fits(tensors, ref)
+            if adapted is not None:
+                await self._fits_base(adapted)
+            self._adapted = adapted
             self._require_alive()
             self._life.updating(ref.version)
             self._settled.clear()
@@ -176,6 +180,12 @@ class EngineFront(Sleeping):
             finally:
                 self._settled.set()
             return exposed
+
+    def _get(self, ref: pb.WeightsRef, transfer: Transfer) -> tuple[Tensors, Adapted | None]:
+        """What is published as `ref`; with the base where it is an adapter. In a thread."""
+        tensors, _ = transfer.get(ref.key, expected_checksum=ref.checksum)
+        known = self._adapted.base if self._adapted is not None else None
+        return tensors, with_base(tensors, ref, transfer, known)
 
     async def accepts(self, ref: pb.WeightsRef, transfer: Transfer) -> None:
         """Whether `ref` would fit; see `base.Engine.accepts`."""
@@ -274,9 +284,19 @@ class EngineFront(Sleeping):
     async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
         """Raise `WeightsRefused` unless `tensors` fit the engine's model."""
 
+    async def _fits_base(self, adapted: Adapted) -> None:
+        """Raise `WeightsRefused` unless the base under an adapter fits the engine's model."""
+        raise WeightsRefused(
+            f"a '{self.kind}' engine serves no adapters",
+            field=f"policies.{self.policy}.lora",
+            value=adapted.base.ref.key,
+            remedy="Remove `lora`, or choose another kind of engine.",
+        )
+
     @abstractmethod
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
-        """Put `tensors` in service and verify them; returns exposed seconds."""
+        """Put `tensors` (an adapter: `self._adapted`) in service and verify them; returns exposed
+        seconds."""
 
     def _turn(
         self,

@@ -79,6 +79,11 @@ class Turn:
         self.incarnation = 0
         self.closed = False
 
+    @property
+    def key(self) -> str:
+        """Its id in a batcher or server, never used twice."""
+        return f"{self.request_id}#{self.incarnation}"
+
     def next_draw(self) -> Draw:
         """How the next token is drawn."""
         s = self.sampling

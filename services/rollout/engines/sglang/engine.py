@@ -12,23 +12,24 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Final
 
+from services.rollout.engines.adapted import Adapted, check_base, check_published
 from services.rollout.engines.base import Adapter, EngineLoad, Generation, Memory
 from services.rollout.engines.errors import (
-    BadTurn,
     EngineDied,
     EngineStartFailed,
-    ReplyBroken,
     UpdateFailed,
 )
 from services.rollout.engines.front import EngineFront, Tensors
 from services.rollout.engines.sglang.adapters import Adapters
 from services.rollout.engines.sglang.client import BrokenReply, Refused, ServerGone
+from services.rollout.engines.sglang.faults import broken, refused
 from services.rollout.engines.sglang.features import ServerLoad
 from services.rollout.engines.sglang.health import Health
 from services.rollout.engines.sglang.replies import parse, sampling_of
 from services.rollout.engines.sglang.server import Server
+from services.rollout.engines.sglang.versions import AdapterVersions, Served
 from services.rollout.engines.turns import Turn
-from services.rollout.engines.weights import check_fit, untied
+from services.rollout.engines.weights import untied
 from troupe.job import PolicySpec
 from troupe.rpc.errors import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
@@ -72,6 +73,8 @@ class SglangEngine(EngineFront):
             deterministic=deterministic,
         )
         self._adapters = Adapters(policy, self._server)
+        # Of a policy that trains an adapter: its versions, which are adapters of ours.
+        self._versions = AdapterVersions(spec, self._server, self._adapters)
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -113,7 +116,7 @@ class SglangEngine(EngineFront):
             return
         self._aborting.add(request_id)
         with contextlib.suppress(ServerGone, BrokenReply, Refused):
-            await self._server.client.abort(_rid(turn))
+            await self._server.client.abort(turn.key)
         # A paused server, or one that has not seen the request yet, hands over nothing.
         await asyncio.wait([future], timeout=_ABORT_SECONDS)
         if not future.done():
@@ -210,7 +213,7 @@ class SglangEngine(EngineFront):
         if task is not None:
             task.cancel()
         # The server would notice the broken connection only when it has something to send.
-        cleanup = asyncio.create_task(self._forget(_rid(turn)))
+        cleanup = asyncio.create_task(self._forget(turn.key))
         self._background.add(cleanup)
         cleanup.add_done_callback(self._background.discard)
 
@@ -235,6 +238,7 @@ class SglangEngine(EngineFront):
         self.max_context, self.vocabulary = server.max_context, server.vocabulary
         self.eos_ids = server.eos_ids
         self._adapters.forget()
+        self._versions.forget()
         self._misses = 0
         self._reported = ServerLoad()
         self._health = Health(server.client, self._spec.engine.max_running)
@@ -252,6 +256,7 @@ class SglangEngine(EngineFront):
 
     async def _release(self, tags: frozenset[Memory]) -> None:
         """Through the server's memory saver; a launched one without it is ended instead."""
+        self._versions.forget()
         if not self._server.frees_memory:
             if not self._asleep:
                 await self._server.down(for_good=False)
@@ -275,19 +280,17 @@ class SglangEngine(EngineFront):
             raise EngineDied(self.engine_id, self.message) from error
 
     async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
-        check_fit(tensors, self._server.layout, ref.key)
+        check_published(tensors, self._server.layout, self._spec.lora, ref.key)
+
+    async def _fits_base(self, adapted: Adapted) -> None:
+        check_base(adapted, self._server.layout)
 
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
         known, self._held = self.checksum or self._held, ""
-        changed = bool(known) and known != ref.checksum
-        self._updates += 1
         try:
-            return await self._server.updater.run(
-                untied(tensors, self._server.layout),
-                ref,
-                changed=changed,
-                gate=partial(self._gate, ref),
-            )
+            if self._adapted is not None:
+                return await self._adopt(self._adapted, ref)
+            return await self._replace(tensors, ref, known)
         except ServerGone as error:
             await self._lost(error)
             raise UpdateFailed(
@@ -297,6 +300,28 @@ class SglangEngine(EngineFront):
             raise UpdateFailed(
                 str(error), field="engine", value=self.engine_id, remedy="Repeat the update."
             ) from error
+
+    async def _replace(self, tensors: Tensors, ref: pb.WeightsRef, known: str) -> float:
+        """All weights; `known`: checksum of those that the server holds, if that is certain."""
+        self._updates += 1
+        return await self._server.updater.run(
+            untied(tensors, self._server.layout),
+            ref,
+            changed=bool(known) and known != ref.checksum,
+            gate=partial(self._gate, ref),
+        )
+
+    async def _adopt(self, adapted: Adapted, ref: pb.WeightsRef) -> float:
+        """The base, unless it is there, and the adapter on it. The server goes on meanwhile."""
+        versions, base, exposed = self._versions, adapted.base, 0.0
+        if versions.base != base.ref.checksum:
+            known, versions.base = versions.base, ""
+            exposed = await self._replace(base.tensors, base.ref, known)
+            versions.base = base.ref.checksum
+        served = await versions.load(adapted, ref)
+        self._give_back(ref)
+        await versions.switch(served)
+        return exposed
 
     def _gate(self, ref: pb.WeightsRef, is_open: bool) -> None:
         if is_open:
@@ -311,11 +336,11 @@ class SglangEngine(EngineFront):
         try:
             outcome = await self._converse(turn)
         except ServerGone as error:
-            outcome = await self._lost(error) or self._broken(turn, error)
+            outcome = await self._lost(error) or broken(self.engine_id, turn, error)
         except BrokenReply as error:
-            outcome = self._broken(turn, error)
+            outcome = broken(self.engine_id, turn, error)
         except Refused as error:
-            outcome = self._refused(turn, error)
+            outcome = refused(self.engine_id, turn, error)
         if future.done():
             return
         turn.closed = True
@@ -327,21 +352,29 @@ class SglangEngine(EngineFront):
 
     async def _converse(self, turn: Turn) -> Generation:
         """Ask until the response is complete: an update may make that more than once."""
+        served = self._versions.begin(turn)
+        try:
+            return await self._ask(turn, served)
+        finally:
+            self._versions.ended(served)
+
+    async def _ask(self, turn: Turn, served: Served) -> Generation:
         while True:
             await self._open.wait()
             asked_of, updates = self._loaded, self._updates
             turn.started_at = turn.started_at or time.monotonic()
             prompt = turn.prompt_ids + turn.token_ids
             meta = await self._server.client.generate(
-                _rid(turn),
+                turn.key,
                 prompt,
                 sampling_of(turn),
                 priority=turn.priority if self._server.schedules_by_priority else None,
-                adapter=turn.adapter,
+                adapter=served.name,
             )
             # Tokens of weights that are not verified yet must not get out.
             await self._settled.wait()
-            reply = parse(meta, asked_of, steady=updates == self._updates)
+            steady = updates == self._updates
+            reply = parse(meta, asked_of, steady=steady, adapter=served.version)
             if reply.versions is None:
                 turn.restart()
                 continue
@@ -365,20 +398,3 @@ class SglangEngine(EngineFront):
             return None
         self._die(self._server.exited or str(error))
         return EngineDied(self.engine_id, self.message or str(error))
-
-    def _broken(self, turn: Turn, error: Exception) -> ReplyBroken:
-        return ReplyBroken(self.engine_id, turn.request_id, str(error))
-
-    def _refused(self, turn: Turn, error: Refused) -> Exception:
-        if error.status >= 500:
-            return self._broken(turn, error)
-        return BadTurn(
-            f"engine {self.engine_id} refused the turn: {error.message}",
-            field="request_id",
-            value=turn.request_id,
-            remedy="See the server's message; its limits are in its log.",
-        )
-
-
-def _rid(turn: Turn) -> str:
-    return f"{turn.request_id}#{turn.incarnation}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from transformers import PretrainedConfig
 
+from services.rollout.engines.sglang.lora import arguments
 from troupe.job import PolicySpec
 
 # Kernels whose results do not depend on the batch, and sampling by each request's own seed.
@@ -30,12 +32,13 @@ def command(
     *,
     deterministic: bool = False,
     name: str = "",
+    targets: Sequence[str] = (),
 ) -> list[str]:
     """Arguments to launch a server of `spec` on loopback with the model at `source`.
 
     Random weights (`dummy`): the engine is STALE until the first update in any case. No
-    tokenizer: token ids travel end to end. `name`: what the server calls itself. The job's own
-    `launch` arguments come last and win.
+    tokenizer: token ids travel end to end. `name`: what the server calls itself. `targets`:
+    layers of the policy's adapter. The job's own `launch` arguments come last and win.
     """
     engine = spec.engine
     revision = ["--revision", spec.model.revision] if spec.model.revision else []
@@ -54,5 +57,6 @@ def command(
         "--skip-tokenizer-init",
         *(["--served-model-name", name] if name else []),
         *([DETERMINISTIC] if deterministic else []),
+        *arguments(spec, targets),
         *engine.launch,
     ]

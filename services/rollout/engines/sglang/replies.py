@@ -45,10 +45,13 @@ def sampling_of(turn: Turn) -> dict[str, Any]:
     return sampling
 
 
-def parse(meta: dict[str, Any], asked_of: int | None, *, steady: bool) -> Reply:
+def parse(
+    meta: dict[str, Any], asked_of: int | None, *, steady: bool, adapter: int | None = None
+) -> Reply:
     """Read `meta_info` of a request that was sent when the server held version `asked_of`.
 
-    `steady`: no update has begun since. Raises `BrokenReply`.
+    `steady`: no update has begun since. `adapter`: the version of the adapter that drew every
+    token, whatever the server calls the weights under it. Raises `BrokenReply`.
     """
     try:
         # An abort before prefill has no log-probs at all.
@@ -56,7 +59,9 @@ def parse(meta: dict[str, Any], asked_of: int | None, *, steady: bool) -> Reply:
         tokens = [int(row[1]) for row in rows]
         logprobs = [float(row[0]) for row in rows]
         finish = meta["finish_reason"]
-        versions = _versions(meta, len(tokens), asked_of, steady)
+        versions: list[int] | None = [adapter or 0] * len(tokens)
+        if adapter is None:
+            versions = _versions(meta, len(tokens), asked_of, steady)
         count = meta.get("completion_tokens", len(tokens))
         if count != len(tokens) or (versions is not None and len(versions) != len(tokens)):
             raise BrokenReply(f"{count} tokens, but {len(tokens)} log-probs")

@@ -26,6 +26,7 @@ from services.rollout.engines.sglang.client import (
 from services.rollout.engines.sglang.features import Features, ServerLoad
 from services.rollout.engines.sglang.inspection import inspect
 from services.rollout.engines.sglang.loading import DiskLoader, choose_loader
+from services.rollout.engines.sglang.lora import check_server, target_names
 from services.rollout.engines.sglang.process import ServerProcess, free_port
 from services.rollout.engines.sglang.scratch import ScratchDirectory
 from services.rollout.engines.sglang.update import Updater
@@ -208,6 +209,7 @@ class Server:
             self.max_context,
             deterministic=self._deterministic,
             name=self._name,
+            targets=target_names(spec, self.layout),
         )
         process = ServerProcess(command, self._directory / "server.log")
         try:
@@ -264,6 +266,7 @@ class Server:
             deterministic=self._deterministic,
             tokenizer=None if launched else spec.model,
         )
+        check_server(info, spec, self._policy, target_names(spec, self.layout))
         self.max_context = min(self.max_context, _context_of(info, self.max_context))
         self.features = features
         self.ranks = int(info.get("tp_size") or 1)

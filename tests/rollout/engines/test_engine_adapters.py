@@ -1,0 +1,230 @@
+"""Engines of policies that train an adapter: log-probs are the trainer's, versions do not mix."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.errors import EngineStartFailed, UpdateFailed, WeightsRefused
+from services.rollout.engines.front import EngineFront
+from services.rollout.engines.sglang.engine import SglangEngine
+from tests.rollout.engines.asking import ask, until
+from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
+from tests.rollout.engines.trained_adapters import LAYERS, TrainedAdapter, lora_spec
+from tests.support.fake_sglang import FakeSglang, serve
+from troupe.adapters import base_key
+from troupe.transfer import KeyNotFound, Transfer
+from troupe.v1 import common_pb2 as pb
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture
+def transfer(tmp_path: Path) -> Transfer:
+    return transfer_in(tmp_path)
+
+
+@pytest.fixture
+async def fake() -> AsyncIterator[FakeSglang]:
+    fake = FakeSglang(CONFIG)
+    fake.info |= {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": list(LAYERS)}
+    async with serve(fake):
+        yield fake
+
+
+def sglang(fake: FakeSglang, **engine: object) -> SglangEngine:
+    url = f"http://127.0.0.1:{fake.server.port}"
+    spec = lora_spec(kind="sglang", urls=[url], **engine)
+    return SglangEngine("e0", "solver", spec)
+
+
+@pytest.fixture(params=["continuous", "deterministic", "sglang"])
+async def engine(request: pytest.FixtureRequest, fake: FakeSglang) -> AsyncIterator[EngineFront]:
+    made: EngineFront
+    if request.param == "sglang":
+        made = sglang(fake)
+    else:
+        fixed = request.param == "deterministic"
+        made = EmbeddedEngine("e0", "solver", lora_spec(), deterministic=fixed)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def test_every_version_is_the_trainers(engine: EngineFront, transfer: Transfer) -> None:
+    trained = TrainedAdapter(1)
+    for version in range(3):
+        ref = trained.publish(transfer, version)
+        await engine.accepts(ref, transfer)
+        await engine.update_weights(ref, transfer)
+        assert (engine.version, engine.checksum) == (version, ref.checksum)
+        answer = await ask(engine, f"r{version}", PROMPT, max_new_tokens=6, seed=1)
+        assert [(s.version, s.start, s.end) for s in answer.versions] == [(version, 0, 6)]
+        wanted = trained.logprobs(PROMPT, answer.token_ids)
+        assert answer.logprobs == pytest.approx(wanted, abs=2e-4)
+        assert wanted != pytest.approx(
+            TrainedAdapter(99).logprobs(PROMPT, answer.token_ids), abs=0.1
+        )
+        trained.step(10 + version)
+
+
+async def test_an_engine_takes_over_another_policys_adapter(
+    engine: EngineFront, transfer: Transfer
+) -> None:
+    one, two = TrainedAdapter(1), TrainedAdapter(2)
+    await engine.update_weights(one.publish(transfer, 4, "solver"), transfer)
+    assert await engine.drain("moves", deadline_seconds=1) == 0
+    engine.assign("checker")
+    await engine.update_weights(two.publish(transfer, 0, "checker"), transfer)
+    answer = await ask(engine, "r", PROMPT, max_new_tokens=4, seed=1)
+    assert answer.logprobs == pytest.approx(two.logprobs(PROMPT, answer.token_ids), abs=2e-4)
+    # The base is that of another job's model: it is loaded, too.
+    other = TrainedAdapter(3, base_seed=5)
+    await engine.update_weights(other.publish(transfer, 1, "checker"), transfer)
+    answer = await ask(engine, "s", PROMPT, max_new_tokens=4, seed=1)
+    assert answer.logprobs == pytest.approx(other.logprobs(PROMPT, answer.token_ids), abs=2e-4)
+
+
+async def test_what_does_not_fit_is_refused_and_changes_nothing(
+    engine: EngineFront, transfer: Transfer
+) -> None:
+    trained = TrainedAdapter(1)
+    await engine.update_weights(trained.publish(transfer, 0), transfer)
+    whole = publish(transfer, make_model(0), 1)
+    with pytest.raises(WeightsRefused, match="whole weights are published"):
+        await engine.accepts(whole, transfer)
+    wide = TrainedAdapter(1, rank=2).publish(transfer, 1)
+    for refuse in (engine.accepts, engine.update_weights):
+        with pytest.raises(WeightsRefused, match=r"the engine's adapter has \[4, "):
+            await refuse(wide, transfer)
+    with pytest.raises(WeightsRefused, match="its rank is 3"):
+        await engine.update_weights(trained.publish(transfer, 1, rank=3), transfer)
+    lost = trained.publish(transfer, 1, base="0" * 32)
+    with pytest.raises(KeyNotFound):
+        await engine.update_weights(lost, transfer)
+    assert engine.state == pb.ENGINE_STATE_HEALTHY
+    answer = await ask(engine, "r", PROMPT, max_new_tokens=3, seed=1)
+    assert answer.logprobs == pytest.approx(trained.logprobs(PROMPT, answer.token_ids), abs=2e-4)
+
+
+async def test_a_base_of_another_shape_is_refused(engine: EngineFront, transfer: Transfer) -> None:
+    trained = TrainedAdapter(1)
+    short = {n: t for n, t in make_model(0).named_parameters() if "norm" not in n}
+    base = transfer.set("probe", short).checksum
+    transfer.set(base_key("job", base), short)
+    with pytest.raises(WeightsRefused, match="are not published"):
+        await engine.update_weights(trained.publish(transfer, 0, base=base), transfer)
+    assert engine.state == pb.ENGINE_STATE_STALE
+
+
+async def test_a_plain_policy_takes_no_adapter(transfer: Transfer) -> None:
+    engine = EmbeddedEngine("e0", "solver", policy_spec())
+    await engine.start()
+    with pytest.raises(WeightsRefused, match="the policy has no `lora`"):
+        await engine.update_weights(TrainedAdapter(1).publish(transfer, 0), transfer)
+    await engine.stop()
+
+
+async def test_turns_in_hand_end_with_the_version_that_they_began_with(
+    fake: FakeSglang, transfer: Transfer
+) -> None:
+    engine = sglang(fake)
+    await engine.start()
+    trained = TrainedAdapter(1)
+    await engine.update_weights(trained.publish(transfer, 0), transfer)
+    loads = [name for name in fake.seen if "update_weights" in name]
+    turn = asyncio.create_task(ask(engine, "long", PROMPT, max_new_tokens=60, seed=1))
+    await until(lambda: bool(fake.calls))
+    trained.step(2)
+    assert await engine.update_weights(trained.publish(transfer, 1), transfer) == 0.0
+    assert len(fake.adapters) == 2  # the long turn still needs the first
+    young = await ask(engine, "young", PROMPT, max_new_tokens=3, seed=1)
+    assert [span.version for span in young.versions] == [1]
+    old = await turn
+    assert [(span.version, span.end) for span in old.versions] == [(0, 60)]
+    trained.step(1)
+    assert old.logprobs == pytest.approx(trained.logprobs(PROMPT, old.token_ids), abs=2e-4)
+    trained.step(3)
+    await engine.update_weights(trained.publish(transfer, 2), transfer)
+    assert [name.split("@")[1][0] for name in fake.adapters] == ["2"]
+    # The base went there once.
+    assert [name for name in fake.seen if "update_weights" in name] == loads
+    await engine.stop()
+
+
+async def test_turns_are_asked_for_again_where_the_job_wants_that(
+    fake: FakeSglang, transfer: Transfer
+) -> None:
+    engine = sglang(fake, in_flight="restart")
+    await engine.start()
+    trained = TrainedAdapter(1)
+    await engine.update_weights(trained.publish(transfer, 0), transfer)
+    turn = asyncio.create_task(ask(engine, "long", PROMPT, max_new_tokens=60, seed=1))
+    await until(lambda: bool(fake.calls))
+    await engine.update_weights(trained.publish(transfer, 1), transfer)
+    with pytest.raises(Exception, match="given back"):
+        await turn
+    await engine.stop()
+
+
+async def test_an_adapter_that_did_not_arrive_is_not_served(
+    fake: FakeSglang, transfer: Transfer
+) -> None:
+    engine = sglang(fake)
+    await engine.start()
+    trained = TrainedAdapter(1)
+    await engine.update_weights(trained.publish(transfer, 0), transfer)
+    wrong = trained.publish(transfer, 1, alpha=80.0)
+    fake.alters = lambda config: {**config, "lora_alpha": 8}
+    with pytest.raises(UpdateFailed, match="prompt log-probs differ"):
+        await engine.update_weights(wrong, transfer)
+    assert engine.state == pb.ENGINE_STATE_STALE
+    fake.alters = None
+    await engine.update_weights(wrong, transfer)
+    assert engine.state == pb.ENGINE_STATE_HEALTHY
+    assert len(fake.adapters) == 1
+    await engine.stop()
+
+
+async def test_a_server_that_was_lost_gets_base_and_adapter_again(
+    fake: FakeSglang, transfer: Transfer
+) -> None:
+    engine = sglang(fake)
+    await engine.start()
+    trained = TrainedAdapter(1)
+    ref = trained.publish(transfer, 0)
+    await engine.update_weights(ref, transfer)
+    await fake.server.crash()
+    with pytest.raises(Exception, match="died"):
+        await ask(engine, "r", PROMPT, max_new_tokens=3)
+    fake.adapters.clear()
+    fake.load({n: torch.zeros_like(t) for n, t in make_model(0).named_parameters()})
+    await fake.server.start()
+    await engine.start()
+    await engine.update_weights(ref, transfer)
+    answer = await ask(engine, "s", PROMPT, max_new_tokens=3, seed=1)
+    assert answer.logprobs == pytest.approx(trained.logprobs(PROMPT, answer.token_ids), abs=2e-4)
+    await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"enable_lora": None}, "started without LoRA"),
+        ({"max_lora_rank": 2}, "up to rank 2, the policy's have 4"),
+        ({"lora_target_modules": ["q_proj"]}, "it adapts no down_proj, gate_proj"),
+    ],
+)
+async def test_a_server_for_other_adapters_is_refused(
+    fake: FakeSglang, info: dict[str, object], message: str
+) -> None:
+    fake.info |= info
+    with pytest.raises(EngineStartFailed, match=message) as caught:
+        await sglang(fake).start()
+    assert "--enable-lora --max-lora-rank 4" in (caught.value.remedy or "")
+    assert caught.value.field == "policies.solver.engine.urls"

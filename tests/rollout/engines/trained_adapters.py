@@ -1,0 +1,78 @@
+"""Adapters by PEFT itself over the tiny model, published as a trainer publishes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+from tests.rollout.engines.models import make_model, policy_spec
+from troupe.adapters import AdapterContent, base_key
+from troupe.job import LoraSpec, PolicySpec
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as pb
+
+# As every service: forward passes beside an engine's thread.
+torch.set_num_threads(1)
+
+LAYERS = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+
+
+def lora_spec(*, rank: int = 4, **engine: object) -> PolicySpec:
+    """A policy of the tiny model that trains an adapter."""
+    lora = LoraSpec(rank=rank, alpha=2 * rank)
+    return policy_spec(**engine).model_copy(update={"lora": lora})
+
+
+class TrainedAdapter:
+    """One policy's adapter over the base of `base_seed`, as the trainer's forward computes it."""
+
+    def __init__(self, seed: int, *, base_seed: int = 0, rank: int = 4) -> None:
+        self.base = make_model(base_seed)
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LAYERS))
+        self.model: Any = get_peft_model(make_model(base_seed), config).eval()
+        self.rank = rank
+        self.step(seed)
+
+    def step(self, seed: int) -> None:
+        """Other weights."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" in name:
+                parameter.data.normal_(std=0.2, generator=generator)
+
+    def publish(
+        self, transfer: Transfer, version: int, policy: str = "solver", **changes: Any
+    ) -> pb.WeightsRef:
+        """The base, and the adapter as `version`; `changes` are to what it says of itself."""
+        named = dict(self.base.named_parameters())
+        base = transfer.set("probe", named).checksum
+        transfer.set(base_key("job", base), named)
+        tensors = get_peft_model_state_dict(self.model)
+        about: dict[str, Any] = {
+            "base": base,
+            "rank": self.rank,
+            "alpha": 2.0 * self.rank,
+            "target_modules": LAYERS,
+            "tensors": tensors,
+            **changes,
+        }
+        key = f"job/{policy}/weights@{version}"
+        manifest = transfer.set(key, AdapterContent(**about).to_tensors())
+        return pb.WeightsRef(
+            job_id="job",
+            policy=policy,
+            version=version,
+            key=key,
+            checksum=manifest.checksum,
+            num_bytes=manifest.num_bytes,
+        )
+
+    def logprobs(self, prompt: list[int], response: list[int]) -> list[float]:
+        """Log-probs of `response`, by PEFT's forward pass."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        table = torch.log_softmax(logits, -1)
+        chosen: list[float] = table.gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+        return chosen
