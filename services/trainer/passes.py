@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -45,17 +46,26 @@ class Passes:
         self._job = spec
         self._policy = spec.policies[policy]
         arrange(policy, model.module, self._policy.trainer)
-        self._forward = Forward(model.module)
-        abilities = self._forward.abilities
         self._reference: Forward | None = None
         wanted = self._policy.trainer.forward_tokens or forward_tokens
         self._budget = wanted or _FORWARD_TOKENS.get(model.device.type, 4096)
-        # How pieces are planned.
-        self._layout: dict[str, Any] = {"packed": abilities.packs}
-        if share_prefixes and abilities.packs:
-            self._layout["sharing"] = costs_of(model.module)
+        self._shares = share_prefixes
+
+    @functools.cached_property
+    def _forward(self) -> Forward:
+        # Not before it is needed: a frozen policy and a stand-in never are.
+        return Forward(self._model.module)
+
+    @functools.cached_property
+    def _layout(self) -> dict[str, Any]:
+        """How pieces are planned."""
+        abilities = self._forward.abilities
+        layout: dict[str, Any] = {"packed": abilities.packs}
+        if self._shares and abilities.packs:
+            layout["sharing"] = costs_of(self._model.module)
         if not abilities.linear_head:
-            self._layout["limit"] = max(1, _LOGITS_BYTES // (4 * model.vocabulary))
+            layout["limit"] = max(1, _LOGITS_BYTES // (4 * self._model.vocabulary))
+        return layout
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""

@@ -86,11 +86,12 @@ def test_tokens_of_a_forward_pass_are_the_jobs_before_the_workers(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_compiled_layers_give_the_same_gradient(tokenizer: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler")
     compiled = learner_of(tokenizer, {"compile": "on"})
-    for seed in range(3):  # pieces of other sizes
+    for seed in range(2):  # pieces of other sizes
         expected = gradient(learner_of(tokenizer, {}), seed)
         compiled.discard()
         torch.testing.assert_close(gradient(compiled, seed), expected, rtol=1e-4, atol=1e-5)

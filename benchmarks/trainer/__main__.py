@@ -1,0 +1,160 @@
+"""Tokens per second and memory of the trainer's update, against TRL's on the same batch.
+
+    python -m benchmarks.trainer [--quick] [--json] [--threads 1] [--steps 3]
+
+Both sides train the same model from the same weights on the same samples, with AdamW, clipping and
+the same token-mean loss; the norms of their first gradients have to agree. TRL's side is
+GRPOTrainer's own loop from the batch on (theirs.py), without activation checkpointing, which is
+faster; one row has it on both sides. Ours is the learner as a worker calls it (ours.py). A process
+each; with one thread in CPU seconds. Tokens are those of the samples, without padding. Memory is
+what resident memory rose to above a process without a model.
+
+`over_trl`: the least ratio where lengths differ; `over_trl_even`: where they do not;
+`peak_memory_ratio`: the largest of all, ours by theirs; null without TRL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.references import TRL, ReferenceUnavailable, reference_python
+from benchmarks.trainer.cases import CASES, QUICK, Case
+
+_SECONDS: Final = 1800.0
+# Of the first gradients' norms: more is another batch, or another loss.
+_TOLERANCE: Final = 1e-3
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One case on both sides; `theirs` is None without TRL."""
+
+    name: str
+    tokens: int
+    heavy: bool
+    ours: dict[str, float]
+    theirs: dict[str, float] | None
+
+    @property
+    def speed(self) -> float | None:
+        """Our tokens per second by theirs."""
+        return self.theirs["seconds"] / self.ours["seconds"] if self.theirs else None
+
+    @property
+    def memory(self) -> float | None:
+        """Our peak by theirs."""
+        return self.ours["peak_bytes"] / self.theirs["peak_bytes"] if self.theirs else None
+
+
+def run_side(python: str | Path, module: str, arguments: Sequence[str], threads: int) -> Any:
+    """What a side prints. Raises RuntimeError with the end of its errors when it fails."""
+    command = [str(python), "-m", f"benchmarks.trainer.{module}", *arguments]
+    variables = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, "--threads", str(threads)],
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, **variables},
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(
+    size: str, case: Case, reference: Path | None, options: argparse.Namespace, *, again: bool
+) -> Compared:
+    """Both sides of a case; TRL with the micro-batch that it is fastest with."""
+    arguments = [size, case.name, "--steps", str(options.steps)]
+    if again:
+        arguments.append("--checkpointing")
+    ours = run_side(sys.executable, "ours", arguments, options.threads)
+    theirs = None
+    if reference is not None:
+        runs = [
+            run_side(reference, "theirs", [*arguments, "--batch", str(batch)], options.threads)
+            for batch in ((4,) if options.quick or again else (8, 32))
+        ]
+        theirs = min(runs, key=lambda run: run["seconds"])
+        # The least memory is not always the fastest one's.
+        theirs["peak_bytes"] = min(run["peak_bytes"] for run in runs)
+        off = abs(ours["grad_norm"] / theirs["grad_norm"] - 1)
+        if off > _TOLERANCE:
+            raise RuntimeError(f"{case.name}: gradients of the two sides differ by {off:.1e}")
+    name = f"{case.name}, activations again" if again else case.name
+    tokens = sum(len(ids) for ids, _, _ in case.rows())
+    return Compared(name, tokens, case.heavy, ours, theirs)
+
+
+def main() -> None:
+    """Measure, print, and end with one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
+    parser.add_argument("--json", action="store_true", help="print the JSON object only")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3)
+    options = parser.parse_args()
+    console = Console(stderr=True, quiet=options.json)
+    size, cases = ("quick", QUICK) if options.quick else ("full", CASES)
+    with tempfile.TemporaryDirectory() as directory:
+        reference: Path | None = None
+        try:
+            reference = reference_python([TRL], Path(directory) / "trl")
+        except ReferenceUnavailable as error:
+            console.print(f"without TRL: {error}")
+        found = []
+        for case in cases:
+            console.print(f"{case.name} ...")
+            found.append(compare(size, case, reference, options, again=False))
+        console.print("with activation checkpointing ...")
+        found.append(compare(size, cases[0], reference, options, again=True))
+    console.print(_table(found))
+    print(json.dumps(_summary(found)))
+
+
+def _summary(found: Sequence[Compared]) -> dict[str, float | None]:
+    heavy = [one.speed for one in found if one.heavy and one.speed is not None]
+    even = [one.speed for one in found if not one.heavy and one.speed is not None]
+    memory = [one.memory for one in found if one.memory is not None]
+    return {
+        "over_trl": min(heavy, default=None),
+        "over_trl_even": min(even, default=None),
+        "peak_memory_ratio": max(memory, default=None),
+    }
+
+
+def _table(found: Sequence[Compared]) -> Table:
+    table = Table("batch", "tokens", "tokens/s", "TRL's", "ratio", "peak MiB", "TRL's", "ratio")
+    for one in found:
+        cells = []
+        for field, scale in (("seconds", 1.0), ("peak_bytes", float(1 << 20))):
+            for side in (one.ours, one.theirs):
+                if side is None:
+                    cells.append("-")
+                elif field == "seconds":
+                    cells.append(f"{one.tokens / side[field]:,.0f}")
+                else:
+                    cells.append(f"{side[field] / scale:,.0f}")
+            ratio = one.speed if field == "seconds" else one.memory
+            cells.append("-" if ratio is None else f"{ratio:.2f}")
+        table.add_row(one.name, f"{one.tokens:,}", *cells)
+    return table
+
+
+if __name__ == "__main__":
+    main()
