@@ -93,7 +93,11 @@ async def test_a_policy_that_is_too_large_for_every_trainer_is_refused_at_once(
     house: Cluster,
 ) -> None:
     refusal = FailedPrecondition(
-        "no room", kind="policy_too_large", field="policies.alice.model", value=10**12
+        "no room",
+        kind="policy_too_large",
+        field="policies.alice.model",
+        value=10**12,
+        remedy="Use a smaller model.",
     )
     for _ in range(2):
         await house.add_trainer(TrainerScript(slots=1, bind_error=refusal))

@@ -293,3 +293,18 @@ async def test_without_room_for_its_state_a_policy_stays_and_its_step_goes_on(
     commit = (await running)[-1].commit
     assert commit.weights.checksum == (await undisturbed(stage, spec)).weights.checksum
     assert (await audited(stage)).trained == 8
+
+
+async def test_a_policy_that_is_too_large_for_the_device_is_refused_before_it_is_there(
+    stage: TrainingStage,
+) -> None:
+    trainer = await stage.trainer(trainer_memory_bytes=1000)
+    with pytest.raises(FailedPrecondition) as refused:
+        await trainer.bind(spec_of(stage))
+    assert (refused.value.kind, refused.value.field) == (
+        "policy_too_large",
+        "policies.solver.model",
+    )
+    assert int(refused.value.value or 0) > 1000
+    assert "TROUPE_TRAINER_MEMORY_BYTES" in (refused.value.remedy or "")
+    assert await trainer.statuses() == []
