@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import signal
 import subprocess
-from collections.abc import Sequence
-from typing import Final
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 _END_SECONDS: Final = 20.0
 
@@ -19,13 +23,26 @@ def options_of(doc: str | None, arguments: Sequence[str] | None) -> argparse.Nam
     return parser.parse_args(arguments)
 
 
+@contextlib.contextmanager
+def scratch(prefix: str) -> Iterator[Path]:
+    """A directory in memory where there is one, else on disk.
+
+    A job writes its state and rows through to the disk, and a peer that it is measured against
+    nothing: what other work does to the disk would be measured as ours.
+    """
+    memory = Path("/dev/shm")
+    root = memory if os.access(memory, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as directory:
+        yield Path(directory)
+
+
 def quantile(values: Sequence[float], q: float) -> float:
     """The value below which the fraction `q` of `values` lies; never beyond the largest."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[Any]) -> None:
     """Ask it to end, and kill it when it does not in time."""
     process.send_signal(signal.SIGTERM)
     try:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import statistics
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Final, Self
 
+from benchmarks.command import end
 from benchmarks.end_to_end.workload import Work
 
+# Rounds are asked for one by one, so this many steps are never done.
+_ENDLESS: Final = 1_000_000
 
-def trl_command(
-    python: Path, model: Path, work: Work, *, threads: int, batch: int = 0, wait: int = 0
-) -> list[str]:
-    """What runs it; see trl_side.py. `batch` 0: all samples of a step at once."""
-    numbers = {"--threads": threads, "--batch": batch or work.samples, "--wait": wait}
+
+def trl_command(python: Path, model: Path, work: Work, *, threads: int, wait: int = 0) -> list[str]:
+    """What runs it; see trl_side.py."""
+    numbers = {"--threads": threads, "--wait": wait}
     return [
         *(str(python), "-m", "benchmarks.end_to_end.trl_side"),
         *(str(model), json.dumps(work.as_dict())),
@@ -22,6 +28,53 @@ def trl_command(
     ]
 
 
+def trl_environment(threads: int) -> dict[str, str]:
+    """Its variables: ours, with its own thread budget."""
+    return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
+
+
 def trl_steps(lines: Iterable[str]) -> list[dict[str, Any]]:
     """Its steps, {"step", "seconds", "reward"}, among whatever else it prints."""
     return [json.loads(line) for line in lines if line.startswith('{"step"')]
+
+
+class Trl:
+    """GRPOTrainer as a process that trains when it is asked to, and sleeps meanwhile."""
+
+    def __init__(self, python: Path, model: Path, work: Work, *, threads: int, steps: int) -> None:
+        """Rounds are of `steps` steps."""
+        self._samples, self._steps = work.samples, steps
+        command = trl_command(python, model, work.lasting(_ENDLESS), threads=threads, wait=steps)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=trl_environment(threads),
+        )
+
+    def round(self) -> float:
+        """Samples per second of the median step. Blocking."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        seconds: list[float] = []
+        while len(seconds) < self._steps:
+            line = self._process.stdout.readline()
+            if not line:
+                raise RuntimeError("TRL's process ended; run its command by hand to see why")
+            seconds += [step["seconds"] for step in trl_steps([line])]
+        return self._samples / statistics.median(seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        end(self._process)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +53,10 @@ class Work:
     def samples(self) -> int:
         """Samples of a step."""
         return self.queries * self.group
+
+    def lasting(self, steps: int) -> Work:
+        """The same for so many steps."""
+        return replace(self, steps=steps)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON values."""

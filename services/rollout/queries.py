@@ -35,12 +35,12 @@ class QuerySource:
 
         Raises `EntrypointError` and `WorkflowError` (kind `bad_task`).
         """
-        key = (split, index)
         async with self._lock:
+            tasks = await self._tasks(split)
+            key = (split, index % len(tasks))
             item = self._items.get(key)
             if item is None:
-                tasks = await self._tasks(split)
-                item = self._items[key] = await asyncio.to_thread(self._item, tasks, split, index)
+                item = self._items[key] = await asyncio.to_thread(self._item, tasks, *key)
                 if len(self._items) > _KEPT:
                     self._items.popitem(last=False)
             return item

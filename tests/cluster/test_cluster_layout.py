@@ -67,6 +67,13 @@ def test_numerical_workers_share_the_cores_and_the_others_get_one_thread() -> No
     assert specs["orchestrator"].environment["MALLOC_ARENA_MAX"] == "2"
 
 
+def test_trainers_may_have_more_threads_than_their_share() -> None:
+    specs = {s.name: s for s in _plan(ClusterSettings(threads=1, trainer_threads=4))}
+
+    assert specs["rollout-0"].environment["OMP_NUM_THREADS"] == "1"
+    assert specs["trainer-0"].environment["TROUPE_THREADS"] == "4"
+
+
 @given(rollouts=st.integers(1, 64), trainers=st.integers(1, 64), cores=st.integers(1, 512))
 def test_threads_never_exceed_the_cores_unless_there_are_more_workers_than_cores(
     rollouts: int, trainers: int, cores: int

@@ -142,6 +142,8 @@ def plan(
     for name in service_names(settings):
         module, _, _ = name.partition("-")
         threads = budget if module in _WORKERS else 1
+        if module == "trainer" and settings.trainer_threads is not None:
+            threads = settings.trainer_threads
         port, metrics_port = ports[name], ports[f"{name}/metrics"]
         address = f"{LOOPBACK}:{port}"
         children.append(

@@ -45,6 +45,14 @@ class ClusterSettings(BaseModel):
     """Port of the embedded Redis; default: a free one."""
     threads: int | None = Field(default=None, ge=1)
     """Threads of each rollout and trainer worker; default: the cores shared out among them."""
+    trainer_threads: int | None = Field(
+        default_factory=lambda: os.environ.get("TROUPE_TRAINER_THREADS"),
+        validate_default=True,
+        ge=1,
+    )
+    """Threads of each trainer worker, where not `threads` (default: `TROUPE_TRAINER_THREADS`). In a
+    job on policy trainers and engines mostly take turns: with all cores for the trainer its steps
+    were a sixth shorter on two (docs/benchmarks.md)."""
     start_seconds: float = Field(default=120, gt=0)
     """How long a service may take until it is healthy."""
     stop_seconds: float = Field(default=15, gt=0)

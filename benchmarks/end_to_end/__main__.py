@@ -1,0 +1,146 @@
+"""One policy's whole job through all services, beside TRL's GRPOTrainer.
+
+    python -m benchmarks.end_to_end [--quick] [--json] [--rounds N] [--steps N]
+
+The same tasks, reward, weights (a Qwen3 of 3.2 million parameters) and settings; 256 samples of 16
+tokens per step, this machine's cores for both. In every round one after another: TRL alone with a
+thread per core, twice beside itself with one thread each, then our jobs on a cluster that stays up:
+one policy on policy, one in mode `async`, two policies at once. A rate is that of the median step
+after warm-up; ratios are medians over rounds. TRL is installed apart (benchmarks/references.py).
+
+The last line is one JSON object:
+
+- `over_trl`: samples/s of the on-policy job over TRL's.
+- `two_policies_over_trl_twice`: samples/s of two policies in one job over those of TRL run twice,
+  one run after the other. Beside each other: `two_policies_over_trl_beside`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.command import scratch
+from benchmarks.end_to_end.trl_process import Trl
+from benchmarks.end_to_end.troupe_side import cluster, job, run
+from benchmarks.end_to_end.workload import LARGE, SMALL, Size, Work, save_model
+from benchmarks.references import TRL, reference_python
+
+# Steps of a job before its rate counts: its first one starts engines and caches.
+WARM: Final = 2
+ROWS: Final = {
+    "trl": "TRL, a thread per core",
+    "trl_beside": "TRL twice, beside each other, half the cores each",
+    "one": "Troupe, one policy, on policy",
+    "one_async": "Troupe, one policy, async, alpha 1",
+    "two": "Troupe, two policies, on policy",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    size: Size
+    work: Work
+    steps: int
+    rounds: int
+
+
+# So small a rate that the weights hardly move: every round measures the same work.
+FULL: Final = Plan(LARGE, Work(steps=0, lr=1e-6), steps=8, rounds=3)
+QUICK: Final = Plan(SMALL, Work(steps=0, lr=1e-6, queries=4), steps=2, rounds=1)
+
+
+async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, list[float]]:
+    """Samples/s of each row, round by round."""
+    python = reference_python([TRL], directory / "reference")
+    model = save_model(directory / "model", plan.size, 0)
+    cores = os.cpu_count() or 1
+    found: dict[str, list[float]] = {name: [] for name in ROWS}
+    with (
+        Trl(python, model, plan.work, threads=cores, steps=plan.steps) as alone,
+        Trl(python, model, plan.work, threads=max(1, cores // 2), steps=plan.steps) as left,
+        Trl(python, model, plan.work, threads=max(1, cores // 2), steps=plan.steps) as right,
+    ):
+        async with cluster(directory / "data", threads=1, trainer_threads=cores) as client:
+            for trl in (alone, left, right):
+                await asyncio.to_thread(trl.round)  # warm
+            for number in range(plan.rounds):
+                found["trl"].append(await asyncio.to_thread(alone.round))
+                beside = (asyncio.to_thread(trl.round) for trl in (left, right))
+                found["trl_beside"].append(sum(await asyncio.gather(*beside)))
+                for name, policies, mode in (
+                    ("one", 1, "micro_batch"),
+                    ("one_async", 1, "async"),
+                    ("two", 2, "micro_batch"),
+                ):
+                    work = plan.work.lasting(WARM + plan.steps)
+                    spec = job(f"end-{number}-{policies}", [model] * policies, work, mode=mode)
+                    ends = [step.at for step in await run(client, spec)]
+                    seconds = statistics.median(b - a for a, b in pairwise(ends[WARM - 1 :]))
+                    found[name].append(policies * work.samples / seconds)
+                told = ", ".join(f"{name} {rates[-1]:.0f}" for name, rates in found.items())
+                console.print(f"round {number + 1}, samples/s: {told}")
+    return found
+
+
+def ratios(found: dict[str, list[float]]) -> dict[str, Any]:
+    """The object: medians of the rounds' ratios, and of their rates."""
+
+    def over(ours: str, theirs: str) -> float:
+        pairs = zip(found[ours], found[theirs], strict=True)
+        return round(statistics.median(a / b for a, b in pairs), 3)
+
+    return {
+        "over_trl": over("one", "trl"),
+        "two_policies_over_trl_twice": over("two", "trl"),
+        "two_policies_over_trl_beside": over("two", "trl_beside"),
+        "async_over_trl": over("one_async", "trl"),
+        "samples_per_second": {
+            name: round(statistics.median(rates), 1) for name, rates in found.items()
+        },
+        "rounds": {name: [round(rate, 1) for rate in rates] for name, rates in found.items()},
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
+    parser.add_argument("--json", action="store_true", help="print the JSON object only")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--steps", type=int, help="steps per round and row")
+    options = parser.parse_args(arguments)
+    console = Console(stderr=options.json, width=130)
+    base = QUICK if options.quick else FULL
+    plan = Plan(base.size, base.work, options.steps or base.steps, options.rounds or base.rounds)
+    with scratch("troupe-end-") as directory:
+        rates = asyncio.run(measure(directory, plan, console))
+    found = ratios(rates)
+    table = Table(title="The whole job: 256 samples of 16 tokens per step")
+    for heading in ("", "samples/s", "of TRL's"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    base_rate = found["samples_per_second"]["trl"]
+    for name, label in ROWS.items():
+        rate = found["samples_per_second"][name]
+        table.add_row(label, f"{rate:.0f}", f"{rate / base_rate:.2f}")
+    console.print(table)
+    console.print(f"{os.cpu_count()} cores, load {found['load']} at the end")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
