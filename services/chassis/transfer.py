@@ -21,21 +21,20 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import structlog
 
 from services.chassis.host_owner import HostOwnership
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
-from troupe.rpc import NO_RETRY, TroupeError, Unavailable
+from troupe.rpc import NO_RETRY, ClientSettings, TroupeError, Unavailable
 from troupe.rpc.channel import connect_sync
-from troupe.transfer import Transfer
+from troupe.transfer import Transfer, TransferCounters
+from troupe.transfer.places import Fetched
+from troupe.transfer.remote import HostOwner, OwnerProcess, Peer
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc
-
-if TYPE_CHECKING:
-    from troupe.transfer.remote import HostOwner, OwnerProcess
 
 log = structlog.get_logger("troupe.transfer")
 
@@ -159,8 +158,6 @@ class HostTransfer(Transfer):
         except Unavailable as error:
             log.info("values of samples stay for now", keys=len(keys), error=str(error))
             return
-        from troupe.transfer.remote import Peer
-
         for address in addresses:
             peer = Peer(address, self._settings.client(retry=NO_RETRY), use_ucx=False)
             try:
@@ -204,8 +201,6 @@ class HostTransfer(Transfer):
                 return
 
     def _launch(self, port: int) -> OwnerProcess:
-        from troupe.transfer.remote import OwnerProcess
-
         settings = self._settings
         host, _, _ = settings.address.rpartition(":")
         return OwnerProcess(
@@ -225,7 +220,7 @@ class HostTransfer(Transfer):
 class _Others:
     """`places.Source`: has this host's owner fetch what this host lacks."""
 
-    def __init__(self, host: HostTransfer, client: Any) -> None:
+    def __init__(self, host: HostTransfer, client: ClientSettings) -> None:
         self._host, self._client = host, client
         self._mutex = threading.Lock()
         self._at: tuple[str, HostOwner] | None = None
@@ -241,14 +236,21 @@ class _Others:
         return 600.0
 
     def fetch(
-        self, key: str, roots: Sequence[Path], counters: Any, deadline: float, **how: Any
-    ) -> Any:
+        self,
+        key: str,
+        roots: Sequence[Path],
+        counters: TransferCounters,
+        deadline: float,
+        *,
+        expected: str | None = None,
+        base: str | None = None,
+        cast: str | None = None,
+    ) -> Fetched:
         """See `places.Source.fetch`."""
-        return self._owner(deadline).fetch(key, roots, counters, deadline, **how)
+        owner = self._owner(deadline)
+        return owner.fetch(key, roots, counters, deadline, expected=expected, base=base, cast=cast)
 
     def _owner(self, deadline: float) -> HostOwner:
-        from troupe.transfer.remote import HostOwner
-
         address = self._host.near_owner(deadline)
         with self._mutex:
             if self._at is None or self._at[0] != address:

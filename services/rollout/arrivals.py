@@ -52,11 +52,6 @@ class Arrivals:
             self.transfer.hint(ref.key, ref.holders)
         began = time.monotonic()
         try:
-            if not hasattr(self.transfer, "fetch"):  # XFER: until it lands
-                await asyncio.to_thread(
-                    self.transfer.get, ref.key, expected_checksum=ref.checksum
-                )
-                return 0.0
             _, choice = await asyncio.to_thread(
                 self.transfer.fetch, ref.key, expected_checksum=ref.checksum
             )

@@ -208,6 +208,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         """Stop a job's engines."""
         _require("job_id", request.job_id)
         await self._jobs.release(request.job_id)
+        await asyncio.to_thread(self._transfer.forget_fetched, f"{request.job_id}/")
         return pb.ReleaseJobResponse()
 
     def _beat(self) -> orchestrator_pb2.HeartbeatRequest:

@@ -175,3 +175,14 @@ def job(models: Path, **changes: Any) -> str:
             section = section.setdefault(part, {})
         section[last] = value
     return yaml.safe_dump(spec)
+
+
+async def annotated(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, float]:
+    """One turn, with a value that is too large for the store: it is kept by reference."""
+    import numpy as np
+
+    reply = await agents["solver"].chat(query["question"])
+    reply.columns["picture"] = np.ones(100_000, dtype=np.float32)
+    critique = await agents["checker"].chat(reply.text or "?")
+    score = share_of_a(reply.text)
+    return {"solver": score, "checker": share_of_a(critique.text), "team": score}
