@@ -308,14 +308,15 @@ class Transfer:
             except (KeyNotFound, Corrupt) as error:
                 if isinstance(error, Corrupt) and not self._peers:
                     raise
-                # Another host may have the content that is wanted.
-                missing = error
+                # Another host may have the content that is wanted. (Without the traceback: its
+                # frames would keep the tensors, and the lease of their file, in a circle.)
+                missing = error.with_traceback(None)
             if self._peers and time.monotonic() >= ask_peers_at:
                 try:
                     return self._fetch(key, deadline, expected, base, cast)
                 except (KeyNotFound, Unavailable) as error:
                     if not isinstance(missing, Corrupt):
-                        missing = error
+                        missing = error.with_traceback(None)
                 ask_peers_at = time.monotonic() + _ASK_PEERS_SECONDS
             if deadline is None or time.monotonic() >= deadline:
                 break
@@ -380,7 +381,7 @@ class Transfer:
                 continue
             except (Unavailable, Corrupt) as error:
                 log.warning("%s: %s", key, error.message)
-                failure = error
+                failure = error.with_traceback(None)
                 continue
             self._own.pop(key, None)
             return fetched.path, fetched.choice

@@ -46,10 +46,13 @@ def by_messages(
             at, short = 0, False
             while at < len(target) and not short:
                 message = next(messages, None)
-                if message is None and at == 0:
-                    raise Unavailable("the owner ended early", kind="transfer_cut_short")
-                size = 0 if message is None else len(message.data)
-                due = message is not None and (message.chunk, message.offset) == (index, at)
+                if message is None:
+                    if at == 0:
+                        raise Unavailable("the owner ended early", kind="transfer_cut_short")
+                    short = True
+                    break
+                size = len(message.data)
+                due = (message.chunk, message.offset) == (index, at)
                 if short := not due or size == 0 or at + size > len(target):
                     break
                 target[at : at + size] = message.data

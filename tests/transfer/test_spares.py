@@ -1,0 +1,139 @@
+"""Files that are filled again, and what keeps them from it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from troupe.transfer import Corrupt, Transfer, sidecar
+from troupe.transfer import shelf as shelf_module
+
+STEM = "job/solver/weights"
+# Above what is worth keeping.
+COUNT = 2 * 2**20
+
+pytestmark = pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no shared memory here")
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    root = Path(f"/dev/shm/troupe-test-{os.getpid()}-{threading.get_native_id()}")
+    yield root
+    subprocess.run(["rm", "-rf", str(root)], check=True)
+
+
+def state(value: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((COUNT,), float(value))}
+
+
+def inode(transfer: Transfer, version: int) -> int:
+    return (transfer.roots[0] / f"{STEM}@{version}").stat().st_ino
+
+
+def test_versions_that_went_give_their_files_to_those_that_come(root: Path) -> None:
+    transfer = Transfer(root)
+    inodes = []
+    for version in range(5):
+        transfer.set(f"{STEM}@{version}", state(version))
+        transfer.delete(f"{STEM}@{version - 1}")
+        inodes.append(inode(transfer, version))
+        assert float(transfer.get(f"{STEM}@{version}")[0]["w"][-1]) == version
+    assert len(set(inodes)) == 2
+    spare = list((root / ".spare").iterdir())
+    assert len(spare) == 2
+    transfer.close()
+    assert not list((root / ".spare").iterdir())
+    assert Transfer(root).keys() == [f"{STEM}@4"]  # states stay
+
+
+def test_a_file_that_somebody_reads_is_not_filled_again(root: Path) -> None:
+    transfer, reader = Transfer(root), Transfer(root)
+    transfer.set(f"{STEM}@0", state(0))
+    held, _ = reader.get(f"{STEM}@0")
+    first = inode(transfer, 0)
+    transfer.delete(f"{STEM}@0")
+    for version in (1, 2, 3):
+        transfer.set(f"{STEM}@{version}", state(version))
+        assert inode(transfer, version) != first
+        transfer.delete(f"{STEM}@{version}")
+    assert float(held["w"].sum()) == 0
+
+
+READER = """
+import sys, pathlib
+from troupe.transfer import Transfer
+got, _ = Transfer(pathlib.Path(sys.argv[1])).get(sys.argv[2])
+print("reads", flush=True)
+sys.stdin.readline()
+print(float(got["w"].sum()), flush=True)
+"""
+
+
+def test_a_reader_in_another_process_keeps_its_version(root: Path) -> None:
+    transfer = Transfer(root)
+    transfer.set(f"{STEM}@1", state(1))
+    command = [sys.executable, "-c", READER, str(root), f"{STEM}@1"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "reads\n"
+        for version in range(2, 5):
+            transfer.delete(f"{STEM}@{version - 1}")
+            transfer.set(f"{STEM}@{version}", state(version))
+        assert reader.communicate("\n", timeout=60)[0] == f"{float(COUNT)}\n"
+
+
+def test_what_nobody_fills_again_gives_its_memory_back(root: Path) -> None:
+    writer, other = Transfer(root), Transfer(root)
+    writer.set(f"{STEM}@0", state(0))
+    writer.delete(f"{STEM}@0")
+    for spares in other._shelf.spares.values():
+        spares.sweep(0)  # another process', that has waited long enough
+    assert not list((root / ".spare").iterdir())
+    # The one that kept it notices.
+    writer.set(f"{STEM}@1", state(1))
+    assert float(writer.get(f"{STEM}@1")[0]["w"].sum()) == COUNT
+
+
+def test_a_host_verifies_a_content_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Transfer(root)
+    writer.set(f"{STEM}@0", state(3))
+    verified = []
+    real = shelf_module._verify
+
+    def counting(manifest, tensors, deadline):  # type: ignore[no-untyped-def]
+        verified.append(manifest.key)
+        real(manifest, tensors, deadline)
+
+    monkeypatch.setattr(shelf_module, "_verify", counting)
+    readers = [threading.Thread(target=Transfer(root).get, args=[f"{STEM}@0"]) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(60)
+    assert verified == [f"{STEM}@0"]
+    # Until somebody writes to it.
+    with open(root / f"{STEM}@0", "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\x01\x02\x03")
+    for _ in range(2):
+        with pytest.raises(Corrupt, match="'w'"):
+            Transfer(root).get(f"{STEM}@0")
+    assert len(verified) == 3
+
+
+def test_who_holds_the_lock_is_alone(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    with sidecar.alone(path, 0.0), pytest.raises(TimeoutError), sidecar.alone(path, 0.0):
+        pass
+    with sidecar.alone(path, 0.0):
+        pass
+    assert not list(tmp_path.iterdir())
