@@ -1,0 +1,110 @@
+"""What it costs a policy to leave its device and to come back, and what sharing devices yields.
+
+    python -m benchmarks.swap [--quick] [--json] [--device cpu|cuda] [--only bandwidth|sharing]
+
+First a real policy in the middle of a step (weights, both moments, gradients) is suspended into
+the transfer layer and resumed, against copying its bytes twice in the same run. Then six **paced**
+policies train through all services on two trainers with one slot each, and on six dedicated ones a
+third as fast: the same total compute. The last line is one JSON object:
+
+- `memcpy_ratio`: two copies of its bytes over suspension and resumption;
+- `utilization`: of the two trainers, computing over elapsed;
+- `exposed_fraction`: of the two trainers' time, spent on coming and going;
+- `over_dedicated`: samples per second on two shared trainers over six dedicated ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.command import scratch
+from benchmarks.swap.bandwidth import Bandwidth, measure
+from benchmarks.swap.sharing import SHARED, Scale, Sharing, run
+from benchmarks.workloads.six_players import AGENTS
+
+# Hidden size and layers of the policies: 13 MB, 200 MB and 800 MB of training state.
+SIZES = ((256, 1), (512, 4), (1024, 4))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a table for people and one JSON object."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.swap", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
+    parser.add_argument("--json", action="store_true", help="print the JSON object only")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--only", choices=("bandwidth", "sharing"))
+    args = parser.parse_args(arguments)
+    console = Console(stderr=args.json, width=None if args.json else 120)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"memcpy_ratio": None, "utilization": None, "exposed_fraction": None}
+    if args.only != "sharing":
+        sizes = SIZES[:1] if args.quick else SIZES
+        device = torch.device(args.device)
+        with scratch("troupe-swap-") as where:
+            rows = [
+                measure(*size, 2 if args.quick else 5, device, where / f"{size[0]}")
+                for size in sizes
+            ]
+        console.print(_bandwidths(rows))
+        found["memcpy_ratio"] = round(rows[-1].ratio, 3)
+    if args.only != "bandwidth":
+        shared, dedicated = asyncio.run(_share(args.quick))
+        console.print(_sharing([shared, dedicated]))
+        found["utilization"] = round(shared.utilization, 3)
+        found["exposed_fraction"] = round(shared.exposed, 4)
+        ratio = shared.samples_per_second / dedicated.samples_per_second
+        found["over_dedicated"] = round(ratio, 3)
+    load, *_ = os.getloadavg()
+    machine = {"quick": args.quick, "device": args.device, "cores": os.cpu_count()}
+    print(json.dumps(found | machine | {"load": round(load, 1)}))
+
+
+async def _share(quick: bool) -> tuple[Sharing, Sharing]:
+    scale = Scale(steps=3, queries=4, seconds=0.1, step_seconds=0.05) if quick else Scale()
+    rows = []
+    for label, trainers in (("shared, one slot each", SHARED), ("dedicated", len(AGENTS))):
+        with scratch("troupe-swap-") as where:
+            rows.append(await run(label, trainers, 1, scale, where))
+    return rows[0], rows[1]
+
+
+def _bandwidths(rows: Sequence[Bandwidth]) -> Table:
+    table = Table(title="A policy leaves its device in the middle of a step, and comes back")
+    for name in ("state MiB", "copy s", "suspend s", "resume s", "of two copies"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        seconds = (row.copy_seconds, row.suspend_seconds, row.resume_seconds)
+        cells = [f"{row.num_bytes / 2**20:.0f}", *(f"{one:.4f}" for one in seconds)]
+        table.add_row(*cells, f"{row.ratio:.2f}")
+    return table
+
+
+def _sharing(rows: Sequence[Sharing]) -> Table:
+    table = Table(title=f"{len(AGENTS)} policies, the same total compute")
+    table.add_column("trainers")
+    for name in ("n", "step s", "samples/s", "utilization", "exposed swaps", "swaps a step"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.label,
+            str(row.trainers),
+            f"{row.seconds:.2f}",
+            f"{row.samples_per_second:.1f}",
+            f"{row.utilization:.1%}",
+            f"{row.exposed:.2%}",
+            f"{row.swaps:.1f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Six policies on two trainers, and on six dedicated ones of the same total speed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.pipeline.measure import StepEnd, step_ends
+from benchmarks.workloads.six_players import AGENTS
+from benchmarks.workloads.tokenizer import save_tokenizer
+from troupe.client import AsyncClient
+from troupe.cluster import ClusterSettings, EmbeddedCluster
+from troupe.job import JobSpec
+from troupe.timeline import Span, busy_within, read_spans
+
+SHARED: Final = 2
+_ROW_SECONDS: Final = 900.0
+# Engines are not what is measured: they always have an answer soon.
+_ENGINES: Final = {
+    "prefill_tokens_per_second": 200_000.0,
+    "decode_seconds": 0.002,
+    "decode_seconds_per_turn": 0.0,
+    "response_tokens_mean": 60.0,
+    "response_tokens_sigma": 0.4,
+    "load_seconds": 0.01,
+}
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """One row. Utilization and exposed swaps are fractions of the trainers' time."""
+
+    label: str
+    trainers: int
+    seconds: float
+    samples_per_second: float
+    utilization: float
+    exposed: float
+    swaps: float
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large a row is. A micro-batch takes a trainer of the two about `seconds`."""
+
+    steps: int = 6
+    queries: int = 16
+    group_size: int = 4
+    micro_batch: int = 16
+    seconds: float = 0.6
+    step_seconds: float = 0.2
+
+
+async def run(label: str, trainers: int, slots: int, scale: Scale, where: Path) -> Sharing:
+    """One row in a cluster of its own. Raises `JobFailed`."""
+    traces = where / "traces"
+    slower = trainers / SHARED
+    async with _cluster(where, traces, trainers, slots) as client:
+        handle = await client.submit(_job(scale, slower, where))
+        steps = await step_ends(handle)
+        await handle.result(timeout=_ROW_SECONDS)
+    return _figures(label, trainers, scale, steps, read_spans(traces))
+
+
+@asynccontextmanager
+async def _cluster(
+    where: Path, traces: Path, trainers: int, slots: int
+) -> AsyncIterator[AsyncClient]:
+    settings = ClusterSettings(
+        data_dir=where / "runs",
+        trainers=trainers,
+        panel=False,
+        threads=1,
+        redis_fsync="everysec",
+        environment={
+            "TROUPE_PACED_TRACE_DIR": str(traces),
+            "TROUPE_TRAINER_SLOTS": str(slots),
+            "TROUPE_TRAINER_SYNC_FILES": "false",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        },
+    )
+    async with (
+        EmbeddedCluster(settings) as running,
+        AsyncClient(running.state.orchestrator_address) as client,
+    ):
+        yield client
+
+
+def _job(scale: Scale, slower: float, where: Path) -> JobSpec:
+    vocabulary = save_tokenizer(where / "tokenizer")
+    model = {
+        "config": {"model_type": "qwen3", "vocab_size": vocabulary, "eos_token_id": 1},
+        "tokenizer": str(where / "tokenizer"),
+    }
+    # About 80 tokens of prompt and 60 of response.
+    speed = scale.micro_batch * 140 / scale.seconds / slower
+    paced = {
+        **_ENGINES,
+        "backward_tokens_per_second": speed,
+        "step_seconds": scale.step_seconds * slower,
+    }
+    pipeline: dict[str, Any] = {
+        "mode": "async",
+        "alpha": 2,
+        "steps": scale.steps,
+        "queries_per_step": scale.queries,
+        "group_size": scale.group_size,
+        "micro_batch_samples": scale.micro_batch,
+    }
+    return JobSpec.model_validate(
+        {
+            "name": "swap",
+            "workflow": "benchmarks.workloads.six_players:play",
+            "tasks": {"source": "benchmarks.workloads.six_players:Queries"},
+            "agents": {
+                name: {"policy": name, "sampling": {"max_new_tokens": 200}} for name in AGENTS
+            },
+            "policies": {
+                name: {
+                    "model": model,
+                    "paced": paced,
+                    "trainer": {"quantum_seconds": 2 * scale.seconds},
+                }
+                for name in AGENTS
+            },
+            "algorithm": {"correction": "truncated"},
+            "pipeline": pipeline,
+            "evaluation": {"queries": 0},
+            "logging": {"tensorboard": False},
+        }
+    )
+
+
+def _figures(
+    label: str, trainers: int, scale: Scale, steps: Sequence[StepEnd], spans: Sequence[Span]
+) -> Sharing:
+    """Of all steps but the first, which fills the pipeline, and the last, which empties it."""
+    start, end = steps[0].at, steps[-2].at
+    work = [one for one in spans if one.what in ("train", "step")]
+    lanes = sorted({one.lane for one in work})
+    busy = sum(busy_within([s for s in work if s.lane == lane], start, end) for lane in lanes)
+    inside = steps[1:-1]
+    total = trainers * (end - start)
+
+    def over(name: str) -> float:
+        return sum(
+            one.values.get(f"{agent}/train/{name}", 0.0) for one in inside for agent in AGENTS
+        )
+
+    samples = len(inside) * scale.queries * scale.group_size * len(AGENTS)
+    return Sharing(
+        label=label,
+        trainers=trainers,
+        seconds=(end - start) / len(inside),
+        samples_per_second=samples / (end - start),
+        utilization=busy / total,
+        exposed=over("swap_seconds") / total,
+        swaps=over("swaps") / len(inside),
+    )
