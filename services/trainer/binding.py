@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from services.chassis.transfer import HostTransfer
 from services.trainer.checkpoint import checkpoint_path, save_checkpoint
 from services.trainer.fields import below, under
+from services.trainer.gang.gangs import Gangs
+from services.trainer.gang.learner import GangLearner
 from services.trainer.learner import Applied, Learner
 from services.trainer.paced import PacedLearner, stand_in
 from services.trainer.policy_model import (
@@ -59,6 +62,7 @@ class Binding:
         device: torch.device,
         residence: Residence | None = None,
         states: StateStore | None = None,
+        gangs: Gangs | None = None,
     ) -> None:
         self.job_id, self.policy, self.spec, self.spec_json = job_id, policy, spec, spec_json
         # Distinguishes this binding's claims from those of any earlier one.
@@ -82,7 +86,8 @@ class Binding:
         )
         self._transfer = transfer
         self._publication = Publication(transfer, job_id, policy)
-        self._learner: Learner | None = None
+        self._gangs = gangs
+        self._learner: Learner | GangLearner | None = None
         self._tokenizer: Any = None
         self._randomness = Randomness({}, device)
         self._residence = residence or Residence(device)
@@ -107,7 +112,7 @@ class Binding:
         return self.weights.version
 
     @property
-    def learner(self) -> Learner:
+    def learner(self) -> Learner | GangLearner:
         """The policy's learner; only after `load`."""
         assert self._learner is not None, "load() comes first"
         return self._learner
@@ -159,13 +164,19 @@ class Binding:
         self._suspension.forget()
 
     def _set_reference(self) -> None:
-        if self.learner.needs_reference and self.trainable:
+        if not self.learner.needs_reference or not self.trainable:
+            return
+        if isinstance(self.learner, GangLearner):
+            self.learner.load_reference(_path_of(self._states.load(0, whole=False)))
+        else:
             self.learner.set_reference(self._states.load(0).weights)
 
     def _note_bytes(self) -> None:
         """What weights, gradients and both moments take, once all of them are there."""
-        weights = self.learner.weights()
-        size = sum(t.nbytes for t in weights.values())
+        if isinstance(self.learner, GangLearner):  # it would gather them
+            size = self.learner.num_parameters * torch.float32.itemsize
+        else:
+            size = sum(t.nbytes for t in self.learner.weights().values())
         self.state_bytes = 4 * size if self.trainable else size
 
     def suspend(self, half: HalfStep | None) -> trainer_pb2.SuspendedState:
@@ -336,7 +347,7 @@ class Binding:
 
     def reset(self) -> None:
         """Go back to the committed version, without gradients. Blocking."""
-        if self.dirty:
+        if self.dirty or self.learner.lost:
             self._restore(self.version, self.weights.checksum)
         else:
             self.learner.discard()
@@ -350,6 +361,8 @@ class Binding:
         self._fetched = None
         self._suspension.forget()
         self._publication.prune(self.version, keep=1)
+        if isinstance(self._learner, GangLearner):
+            self._learner.leave()
 
     def save_checkpoint(self, version: int) -> tuple[str, int]:
         """Write the checkpoint of a kept version: its path and bytes. Blocking, in any thread.
@@ -380,12 +393,13 @@ class Binding:
         size = save_checkpoint(path, self.learner.model, weights, self._tokenizer, keep=keep)
         return str(path), size
 
-    def _make_learner(self) -> Learner:
+    def _make_learner(self) -> Learner | GangLearner:
         policy = self.spec.policies[self.policy]
         settings = self._settings
         paced = policy.paced is not None
+        gang = policy.trainable and not paced and policy.trainer.gang > 1
         model: Any
-        if paced:
+        if paced or gang:
             model = stand_in(self.policy, self.spec)
         elif policy.lora is not None:
             model = load_adapted(self.policy, policy, self.spec.seed, self._device)
@@ -396,20 +410,25 @@ class Binding:
         if paced:
             where = settings.paced_trace_dir
             return PacedLearner(model, self.spec, self.policy, settings.worker_id, where)
-        return Learner(
-            model,
-            self.spec,
-            self.policy,
-            device=self._device,
-            forward_tokens=settings.trainer_forward_tokens,
-            share_prefixes=settings.trainer_share_prefixes,
-            skip_zero_advantages=settings.trainer_skip_zero_advantages,
-        )
+        options: dict[str, Any] = {
+            "forward_tokens": settings.trainer_forward_tokens,
+            "share_prefixes": settings.trainer_share_prefixes,
+            "skip_zero_advantages": settings.trainer_skip_zero_advantages,
+        }
+        if gang:
+            assert self._gangs is not None, "a worker has them"
+            key = f"{self.job_id}/{self.policy}"
+            return GangLearner(self._gangs, key, self.spec, self.policy, options)
+        return Learner(model, self.spec, self.policy, device=self._device, **options)
 
     def _restore(self, version: int, checksum: str) -> None:
         self.dirty = True  # until all of it is back
-        state = self._states.load(version, checksum)
-        self.learner.restore(state.weights, state.moments)
+        parts = isinstance(self.learner, GangLearner)
+        state = self._states.load(version, checksum, whole=not parts)
+        if isinstance(self.learner, GangLearner):
+            self.learner.load(_path_of(state))
+        else:
+            self.learner.restore(state.weights, state.moments)
         self._randomness = Randomness(state.generators or self._seeded(), self._device)
         self.frontier, self.verified = state.frontier, False
         self.dirty = False
@@ -433,13 +452,15 @@ class Binding:
 
     def _snapshot(self, weights: pb.WeightsRef, frontier: Frontier) -> TrainingState:
         learner = self.learner
+        parts = learner.save if isinstance(learner, GangLearner) else None
         return TrainingState(
             weights.version,
             weights.checksum,
-            learner.weights(),
-            learner.moments(),
+            {} if parts else learner.weights(),
+            {} if parts else learner.moments(),
             self._randomness.now,
             frontier,
+            write_parts=parts,
         )
 
     def _prune(self) -> None:
@@ -450,3 +471,8 @@ class Binding:
 
 def _on_host(generators: Generators) -> Generators:
     return {name: tensor.cpu() for name, tensor in generators.items()}
+
+
+def _path_of(state: TrainingState) -> Path:
+    assert state.path is not None, "it was read from a directory"
+    return state.path

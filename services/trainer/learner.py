@@ -64,6 +64,9 @@ class Learner:
     `suspended`, `adopt`, `leave`.
     """
 
+    # Whether the state in memory has gone with a process that held it.
+    lost = False
+
     def __init__(
         self,
         model: Any,

@@ -18,6 +18,7 @@ from services.trainer.checkpoint import checkpoint_path
 from services.trainer.claims import StepClaims
 from services.trainer.compute import Compute, Usage, choose_device, memory_of
 from services.trainer.foreign import ForeignStates
+from services.trainer.gang.gangs import Gangs
 from services.trainer.policy_model import import_transformers
 from services.trainer.residence import Residence
 from services.trainer.settings import TrainerSettings
@@ -40,6 +41,8 @@ T = TypeVar("T")
 Key = tuple[str, str]
 # The orchestrator learns of a commit in three ways; this one is only the quickest.
 _REPORT_SECONDS = 5.0
+# How long ranks may take to leave, and then to be made to.
+_GANG_SECONDS = 8.0
 
 
 class TrainerWorker:
@@ -52,6 +55,7 @@ class TrainerWorker:
         self._transfer = HostTransfer(settings, telemetry)
         self._foreign = ForeignStates(self._transfer, settings)
         self._residence = Residence(self._device)
+        self._gangs = Gangs(settings)
         self._bindings: dict[Key, Binding] = {}
         # Policies that were suspended here, or will be resumed: models without weights.
         self._parked: dict[Key, Binding] = {}
@@ -95,9 +99,18 @@ class TrainerWorker:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._end_gangs()
         await self._transfer.stop()
         await self._exit.aclose()
         self._compute.close()
+
+    async def _end_gangs(self) -> None:
+        """Ranks are children: none may be left."""
+        ended = asyncio.ensure_future(self._compute.run(self._gangs.close))
+        await asyncio.wait({ended}, timeout=_GANG_SECONDS)
+        if not ended.done():  # they are at work
+            self._gangs.give_up()
+            await asyncio.wait({ended}, timeout=_GANG_SECONDS)
 
     # What the servicer calls.
 
@@ -275,6 +288,7 @@ class TrainerWorker:
             self._device,
             self._residence,
             self._foreign.store(*key),
+            self._gangs,
         )
 
     async def _suspend(self, key: Key) -> trainer_pb2.SuspendedState:

@@ -38,13 +38,14 @@ class Gang:
     They are children of this process, through torchrun, and end when it does.
     """
 
-    def __init__(self, settings: TrainerSettings, size: int) -> None:
-        """Start `size` ranks and wait for them: `TROUPE_GANG_START_SECONDS` at most.
+    def __init__(self, settings: TrainerSettings, size: int, given_up: threading.Event) -> None:
+        """Start `size` ranks and wait for them: `TROUPE_GANG_START_SECONDS` at most, and not once
+        it is `given_up`.
 
         Raises DeadlineExceeded of kind "gang_incomplete", or Aborted of kind "gang_lost".
         """
         self.size = size
-        self._settings = settings
+        self._settings, self._given_up = settings, given_up
         self._ranks_here = size // settings.gang_nodes
         _sweep()
         self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_shared()))
@@ -89,8 +90,9 @@ class Gang:
             self._channel.send(Frame({"order": name, **header}, body))
             answer = self._answer(name, stop)
         except (EOFError, OSError) as error:
-            # torchrun ends the others and says who was first, if it is let.
-            self._ended()
+            if not self._given_up.is_set():
+                # torchrun ends the others and says who was first, if it is let.
+                self._ended()
             self.close(orderly=False)
             raise self._loss(f"a rank ended during '{name}'") from error
         if answer.header.get("stopped"):
@@ -179,7 +181,7 @@ class Gang:
             frame = self._channel.receive(_POLL_SECONDS)
             if frame is not None:
                 return frame
-            if self._agent.poll() is not None:
+            if self._agent.poll() is not None or self._given_up.is_set():
                 raise EOFError
             if stop is None or not stop.is_set():
                 continue
@@ -191,7 +193,7 @@ class Gang:
                 raise EOFError
 
     def _check_agent(self, what: str) -> None:
-        if self._agent.poll() is not None:
+        if self._agent.poll() is not None or self._given_up.is_set():
             raise self._loss(what)
 
     def _ended(self) -> bool:

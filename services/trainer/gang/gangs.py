@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 
-import structlog
 import torch
 
 from services.trainer.compute import choose_device
 from services.trainer.gang.gang import Gang
 from services.trainer.settings import TrainerSettings
-from troupe.rpc import FailedPrecondition
-
-log = structlog.get_logger("troupe.gang")
+from troupe.rpc import Aborted, FailedPrecondition
 
 
 def ranks_here(settings: TrainerSettings) -> int:
@@ -62,6 +61,7 @@ class Gangs:
         self._gangs: dict[int, Gang] = {}
         # Policies by gang.
         self._keys: dict[int, set[str]] = {}
+        self._given_up = threading.Event()
 
     def check(self, policy: str, size: int) -> None:
         """Raise FailedPrecondition unless a gang of this size can be had."""
@@ -75,7 +75,7 @@ class Gangs:
             for other in [n for n, keys in self._keys.items() if n != size and not keys]:
                 self._end(other)
             self._keys[size] = set()
-            gang = self._gangs[size] = Gang(self._settings, size)
+            gang = self._gangs[size] = Gang(self._settings, size, self._given_up)
         return gang
 
     def keep(self, gang: Gang, key: str) -> None:
@@ -86,8 +86,12 @@ class Gangs:
         """The policy has left; the ranks stay for the next one."""
         if self._gangs.get(gang.size) is gang:
             self._keys[gang.size].discard(key)
-        if not gang.lost:
+        with contextlib.suppress(Aborted):  # it was lost: so be it
             gang.order("close", key=key)
+
+    def give_up(self) -> None:
+        """What waits for ranks fails now, and they are ended; from any thread, for good."""
+        self._given_up.set()
 
     def close(self) -> None:
         """End all ranks."""

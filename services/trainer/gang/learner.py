@@ -26,7 +26,7 @@ class GangLearner:
     """What `Binding` and `StepRun` use of a `Learner`, for a policy that a gang trains.
 
     Raises what `Learner` does, and Aborted of kind "gang_lost" when a rank has ended. Then it is
-    `lost` until `restore` or `load`, which start another gang.
+    `lost` until `restore`, `load` or `adopt`, which start another gang.
     """
 
     def __init__(
@@ -36,7 +36,8 @@ class GangLearner:
         self._gangs, self._key = gangs, key
         self._job, self._policy, self._options = spec, policy, dict(options)
         self._size = spec.policies[policy].trainer.gang
-        self._reference: Tensors | None = None
+        self._reference: Path | None = None
+        gangs.check(policy, self._size)
         self._open()
 
     @property
@@ -55,10 +56,15 @@ class GangLearner:
         brought = "reference_logprobs" in self._job.pipeline.required_columns
         return self._job.algorithm.kl_coefficient > 0 and not brought
 
-    def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Keep a frozen model with these weights for the divergence."""
-        self._reference = dict(weights)  # another gang needs it again
-        self._hand_over("reference", self._reference)
+    @property
+    def base(self) -> None:
+        """None: all weights are trained."""
+        return
+
+    def load_reference(self, directory: Path) -> None:
+        """Keep a frozen model with the weights of a state in `directory` for the divergence."""
+        self._reference = directory  # another gang reads it again
+        self._order("reference", directory=str(directory))
 
     def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
         """Add the gradient of these rows' summed loss. Raises `Stopped` between passes."""
@@ -69,9 +75,9 @@ class GangLearner:
         """All of the step's rows have come. Raises `Stopped`."""
         self._order("complete", stop=stop)
 
-    def apply(self, version: int) -> Applied:
-        """Step once with what was accumulated since the last step, if it is finite."""
-        return Applied(**self._order("apply", version=version).header)
+    def apply(self, version: int, stop: threading.Event | None = None) -> Applied:
+        """Step with what was accumulated since the last step, if it is finite. Raises `Stopped`."""
+        return Applied(**self._order("apply", stop=stop, version=version).header)
 
     def discard(self) -> None:
         """Forget what was accumulated."""
@@ -150,7 +156,7 @@ class GangLearner:
         self.vocabulary: int = answer.header["vocabulary"]
         self.num_parameters: int = answer.header["parameters"]
         if self._reference is not None:
-            self._hand_over("reference", self._reference)
+            self.load_reference(self._reference)
 
     def _revive(self) -> None:
         """Have ranks that know the policy, if need be of another gang."""

@@ -87,9 +87,11 @@ class Member(Learner):
         """Take over the state in a file that only rank 0 can read; all are told what is in it."""
         self.restore(*split(self._received(tensors, path)))
 
-    def receive_reference(self, tensors: Described, path: Path | None) -> None:
-        """Keep a frozen model with the weights in a file, as `receive`, for the divergence."""
-        self.set_reference(self._received(tensors, path))
+    def load_reference(self, directory: Path) -> None:
+        """Keep a frozen model with the weights in `directory` for the divergence."""
+        room, _ = split(room_for(directory, self.weights()))
+        read_shards(directory, room, self._group.control)
+        self.set_reference(room)
 
     def suspend(self, path: Path | None) -> dict[str, Any]:
         """Write what `resume` goes on from, in the middle of a step too; its plain values."""

@@ -145,7 +145,7 @@ class Rank:
         self._member(order).receive(order.header["tensors"], self._path(order))
 
     def _reference(self, order: Frame) -> None:
-        self._member(order).receive_reference(order.header["tensors"], self._path(order))
+        self._member(order).load_reference(Path(order.header["directory"]))
 
     def _gather(self, order: Frame) -> None:
         self._member(order).gather(order.header["what"], self._path(order))

@@ -1,0 +1,194 @@
+"""Steps of a gang through store and service: what one device does, and ranks that die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from tests.trainer.stage import Trainer, TrainingStage
+from tests.trainer.test_gang import gang_spec
+from troupe.job import JobSpec
+from troupe.rpc import Aborted, FailedPrecondition, connect
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+pytestmark = pytest.mark.slow
+
+Tensors = dict[str, torch.Tensor]
+
+# torchrun's own command line ends like those of its ranks.
+_AGENT, _RANK = "services.trainer.gang.agent", "services.trainer.gang.rank"
+
+
+def gang_of(pid: int) -> list[psutil.Process]:
+    """torchrun and its ranks under `pid`."""
+    below = psutil.Process(pid).children(recursive=True)
+    return [process for process in below if process.cmdline()[-1:] == [_RANK]]
+
+
+def ranks(pid: int) -> list[psutil.Process]:
+    return [process for process in gang_of(pid) if _AGENT not in process.cmdline()]
+
+
+async def gone(processes: list[psutil.Process], seconds: float = 15) -> None:
+    async with asyncio.timeout(seconds):
+        while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def specs(stage: TrainingStage) -> tuple[JobSpec, JobSpec]:
+    """A gang of two and one device, else the same."""
+    algorithm = {"kl_coefficient": 0.05, "entropy_coefficient": 0.01}
+    # A step far above what Adam makes of rounding.
+    optimizer = {"lr": 1e-3, "eps": 1e-3}
+    two, one = (
+        gang_spec(stage.tokenizer, size, algorithm=algorithm, optimizer=optimizer)
+        for size in (2, 1)
+    )
+    return two, one
+
+
+async def step(
+    job: TrainingStage, trainer: Trainer, number: int, spec: JobSpec
+) -> tuple[pb.WeightsRef, Tensors]:
+    """The version that a step makes, and its weights."""
+    await job.open(number, version=number)
+    await job.play(job.first_model(spec), step=number, version=number)
+    weights = (await trainer.run(number, number)).weights
+    return weights, copied(job, weights)
+
+
+def copied(job: TrainingStage, weights: pb.WeightsRef) -> Tensors:
+    """They are pruned some versions later."""
+    return {name: t.clone() for name, t in job.weights(weights).items()}
+
+
+def assert_close(mine: Tensors, theirs: Tensors) -> None:
+    assert set(mine) == set(theirs)
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-6)
+
+
+async def violations(job: TrainingStage) -> list[str]:
+    audit = await job.store.AuditTables(store_pb.AuditTablesRequest(job_id=job.job_id))
+    (policy,) = audit.policies
+    assert (policy.lost, policy.duplicated) == (0, 0)
+    return list(audit.violations)
+
+
+async def test_a_gang_and_one_device_take_turns(stage: TrainingStage) -> None:
+    """Steps 0 and 1 by a gang, 2 by one device, 3 by a gang: as if one device had done all."""
+    two, one = specs(stage)
+    job, alone = await stage.sibling()
+    await alone.bind(one)
+    expected = [await step(job, alone, number, one) for number in range(4)]
+    trainer = await stage.trainer(gang_ranks=2)
+    await trainer.bind(two)
+    found = [await step(stage, trainer, number, two) for number in range(2)]
+    assert len(ranks(os.getpid())) == 2
+    await trainer.release()
+    states = stage.root / "runs" / stage.job_id / "state/solver"
+    for size, spec in ((1, one), (2, two)):
+        version, checksum = len(found), found[-1][0].checksum
+        assert (await trainer.bind(spec, version=version, checksum=checksum)).checksum == checksum
+        found.append(await step(stage, trainer, version, spec))
+        (newest,) = states.glob(f"v{version + 1}-*")
+        assert (newest / "weights.safetensors").exists() == (size == 1)
+        await trainer.release()
+    for (_, mine), (_, theirs) in zip(found, expected, strict=True):
+        assert_close(mine, theirs)
+    assert await violations(stage) == []
+
+
+async def test_a_rank_that_dies_is_a_step_that_begins_again(stage: TrainingStage) -> None:
+    two, one = specs(stage)
+    job, alone = await stage.sibling()
+    await alone.bind(one)
+    expected = [await step(job, alone, number, one) for number in range(2)]
+    trainer = await stage.trainer(gang_ranks=2)
+    await trainer.bind(two)
+    before = gang_of(os.getpid())
+    await stage.open(0)
+    rollouts = stage.rollouts(stage.first_model(two))
+    for query, trajectory, samples in rollouts[:4]:
+        await stage.append(query, trajectory, samples)
+    running = asyncio.create_task(trainer.run(0, 0))
+    await trainer.trained(4)  # half of the step is in the gradients
+    for query, trajectory, samples in rollouts[4:]:
+        await stage.append(query, trajectory, samples)
+    victim = ranks(os.getpid())[1]
+    victim.send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(Aborted) as lost:
+        await running
+    assert lost.value.kind == "gang_lost"
+    assert time.monotonic() - began < 15
+    await gone(before)
+    commit = await trainer.run(0, 0)
+    assert (commit.num_samples, commit.metrics["samples"]) == (8, 8)
+    assert_close(copied(stage, commit.weights), expected[0][1])
+    _, second = await step(stage, trainer, 1, two)
+    assert_close(second, expected[1][1])
+    assert await violations(stage) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_no_rank_outlives_its_lead(
+    stage: TrainingStage, store_address: str, number: signal.Signals
+) -> None:
+    ports = stage.root / "ports"
+    environment = {
+        **os.environ,
+        "TROUPE_EXPERIENCE_STORE_ADDRESS": store_address,
+        "TROUPE_ORCHESTRATOR_ADDRESS": "127.0.0.1:1",
+        "TROUPE_DATA_DIR": str(stage.root / "runs"),
+        "TROUPE_TRANSFER_DIR": str(stage.root / "transfer"),
+        "TROUPE_PORT_FILE": str(ports),
+        "TROUPE_GANG_RANKS": "2",
+    }
+    command = [sys.executable, "-m", "services.trainer"]
+    lead = await asyncio.to_thread(subprocess.Popen, command, env=environment)
+    try:
+        async with asyncio.timeout(90):
+            while not ports.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        async with connect(f"127.0.0.1:{ports.read_text().split()[0]}") as channel:
+            trainer = Trainer(None, channel, stage.job_id)
+            await trainer.bind(specs(stage)[0])
+        children = gang_of(lead.pid)
+        assert len(ranks(lead.pid)) == 2
+        lead.send_signal(number)
+        await asyncio.to_thread(lead.wait, 30)
+        assert lead.returncode == (0 if number == signal.SIGTERM else -number)
+        await gone(children)
+    finally:
+        lead.kill()
+
+
+async def test_a_gang_larger_than_the_worker_is_refused(stage: TrainingStage) -> None:
+    trainer = await stage.trainer(gang_ranks=2)
+    with pytest.raises(FailedPrecondition) as refused:
+        await trainer.bind(gang_spec(stage.tokenizer, 3))
+    assert refused.value.kind == "gang_too_large"
+    assert await trainer.statuses() == []
+
+
+async def test_a_checkpoint_of_a_gangs_policy_is_a_model(stage: TrainingStage) -> None:
+    from transformers import AutoModelForCausalLM
+
+    two, _ = specs(stage)
+    trainer = await stage.trainer(gang_ranks=2)
+    await trainer.bind(two)
+    _, weights = await step(stage, trainer, 0, two)
+    path = await trainer.checkpoint(1)
+    named = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    assert set(named) == set(weights)
+    assert all(torch.equal(named[name].data, tensor) for name, tensor in weights.items())
