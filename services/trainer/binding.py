@@ -14,7 +14,7 @@ import torch
 from google.protobuf.json_format import MessageToDict, ParseDict
 
 from services.chassis.transfer import HostTransfer
-from services.trainer.checkpoint import checkpoint_path, save_checkpoint
+from services.trainer.checkpoint import checkpoint_path, lineage_of, save_checkpoint
 from services.trainer.fields import below, under
 from services.trainer.gang.gangs import Gangs
 from services.trainer.gang.learner import GangLearner
@@ -372,10 +372,11 @@ class Binding:
         """
         path = checkpoint_path(self._settings.data_dir, self.job_id, self.policy, version)
         weights: dict[str, torch.Tensor] = {}
+        step, checksum = -1, self.weights.checksum if version == self.version else ""
         if not path.is_dir():
             if self._states.exists(version):
-                checksum = self.weights.checksum if version == self.version else ""
-                weights = self._states.load(version, checksum).weights
+                state = self._states.load(version, checksum)
+                weights, step, checksum = state.weights, state.frontier.step, state.checksum
             elif not self.trainable and version == self.version:
                 weights = self.learner.weights()
             else:
@@ -390,7 +391,10 @@ class Binding:
         dtype = getattr(torch, self.spec.policies[self.policy].model.dtype)
         weights = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
         keep = self.spec.checkpoint.keep
-        size = save_checkpoint(path, self.learner.model, weights, self._tokenizer, keep=keep)
+        model = self.learner.model
+        whence = (self.job_id, self.policy, version, step, checksum)
+        lineage = lineage_of(self.spec, *whence, model)
+        size = save_checkpoint(path, model, weights, self._tokenizer, keep=keep, lineage=lineage)
         return str(path), size
 
     def _make_learner(self) -> Learner | GangLearner:

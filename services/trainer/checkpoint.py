@@ -1,18 +1,27 @@
-"""Checkpoints that `transformers` loads: `{data_dir}/{job}/checkpoints/{policy}/v{version}`."""
+"""Checkpoints that `transformers` loads: `{data_dir}/{job}/checkpoints/{policy}/v{version}`.
+
+Of a policy that trains an adapter they are what PEFT loads. A base that no path leads to (its
+weights were random) is written once, beside them: `checkpoints/.base/{checksum}`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
+from services.trainer.adapters import Adapter, adapter_of
 from services.trainer.disk import reported, sync_directory, sync_file
+from troupe.checkpoints.lineage import Lineage
+from troupe.job import JobSpec
 from troupe.transfer.checksum import dtype_name
 
 _NAME = re.compile(r"^v(\d+)$")
@@ -24,31 +33,98 @@ def checkpoint_path(root: Path, job_id: str, policy: str, version: int) -> Path:
 
 
 def save_checkpoint(
-    path: Path, model: Any, weights: Mapping[str, torch.Tensor], tokenizer: Any, *, keep: int
+    path: Path,
+    model: Any,
+    weights: Mapping[str, torch.Tensor],
+    tokenizer: Any,
+    *,
+    keep: int,
+    lineage: Lineage | None = None,
 ) -> int:
     """Write `weights` in the format of `model` with its tokenizer; returns the size in bytes.
+
+    `lineage`: where they come from, kept beside them.
 
     A checkpoint that is there already stays as it is. Of its siblings the `keep` newest stay.
     Raises ResourceExhausted ("storage_full") or FailedPrecondition ("storage_unwritable");
     then no half checkpoint is left and older ones are untouched.
     """
-    if not path.is_dir():
-        temp = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
-        with reported(path.parent, "a checkpoint"):
-            try:
-                temp.mkdir(parents=True)
-                model.save_pretrained(temp, state_dict=_with_tied(model, weights))
-                _name_dtype(temp / "config.json", weights)
-                tokenizer.save_pretrained(temp)
-                for file in temp.rglob("*"):
-                    if file.is_file():
-                        sync_file(file)
-                temp.rename(path)
-                sync_directory(path.parent)
-            finally:
-                shutil.rmtree(temp, ignore_errors=True)
+    adapter = adapter_of(model)
+
+    def fill(folder: Path) -> None:
+        if adapter is not None:
+            base = _base_path(path, adapter, lineage, tokenizer)
+            about = adapter.content(torch.float32).peft_config(base)
+            (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+            tensors = {name: t.contiguous() for name, t in weights.items()}
+            save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        else:
+            _write_model(folder, model, weights)
+        tokenizer.save_pretrained(folder)
+        if lineage is not None:
+            lineage.write(folder)
+
+    _write_whole(path, fill)
     _prune(path.parent, keep)
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def lineage_of(
+    spec: JobSpec, job_id: str, policy: str, version: int, step: int, checksum: str, model: Any
+) -> Lineage:
+    """What is known of a version; `step`: the one that made it, -1 for the first weights."""
+    source, algorithm = spec.policies[policy].model, spec.algorithm
+    adapter = adapter_of(model)
+    return Lineage(
+        job_id=job_id,
+        job=spec.name,
+        policy=policy,
+        version=version,
+        step=step,
+        checksum=checksum,
+        base_model=source.path or "",
+        base_checksum=adapter.base.checksum if adapter is not None else "",
+        algorithm=f"{algorithm.loss}, {algorithm.advantage}",
+    )
+
+
+def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
+    """Have `fill` write the files of a directory that appears complete or not at all."""
+    if path.is_dir():
+        return
+    temp = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    with reported(path.parent, "a checkpoint"):
+        try:
+            temp.mkdir(parents=True)
+            fill(temp)
+            for file in temp.rglob("*"):
+                if file.is_file():
+                    sync_file(file)
+            # Another worker may have been first: policies share a base.
+            with contextlib.suppress(FileExistsError):
+                temp.rename(path)
+            sync_directory(path.parent)
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)
+
+
+def _write_model(folder: Path, model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    model.save_pretrained(folder, state_dict=_with_tied(model, weights))
+    _name_dtype(folder / "config.json", weights)
+
+
+def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer: Any) -> str:
+    """Where the base under an adapter is, written there if it is nowhere else."""
+    if lineage is not None and lineage.base_model:
+        return lineage.base_model
+    place = path.parent.parent / ".base" / adapter.base.checksum
+
+    def fill(folder: Path) -> None:
+        _write_model(folder, adapter.base.module, adapter.base.weights())
+        tokenizer.save_pretrained(folder)
+
+    _write_whole(place, fill)
+    return str(place)
 
 
 def _with_tied(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

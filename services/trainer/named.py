@@ -1,19 +1,5 @@
-"""The tensors of a model by name, each once."""
+"""The tensors of a model by name, as the trainer's rooms share them."""
 
-from __future__ import annotations
+from troupe.adapters.named import Tensors, distinct_tensors
 
-from typing import Any
-
-import torch
-
-Tensors = dict[str, torch.Tensor]
-
-
-def distinct_tensors(module: Any) -> Tensors:
-    """Parameters and persistent buffers; what is tied under its first name. Not copies."""
-    named: Tensors = {name: p.detach() for name, p in module.named_parameters()}
-    known = {t.data_ptr() for t in named.values()}
-    for name, tensor in module.state_dict().items():
-        if name not in named and tensor.data_ptr() not in known:
-            named[name] = tensor.detach()
-    return named
+__all__ = ["Tensors", "distinct_tensors"]

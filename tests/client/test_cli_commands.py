@@ -66,9 +66,9 @@ def test_generating(run: Run, cluster: Stage) -> None:
 def test_exporting(run: Run, cluster: Stage, tmp_path: Path) -> None:
     cluster.fake.files = {"config.json": b"{}"}
     target = tmp_path / "out"
-    assert run("export", "mine", "solver", str(target))[0] == 0
+    assert run("export", "mine", str(target), "--policy", "solver")[0] == 0
     assert (target / "config.json").read_bytes() == b"{}"
-    status, _, err = run("export", "mine", "solver", str(target))
+    status, _, err = run("export", "mine", str(target), "--policy", "solver")
     assert status == 1
     assert "is not empty" in err
 

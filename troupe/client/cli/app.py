@@ -11,9 +11,10 @@ from troupe import __version__
 from troupe.client.cli.chaos import chaos
 from troupe.client.cli.cluster import down, status, up
 from troupe.client.cli.environment import app as environment
+from troupe.client.cli.export import export
 from troupe.client.cli.failures import explain
 from troupe.client.cli.jobs import app as jobs
-from troupe.client.cli.policies import export, generate
+from troupe.client.cli.policies import generate
 from troupe.client.cli.samples import app as samples
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train

@@ -1,15 +1,13 @@
-"""`troupe generate`, `troupe export`: use what a job trained."""
+"""`troupe generate`: use what a job trained."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
@@ -59,24 +57,3 @@ def generate(
 
     answer = call(ask, address=cluster, data_dir=data_dir)
     print(json.dumps(dataclasses.asdict(answer)) if as_json else answer.text)
-
-
-def export(
-    job_id: JobId,
-    policy: Policy,
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", show_default=False, help="New directory.")
-    ],
-    version: Annotated[
-        int | None, typer.Option(help="Checkpointed version; default: the newest.")
-    ] = None,
-    cluster: options.ClusterAddress = None,
-    data_dir: options.DataDir = None,
-) -> None:
-    """Copy a checkpoint into DIR, where `transformers` loads it."""
-
-    async def ask(client: AsyncClient) -> Path:
-        return await client.job(job_id).export(policy, directory, version)
-
-    target = call(ask, address=cluster, data_dir=data_dir)
-    Console().print(f"exported {policy} to {target}", highlight=False, soft_wrap=True)

@@ -1,0 +1,66 @@
+"""The model card of an exported checkpoint: what it is and where it comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from troupe.checkpoints.lineage import Lineage
+
+
+def write_card(folder: Path, rewards: Mapping[str, float]) -> None:
+    """Write README.md beside the weights; `rewards` by name, of the step that made them.
+
+    Without a lineage (a checkpoint of an older release) nothing is written. Raises OSError.
+    """
+    lineage = Lineage.read(folder)
+    if lineage is None:
+        return
+    adapter = (folder / "adapter_config.json").is_file()
+    head: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["troupe", "reinforcement-learning", *(["lora"] if adapter else [])],
+    }
+    if lineage.base_model:
+        head["base_model"] = lineage.base_model
+    made = "the first weights" if lineage.step < 0 else f"step {lineage.step + 1}"
+    rows = {
+        "Job": f"{lineage.job} (`{lineage.job_id}`)",
+        "Policy": lineage.policy,
+        "Version": f"{lineage.version}, made by {made}",
+        "Algorithm": lineage.algorithm,
+        "Base model": lineage.base_model or "random weights",
+        "Checksum as published": f"`{lineage.checksum}`",
+        "Checksum of the base": f"`{lineage.base_checksum}`" if lineage.base_checksum else "",
+    }
+    rows |= {f"`{name}`": f"{value:.4g}" for name, value in sorted(rewards.items())}
+    table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value)
+    # JSON is YAML: no library, and nothing to escape by hand.
+    front = "".join(f"{name}: {json.dumps(value)}\n" for name, value in head.items())
+    what = "A LoRA adapter" if adapter else "A causal language model"
+    (folder / "README.md").write_text(
+        f"---\n{front}---\n\n# {lineage.job}: {lineage.policy} @ {lineage.version}\n\n"
+        f"{what} trained with Troupe.\n\n| | |\n|---|---|\n{table}",
+        encoding="utf-8",
+    )
+
+
+def rewards_of(rows: Mapping[str, float]) -> dict[str, float]:
+    """The rewards among a step's metrics."""
+    return {n: v for n, v in rows.items() if n.startswith("reward") or n == "team_success"}
+
+
+def rewards_in(metrics: Path, step: int) -> dict[str, float]:
+    """Rewards of a step by a job's `metrics.jsonl`; none where it does not tell."""
+    try:
+        with metrics.open(encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                if row.pop("step", None) == step:
+                    return rewards_of(row)
+    except (OSError, ValueError, AttributeError):
+        pass
+    return {}

@@ -1,0 +1,86 @@
+"""An exported adapter made into a whole model, in place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from troupe.checkpoints.lineage import Lineage
+from troupe.rpc.errors import DataLoss, FailedPrecondition
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether a checkpoint is an adapter."""
+    return (folder / ADAPTER_FILES[0]).is_file()
+
+
+def merge_in_place(folder: Path, base: str | Path | None = None) -> None:
+    """Make the adapter in `folder` a model that needs nothing else. Blocking; needs torch.
+
+    `base`: where its base is; default: where the adapter says. The base must be, bit for bit, the
+    one that the adapter was trained on. Raises `FailedPrecondition` (kinds "torch_missing",
+    "base_not_found"), `DataLoss` (kind "base_mismatch"); the adapter is left as it was then.
+    """
+    try:
+        import torch
+        from safetensors.torch import load_file
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise FailedPrecondition(
+            f"merging needs {error.name}",
+            kind="torch_missing",
+            field="--merged",
+            remedy="pip install 'troupe[trainer]', or export with --adapter.",
+        ) from error
+    from troupe.adapters import AdapterContent, merged
+    from troupe.adapters.named import distinct_tensors
+    from troupe.transfer import checksum_of
+
+    config = json.loads((folder / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
+    tensors = load_file(folder / ADAPTER_FILES[1])
+    source = str(base or config.get("base_model_name_or_path") or "")
+    dtype = next(iter(tensors.values())).dtype
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    except Exception as error:
+        raise FailedPrecondition(
+            f"the base cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}",
+            kind="base_not_found",
+            field="--base",
+            value=source,
+            remedy="Name the base's directory with --base, or export with --adapter.",
+        ) from error
+    lineage = Lineage.read(folder)
+    found = checksum_of(distinct_tensors(model))
+    if lineage is not None and lineage.base_checksum not in ("", found):
+        raise DataLoss(
+            f"the base has checksum {found}; the adapter was trained on {lineage.base_checksum}",
+            kind="base_mismatch",
+            field="--base",
+            value=source,
+            remedy="Name the model that the job was trained on with --base.",
+        )
+    adapter = AdapterContent(
+        found,
+        int(config["r"]),
+        float(config["lora_alpha"]),
+        tuple(config["target_modules"]),
+        bool(config.get("fan_in_fan_out")),
+        tensors,
+    )
+    with torch.no_grad():
+        model.load_state_dict(merged(distinct_tensors(model), adapter), strict=False)
+    scratch = Path(tempfile.mkdtemp(prefix=".merging-", dir=folder))
+    try:
+        model.save_pretrained(scratch)
+        for file in scratch.iterdir():
+            file.replace(folder / file.name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    for name in ADAPTER_FILES:
+        (folder / name).unlink()

@@ -1,0 +1,84 @@
+"""Checkpoints in a data directory, for when nothing runs there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from troupe.client.export import require_vacant, target_path
+from troupe.rpc.errors import NotFound
+
+_VERSION = re.compile(r"^v(\d+)$")
+
+
+def kept_versions(job: Path) -> dict[str, list[int]]:
+    """Versions by policy in a job's directory, ascending."""
+    found: dict[str, list[int]] = {}
+    for path in (job / "checkpoints").glob("*/v*"):
+        if (match := _VERSION.match(path.name)) and path.is_dir():
+            found.setdefault(path.parent.name, []).append(int(match[1]))
+    return {policy: sorted(versions) for policy, versions in sorted(found.items())}
+
+
+def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None) -> Path:
+    """The checkpoint's directory; default: the only policy, the newest version.
+
+    Raises `NotFound`, naming what there is.
+    """
+    job = data_dir / job_id
+    if not job_id or not job.is_dir():
+        raise NotFound(
+            f"there is no job of this id in {data_dir}",
+            field="job_id",
+            value=job_id,
+            remedy="Name the data directory with --data-dir, or a running cluster with --cluster.",
+        )
+    kept = kept_versions(job)
+    policy = only_policy(kept, policy)
+    versions = kept.get(policy, [])
+    if not versions or version not in (None, *versions):
+        known = ", ".join(f"{p}@{v}" for p, all_ in kept.items() for v in all_) or "none"
+        wanted = policy if version is None else f"{policy}@{version}"
+        raise NotFound(
+            f"there is no checkpoint of {wanted}; there are: {known}",
+            field="policy" if version is None else "version",
+            value=wanted,
+            remedy="Checkpoints are written every `checkpoint.every` steps and after the last.",
+        )
+    return job / "checkpoints" / policy / f"v{versions[-1] if version is None else version}"
+
+
+def only_policy(kept: dict[str, list[int]], policy: str | None) -> str:
+    """`policy`, or the one that has checkpoints. Raises `NotFound` where one has to be named."""
+    if policy is not None:
+        return policy
+    if len(kept) == 1:
+        return next(iter(kept))
+    raise NotFound(
+        "the job has checkpoints of several policies" if kept else "the job has no checkpoint",
+        field="--policy",
+        value=", ".join(kept) or None,
+        remedy="Name one with --policy."
+        if kept
+        else "Checkpoints are written every `checkpoint.every` steps and after the last.",
+    )
+
+
+def copy_checkpoint(checkpoint: Path, to: str | Path) -> Path:
+    """Copy a checkpoint into the new directory `to`, which appears when it is whole.
+
+    Raises `FailedPrecondition` when `to` is taken.
+    """
+    target = target_path(to)
+    require_vacant(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        shutil.copytree(checkpoint, scratch, dirs_exist_ok=True)
+        scratch.chmod(0o755)
+        scratch.replace(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
