@@ -68,8 +68,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         _run(TOOL, "down", place, env=env, check=False)
 
 
-@pytest.fixture(scope="module")
-def compose(engine: dict[str, str]) -> Iterator[Callable[..., str]]:
+@pytest.fixture(
+    scope="module",
+    params=["docker-compose.yml", "docker-compose.yml:deploy/compose/hosts.yml"],
+    ids=["one host", "three hosts"],
+)
+def compose(engine: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
     """docker-compose of this project, up and healthy; down with its volumes in the end."""
     if subprocess.run(
         ["docker", "image", "inspect", REDIS], env=engine, capture_output=True
@@ -85,13 +89,18 @@ def compose(engine: dict[str, str]) -> Iterator[Callable[..., str]]:
             _run("docker", "build", "-q", "-t", REDIS, "-", env=engine, stdin=stand_in)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    env = engine | {"TROUPE_PANEL_PORT": str(port), "COMPOSE_PROJECT_NAME": "troupe-test"}
+    env = engine | {
+        "TROUPE_PANEL_PORT": str(port),
+        "COMPOSE_PROJECT_NAME": "troupe-test",
+        "COMPOSE_FILE": request.param,
+    }
     program = ["docker-compose"] if shutil.which("docker-compose") else ["docker", "compose"]
 
     def compose(*arguments: str, check: bool = True, timeout: float = 900) -> str:
         return _run(*program, *arguments, env=env, check=check, timeout=timeout)
 
     compose.url = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]
+    compose.models = "/models" if "hosts" in request.param else "/data/models"  # type: ignore[attr-defined]
     try:
         compose("build")
         compose("up", "-d")
@@ -104,7 +113,8 @@ def test_the_example_is_trained_through_the_panel(compose: Callable[..., str]) -
     compose("run", "--rm", "models")
     spec = yaml.safe_load((ROOT / "examples/reasoning_team/job.yaml").read_text())
     for name, policy in spec["policies"].items():
-        policy["model"]["path"] = f"/data/models/reasoning_team/{name}"
+        place: str = compose.models  # type: ignore[attr-defined]
+        policy["model"]["path"] = f"{place}/reasoning_team/{name}"
     spec["pipeline"]["steps"] = 4
     spec["evaluation"]["queries"] = 16
     with httpx.Client(base_url=compose.url, timeout=30) as panel:  # type: ignore[attr-defined]
