@@ -24,6 +24,20 @@ from services.rollout.engines.sglang.process import free_port
 from tests.rollout.engines.models import make_model, policy_spec
 
 START_SECONDS = 240.0
+# SGLang's LoRA asks for pinned memory, which there is none of without a GPU.
+_UNPINNED = """
+import torch
+
+def plain(make):
+    def made(*args, **kwargs):
+        kwargs.pop("pin_memory", None)
+        return make(*args, **kwargs)
+    return made
+
+for name in ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like"):
+    setattr(torch, name, plain(getattr(torch, name)))
+torch.Tensor.pin_memory = lambda tensor, *_args, **_kwargs: tensor
+"""
 
 
 @dataclass(frozen=True)
@@ -47,8 +61,13 @@ def interpreter(directory: Path) -> str:
             "TROUPE_SGLANG_CPU_DIR"
         )
     subprocess.run([tool, "setup", place], check=True, timeout=900)
+    shim = directory / "shim"
+    shim.mkdir(exist_ok=True)
+    (shim / "sitecustomize.py").write_text(_UNPINNED)
     wrapper = directory / "python"
-    wrapper.write_text(f'#!/bin/sh\nshift 2\nexec "{tool}" serve "{place}" "$@"\n')
+    wrapper.write_text(
+        f'#!/bin/sh\nshift 2\nPYTHONPATH="{shim}" exec "{tool}" serve "{place}" "$@"\n'
+    )
     wrapper.chmod(0o755)
     return str(wrapper)
 

@@ -15,6 +15,7 @@ from services.rollout.engines.front import EngineFront
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.asking import ask, until
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
+from tests.rollout.engines.real_server import interpreter
 from tests.rollout.engines.trained_adapters import LAYERS, TrainedAdapter, lora_spec
 from tests.support.fake_sglang import FakeSglang, serve
 from troupe.adapters import base_key
@@ -228,3 +229,45 @@ async def test_a_server_for_other_adapters_is_refused(
         await sglang(fake).start()
     assert "--enable-lora --max-lora-rank 4" in (caught.value.remedy or "")
     assert caught.value.field == "policies.solver.engine.urls"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_a_real_server_computes_what_peft_computes(
+    transfer: Transfer, tmp_path: Path
+) -> None:
+    """Launched for the policy's adapters: base once, three versions, one of them mid-turn."""
+    spec = lora_spec(
+        kind="sglang",
+        python=interpreter(tmp_path),
+        launch=["--lora-backend", "torch_native"],
+        start_timeout_seconds=400,
+    )
+    engine = SglangEngine("e0", "solver", spec, work_dir=tmp_path / "server")
+    await engine.start()
+    try:
+        trained = TrainedAdapter(1)
+        for version in range(2):
+            await engine.update_weights(trained.publish(transfer, version), transfer)
+            for number, prompt in enumerate((PROMPT, [9, 3, 1, 1, 4], [50])):
+                answer = await ask(engine, f"r{version}.{number}", prompt, max_new_tokens=8)
+                assert [span.version for span in answer.versions] == [version]
+                wanted = trained.logprobs(prompt, answer.token_ids)
+                assert answer.logprobs == pytest.approx(wanted, abs=2e-4)
+            trained.step(7 + version)
+        trained.step(7)  # what version 1 is
+        turn = asyncio.create_task(ask(engine, "long", PROMPT, max_new_tokens=120, seed=1))
+        await until(lambda: engine.load().running == 1)
+        two = TrainedAdapter(5)
+        assert await engine.update_weights(two.publish(transfer, 2), transfer) == 0.0
+        young = await ask(engine, "young", PROMPT, max_new_tokens=8)
+        assert young.logprobs == pytest.approx(two.logprobs(PROMPT, young.token_ids), abs=2e-4)
+        old = await turn
+        assert len({span.version for span in old.versions}) == 1
+        if old.versions[0].version == 1:  # else it had ended before
+            wanted = trained.logprobs(PROMPT, old.token_ids)
+            assert old.logprobs == pytest.approx(wanted, abs=2e-4)
+        await engine.update_weights(two.publish(transfer, 3), transfer)
+        assert [name.split(".")[0] for name in engine.adapters] == ["solver@3"]
+    finally:
+        await engine.stop()
