@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import psutil
+
 from services.reward import worker
 
 HEADER: Final = struct.Struct(">I")
@@ -40,10 +42,8 @@ class WorkerProcess:
         self._drain = asyncio.create_task(self._keep_output())
 
     @classmethod
-    async def start(
-        cls, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()
-    ) -> WorkerProcess:
-        """Start `command`; it inherits `descriptors`. Raises OSError."""
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> WorkerProcess:
+        """Start `command`. Raises OSError."""
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
@@ -51,7 +51,6 @@ class WorkerProcess:
             stderr=asyncio.subprocess.PIPE,
             env=dict(environment),
             start_new_session=True,
-            pass_fds=tuple(descriptors),
         )
         return cls(process)
 
@@ -75,6 +74,14 @@ class WorkerProcess:
             self.kill()
             raise WorkerDied(f"the worker's answer makes no sense: {error}") from error
         return worker.Answer(*fields)
+
+    def pids(self) -> list[int]:
+        """The process and all that descend from it, as this host counts them."""
+        try:
+            process = psutil.Process(self._process.pid)
+            return [process.pid, *(child.pid for child in process.children(recursive=True))]
+        except psutil.NoSuchProcess:
+            return []
 
     def output(self) -> str:
         """The last that was printed since it was asked for last."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from services.reward.sandbox import BUBBLEWRAP, LEVELS, Cage, find_bubblewrap
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound
 from troupe.scheduling.elastic import SpeedUp
 from troupe.v1 import reward_pb2 as pb
@@ -31,8 +32,12 @@ class Function:
     # How long its calls take with how many cores, learned from those that ran.
     curve: SpeedUp = field(init=False)
 
+    # What its workers are confined to.
+    cage: Cage = field(init=False)
+
     def __post_init__(self) -> None:
         self.curve = SpeedUp(self.spec.parallel_fraction)
+        self.cage = Cage.of(self.spec)
 
     @property
     def cores(self) -> int:
@@ -149,6 +154,10 @@ def _check(spec: pb.FunctionSpec, cores: int) -> None:
             "is not a positive number",
             "Give every function a timeout.",
         )
+    if spec.sandbox and spec.sandbox not in LEVELS:
+        refuse("sandbox", spec.sandbox, "is no sandbox", f"Known: {', '.join(LEVELS)}.")
+    if spec.sandbox == BUBBLEWRAP:
+        find_bubblewrap()
     if cores and spec.cores > cores:
         refuse(
             "cores",
@@ -165,6 +174,6 @@ def _check(spec: pb.FunctionSpec, cores: int) -> None:
             "is not within 0 .. 1",
             "It is the part of the time that more cores make shorter.",
         )
-    for name in ("memory_mib", "max_concurrency", "cores", "max_cores"):
+    for name in ("memory_mib", "max_concurrency", "cores", "max_cores", "processes", "disk_mib"):
         if getattr(spec, name) < 0:
             refuse(name, getattr(spec, name), "is negative", "0 means no limit.")

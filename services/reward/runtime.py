@@ -150,11 +150,13 @@ class Runtime:
 
     def _start(self, waiting: Waiting, grant: Grant) -> None:
         self._queues.remove(waiting)
-        holding = [slot for slot in self._free if slot.holds(waiting.function)]
-        slot = (holding or self._free)[0]
+        function = waiting.function
+        holding = [slot for slot in self._free if slot.holds(function)]
+        suiting = [slot for slot in self._free if slot.suits(function)]
+        slot = (holding or suiting or self._free)[0]
         self._free.remove(slot)
         waiting.slot, waiting.cores = slot, grant.holds.get(CORES, 0)
-        waiting.function.running += 1
+        function.running += 1
         ends = time.perf_counter() + grant.seconds
         self._running[waiting.invocation_id] = Running(grant.holds, ends)
         lease = None if self._cores is None else self._cores.take(slot.name, waiting.cores)

@@ -12,7 +12,8 @@ from pydantic import Field
 from services.chassis.idempotency import IdempotencyCache
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
-from services.reward.cpu import CoreManager, choose_backend, usable_cores
+from services.reward.cpu import CGROUPS, CoreManager, choose_backend, usable_cores
+from services.reward.fence import make_fence
 from services.reward.registry import Registry
 from services.reward.runtime import Runtime
 from services.reward.slot import Slot
@@ -46,8 +47,9 @@ class RewardService(reward_pb2_grpc.RewardServicer):
 
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
         cores = _core_manager(settings)
+        self._fence = fence = make_fence(CGROUPS, f"troupe-sandbox-{os.getpid()}")
         slots = [
-            Slot(settings.reward_import_seconds, f"worker-{i}", cores)
+            Slot(settings.reward_import_seconds, f"worker-{i}", cores, fence)
             for i in range(settings.reward_workers)
         ]
         self._registry = Registry(settings.reward_cores)
@@ -67,6 +69,8 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def stop(self, grace: float) -> None:
         """Kill the workers."""
         await self._runtime.stop()
+        if self._fence is not None:
+            self._fence.close()
         await self._once.close()
 
     async def RegisterFunction(

@@ -68,6 +68,13 @@ def initialize(service_pid: int) -> None:
             os._exit(1)
 
 
+def confine(limits: list[str]) -> None:
+    """Set `--{resource}={limit}` for good: nothing that runs here can raise one again."""
+    for limit in limits:
+        name, _, value = limit.removeprefix("--").partition("=")
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), (int(value), int(value)))
+
+
 def serve() -> None:
     """Answer frames until there are no more."""
     questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -234,4 +241,5 @@ _CALLS: Final[dict[str, Callable[..., Answer]]] = {
 
 if __name__ == "__main__":
     initialize(int(sys.argv[1]))
+    confine(sys.argv[2:])
     serve()

@@ -80,6 +80,9 @@ class JobFunctions:
                     cores=function.cores,
                     max_cores=function.max_cores,
                     parallel_fraction=function.parallel_fraction,
+                    sandbox=function.sandbox,
+                    processes=function.processes,
+                    disk_mib=function.disk_mib,
                 ),
             )
             await self._stub.RegisterFunction(request)

@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self) -> None:
         self.held: dict[str, Sequence[int]] = {}
 
-    def adopt(self, group: str, pid: int) -> None:
+    def adopt(self, group: str, pids: Sequence[int]) -> None:
         self.held[group] = ()
 
     def grant(self, group: str, cores: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ def test_affinity_reaches_children(spinner: subprocess.Popen[bytes]) -> None:
     while not (children := psutil.Process(spinner.pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    manager.adopt("w", spinner.pid)
+    manager.adopt("w", [spinner.pid])
     lease = manager.take("w", 1)
     manager.grant(lease)
     assert children[0].cpu_affinity() == psutil.Process(spinner.pid).cpu_affinity() == [core]
@@ -124,7 +124,7 @@ def test_cgroup1_for_real(spinner: subprocess.Popen[bytes]) -> None:
     manager = CoreManager({0: [core]}, backend)
     group = CGROUPS / "cpu" / name / "w"
     try:
-        manager.adopt("w", spinner.pid)
+        manager.adopt("w", [spinner.pid])
         assert (group / "cgroup.procs").read_text().split() == [str(spinner.pid)]
         lease = manager.take("w", 1)
         manager.grant(lease)
@@ -153,7 +153,7 @@ def test_cgroup2_writes_what_the_kernel_documents(tmp_path: Path) -> None:
         file.write_text("")
     backend = CgroupV2(tmp_path, "troupe")
     assert (base / "cgroup.subtree_control").read_text() == "+cpu +cpuset"
-    backend.adopt("w", 42)
+    backend.adopt("w", [42])
     backend.grant("w", [3, 4])
     assert [(group / name).read_text() for name in FILES] == ["42", "3,4", "200000 100000"]
     backend.revoke("w")

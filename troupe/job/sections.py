@@ -63,6 +63,15 @@ class FunctionSpec(Section):
     """Part of a call's time that more cores make shorter. A first guess: it is learned from calls
     that ran with different numbers of cores."""
 
+    sandbox: Literal["process", "bubblewrap"] = "process"
+    """What its worker processes are confined to. `process`: nothing but `memory_mib`, for code of
+    your own. `bubblewrap`: for calls that run what a model wrote; no network, no files but the
+    interpreter's and the packages', read-only, a private /tmp, no environment, user 65534."""
+    processes: int = Field(default=64, gt=0)
+    """`bubblewrap`: processes and threads at once."""
+    disk_mib: int = Field(default=256, gt=0)
+    """`bubblewrap`: size of its private /tmp."""
+
     _entrypoint = field_validator("entrypoint")(check_entrypoint)
 
     @model_validator(mode="after")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16troupe/v1/reward.proto\x12\ttroupe.v1\"\xd3\x01\n\x0c\x46unctionSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nentrypoint\x18\x03 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x12\n\nmemory_mib\x18\x05 \x01(\x03\x12\x17\n\x0fmax_concurrency\x18\x06 \x01(\x05\x12\x12\n\x05\x63ores\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\tmax_cores\x18\x08 \x01(\x05\x12\x19\n\x11parallel_fraction\x18\t \x01(\x01\x42\x08\n\x06_cores\"X\n\x17RegisterFunctionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x08\x66unction\x18\x02 \x01(\x0b\x32\x17.troupe.v1.FunctionSpec\"\x1a\n\x18RegisterFunctionResponse\"\x16\n\x14ListFunctionsRequest\"E\n\x15ListFunctionsResponse\x12,\n\tfunctions\x18\x01 \x03(\x0b\x32\x19.troupe.v1.FunctionStatus\"\xc9\x01\n\x0e\x46unctionStatus\x12)\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x17.troupe.v1.FunctionSpec\x12\x13\n\x0binvocations\x18\x02 \x01(\x03\x12\x0e\n\x06\x65rrors\x18\x03 \x01(\x03\x12\x0f\n\x07running\x18\x04 \x01(\x03\x12\x0e\n\x06queued\x18\x05 \x01(\x03\x12\x14\n\x0cmean_seconds\x18\x06 \x01(\x01\x12\x16\n\x0eserial_seconds\x18\x07 \x01(\x01\x12\x18\n\x10parallel_seconds\x18\x08 \x01(\x01\"\x96\x01\n\rInvokeRequest\x12\x15\n\rinvocation_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x0e\n\x06job_id\x18\x05 \x01(\t\x12\x15\n\rtrajectory_id\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\"\x9a\x01\n\x0eInvokeResponse\x12\x15\n\x0bresult_json\x18\x01 \x01(\tH\x00\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1a.troupe.v1.InvocationErrorH\x00\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x13\n\x0brun_seconds\x18\x04 \x01(\x01\x12\r\n\x05\x63ores\x18\x05 \x01(\x05\x42\t\n\x07outcome\"\x96\x02\n\x0fInvocationError\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.troupe.v1.InvocationError.Kind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\"\xaf\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_RAISED\x10\x01\x12\x10\n\x0cKIND_TIMEOUT\x10\x02\x12\x16\n\x12KIND_OUT_OF_MEMORY\x10\x03\x12\x14\n\x10KIND_WORKER_DIED\x10\x04\x12\x13\n\x0fKIND_BAD_RESULT\x10\x05\x12\x12\n\x0eKIND_CANCELLED\x10\x06\x12\x17\n\x13KIND_NOT_IMPORTABLE\x10\x07\"0\n\x17\x43\x61ncelInvocationRequest\x12\x15\n\rinvocation_id\x18\x01 \x01(\t\"-\n\x18\x43\x61ncelInvocationResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\x32\xd5\x02\n\x06Reward\x12[\n\x10RegisterFunction\x12\".troupe.v1.RegisterFunctionRequest\x1a#.troupe.v1.RegisterFunctionResponse\x12R\n\rListFunctions\x12\x1f.troupe.v1.ListFunctionsRequest\x1a .troupe.v1.ListFunctionsResponse\x12=\n\x06Invoke\x12\x18.troupe.v1.InvokeRequest\x1a\x19.troupe.v1.InvokeResponse\x12[\n\x10\x43\x61ncelInvocation\x12\".troupe.v1.CancelInvocationRequest\x1a#.troupe.v1.CancelInvocationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16troupe/v1/reward.proto\x12\ttroupe.v1\"\x89\x02\n\x0c\x46unctionSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nentrypoint\x18\x03 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x12\n\nmemory_mib\x18\x05 \x01(\x03\x12\x17\n\x0fmax_concurrency\x18\x06 \x01(\x05\x12\x12\n\x05\x63ores\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\tmax_cores\x18\x08 \x01(\x05\x12\x19\n\x11parallel_fraction\x18\t \x01(\x01\x12\x0f\n\x07sandbox\x18\n \x01(\t\x12\x11\n\tprocesses\x18\x0b \x01(\x05\x12\x10\n\x08\x64isk_mib\x18\x0c \x01(\x03\x42\x08\n\x06_cores\"X\n\x17RegisterFunctionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x08\x66unction\x18\x02 \x01(\x0b\x32\x17.troupe.v1.FunctionSpec\"\x1a\n\x18RegisterFunctionResponse\"\x16\n\x14ListFunctionsRequest\"E\n\x15ListFunctionsResponse\x12,\n\tfunctions\x18\x01 \x03(\x0b\x32\x19.troupe.v1.FunctionStatus\"\xc9\x01\n\x0e\x46unctionStatus\x12)\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x17.troupe.v1.FunctionSpec\x12\x13\n\x0binvocations\x18\x02 \x01(\x03\x12\x0e\n\x06\x65rrors\x18\x03 \x01(\x03\x12\x0f\n\x07running\x18\x04 \x01(\x03\x12\x0e\n\x06queued\x18\x05 \x01(\x03\x12\x14\n\x0cmean_seconds\x18\x06 \x01(\x01\x12\x16\n\x0eserial_seconds\x18\x07 \x01(\x01\x12\x18\n\x10parallel_seconds\x18\x08 \x01(\x01\"\x96\x01\n\rInvokeRequest\x12\x15\n\rinvocation_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x0e\n\x06job_id\x18\x05 \x01(\t\x12\x15\n\rtrajectory_id\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\"\x9a\x01\n\x0eInvokeResponse\x12\x15\n\x0bresult_json\x18\x01 \x01(\tH\x00\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1a.troupe.v1.InvocationErrorH\x00\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x13\n\x0brun_seconds\x18\x04 \x01(\x01\x12\r\n\x05\x63ores\x18\x05 \x01(\x05\x42\t\n\x07outcome\"\xa6\x02\n\x0fInvocationError\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.troupe.v1.InvocationError.Kind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x0e\n\x06output\x18\x04 \x01(\t\"\xaf\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_RAISED\x10\x01\x12\x10\n\x0cKIND_TIMEOUT\x10\x02\x12\x16\n\x12KIND_OUT_OF_MEMORY\x10\x03\x12\x14\n\x10KIND_WORKER_DIED\x10\x04\x12\x13\n\x0fKIND_BAD_RESULT\x10\x05\x12\x12\n\x0eKIND_CANCELLED\x10\x06\x12\x17\n\x13KIND_NOT_IMPORTABLE\x10\x07\"0\n\x17\x43\x61ncelInvocationRequest\x12\x15\n\rinvocation_id\x18\x01 \x01(\t\"-\n\x18\x43\x61ncelInvocationResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\x32\xd5\x02\n\x06Reward\x12[\n\x10RegisterFunction\x12\".troupe.v1.RegisterFunctionRequest\x1a#.troupe.v1.RegisterFunctionResponse\x12R\n\rListFunctions\x12\x1f.troupe.v1.ListFunctionsRequest\x1a .troupe.v1.ListFunctionsResponse\x12=\n\x06Invoke\x12\x18.troupe.v1.InvokeRequest\x1a\x19.troupe.v1.InvokeResponse\x12[\n\x10\x43\x61ncelInvocation\x12\".troupe.v1.CancelInvocationRequest\x1a#.troupe.v1.CancelInvocationResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,29 +32,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'troupe.v1.reward_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FUNCTIONSPEC']._serialized_start=38
-  _globals['_FUNCTIONSPEC']._serialized_end=249
-  _globals['_REGISTERFUNCTIONREQUEST']._serialized_start=251
-  _globals['_REGISTERFUNCTIONREQUEST']._serialized_end=339
-  _globals['_REGISTERFUNCTIONRESPONSE']._serialized_start=341
-  _globals['_REGISTERFUNCTIONRESPONSE']._serialized_end=367
-  _globals['_LISTFUNCTIONSREQUEST']._serialized_start=369
-  _globals['_LISTFUNCTIONSREQUEST']._serialized_end=391
-  _globals['_LISTFUNCTIONSRESPONSE']._serialized_start=393
-  _globals['_LISTFUNCTIONSRESPONSE']._serialized_end=462
-  _globals['_FUNCTIONSTATUS']._serialized_start=465
-  _globals['_FUNCTIONSTATUS']._serialized_end=666
-  _globals['_INVOKEREQUEST']._serialized_start=669
-  _globals['_INVOKEREQUEST']._serialized_end=819
-  _globals['_INVOKERESPONSE']._serialized_start=822
-  _globals['_INVOKERESPONSE']._serialized_end=976
-  _globals['_INVOCATIONERROR']._serialized_start=979
-  _globals['_INVOCATIONERROR']._serialized_end=1257
-  _globals['_INVOCATIONERROR_KIND']._serialized_start=1082
-  _globals['_INVOCATIONERROR_KIND']._serialized_end=1257
-  _globals['_CANCELINVOCATIONREQUEST']._serialized_start=1259
-  _globals['_CANCELINVOCATIONREQUEST']._serialized_end=1307
-  _globals['_CANCELINVOCATIONRESPONSE']._serialized_start=1309
-  _globals['_CANCELINVOCATIONRESPONSE']._serialized_end=1354
-  _globals['_REWARD']._serialized_start=1357
-  _globals['_REWARD']._serialized_end=1698
+  _globals['_FUNCTIONSPEC']._serialized_end=303
+  _globals['_REGISTERFUNCTIONREQUEST']._serialized_start=305
+  _globals['_REGISTERFUNCTIONREQUEST']._serialized_end=393
+  _globals['_REGISTERFUNCTIONRESPONSE']._serialized_start=395
+  _globals['_REGISTERFUNCTIONRESPONSE']._serialized_end=421
+  _globals['_LISTFUNCTIONSREQUEST']._serialized_start=423
+  _globals['_LISTFUNCTIONSREQUEST']._serialized_end=445
+  _globals['_LISTFUNCTIONSRESPONSE']._serialized_start=447
+  _globals['_LISTFUNCTIONSRESPONSE']._serialized_end=516
+  _globals['_FUNCTIONSTATUS']._serialized_start=519
+  _globals['_FUNCTIONSTATUS']._serialized_end=720
+  _globals['_INVOKEREQUEST']._serialized_start=723
+  _globals['_INVOKEREQUEST']._serialized_end=873
+  _globals['_INVOKERESPONSE']._serialized_start=876
+  _globals['_INVOKERESPONSE']._serialized_end=1030
+  _globals['_INVOCATIONERROR']._serialized_start=1033
+  _globals['_INVOCATIONERROR']._serialized_end=1327
+  _globals['_INVOCATIONERROR_KIND']._serialized_start=1152
+  _globals['_INVOCATIONERROR_KIND']._serialized_end=1327
+  _globals['_CANCELINVOCATIONREQUEST']._serialized_start=1329
+  _globals['_CANCELINVOCATIONREQUEST']._serialized_end=1377
+  _globals['_CANCELINVOCATIONRESPONSE']._serialized_start=1379
+  _globals['_CANCELINVOCATIONRESPONSE']._serialized_end=1424
+  _globals['_REWARD']._serialized_start=1427
+  _globals['_REWARD']._serialized_end=1768
 # @@protoc_insertion_point(module_scope)

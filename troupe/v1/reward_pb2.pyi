@@ -32,6 +32,9 @@ class FunctionSpec(_message.Message):
     CORES_FIELD_NUMBER: _builtins.int
     MAX_CORES_FIELD_NUMBER: _builtins.int
     PARALLEL_FRACTION_FIELD_NUMBER: _builtins.int
+    SANDBOX_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    DISK_MIB_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.str
     entrypoint: _builtins.str
@@ -47,6 +50,12 @@ class FunctionSpec(_message.Message):
     """Cores that a call can make use of; 0: `cores`. What it gets is the scheduler's affair."""
     parallel_fraction: _builtins.float
     """Part of a call's time that more cores make shorter (Amdahl), until runs have shown it."""
+    sandbox: _builtins.str
+    """"process" (also when empty), or "bubblewrap" for code that is not to be trusted."""
+    processes: _builtins.int
+    """In a sandbox: processes and threads at once; 0: 64."""
+    disk_mib: _builtins.int
+    """In a sandbox: MiB of its private /tmp, and of a single file; 0: 256."""
     def __init__(
         self,
         *,
@@ -59,10 +68,13 @@ class FunctionSpec(_message.Message):
         cores: _builtins.int | None = ...,
         max_cores: _builtins.int = ...,
         parallel_fraction: _builtins.float = ...,
+        sandbox: _builtins.str = ...,
+        processes: _builtins.int = ...,
+        disk_mib: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "cores", b"cores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "cores", b"cores", "entrypoint", b"entrypoint", "max_concurrency", b"max_concurrency", "max_cores", b"max_cores", "memory_mib", b"memory_mib", "name", b"name", "parallel_fraction", b"parallel_fraction", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "cores", b"cores", "disk_mib", b"disk_mib", "entrypoint", b"entrypoint", "max_concurrency", b"max_concurrency", "max_cores", b"max_cores", "memory_mib", b"memory_mib", "name", b"name", "parallel_fraction", b"parallel_fraction", "processes", b"processes", "sandbox", b"sandbox", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cores: _TypeAlias = _typing.Literal["cores"]  # noqa: Y015
     _WhichOneofArgType__cores: _TypeAlias = _typing.Literal["_cores", b"_cores"]  # noqa: Y015
@@ -293,20 +305,24 @@ class InvocationError(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
     kind: Global___InvocationError.Kind.ValueType
     message: _builtins.str
     traceback: _builtins.str
     """Last lines of the function's traceback, for its author."""
+    output: _builtins.str
+    """The last that it printed."""
     def __init__(
         self,
         *,
         kind: Global___InvocationError.Kind.ValueType = ...,
         message: _builtins.str = ...,
         traceback: _builtins.str = ...,
+        output: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message", "output", b"output", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,9 +22,9 @@ class Affinity:
         # Without the right to lower a nice value again, it must never be raised.
         self._may_renice = os.geteuid() == 0
 
-    def adopt(self, group: str, pid: int) -> None:
-        """`group` is `pid` and its children."""
-        self._pids[group] = pid
+    def adopt(self, group: str, pids: Sequence[int]) -> None:
+        """`group` is the first of `pids` and its descendants."""
+        self._pids[group] = pids[0]
 
     def grant(self, group: str, cores: Sequence[int]) -> None:
         """Bind them to `cores`."""

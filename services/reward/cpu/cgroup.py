@@ -16,7 +16,8 @@ _PERIOD_US = 100_000
 _IDLE_QUOTA_US = 1_000
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """Write a control file. Raises OSError."""
     # Control files are written in one piece, and created by the kernel only.
     descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
     try:
@@ -25,12 +26,19 @@ def _write(path: Path, text: str) -> None:
         os.close(descriptor)
 
 
-def _remove(path: Path) -> None:
+def join(group: Path, pids: Sequence[int]) -> None:
+    """Move processes into a group, all their threads with them. Raises OSError."""
+    for pid in pids:
+        write(group / "cgroup.procs", str(pid))
+
+
+def remove(path: Path) -> None:
+    """Remove a group if nobody is in it."""
     with contextlib.suppress(OSError):  # with members that still end; the next start sweeps it
         path.rmdir()
 
 
-def _sweep(tree: Path, parent: str) -> None:
+def sweep(tree: Path, parent: str) -> None:
     """Remove what services left that were killed: `{stem}-{process id}`, and nobody in it."""
     stem, _, own = parent.rpartition("-")
     if not stem or not own.isdigit():
@@ -39,7 +47,7 @@ def _sweep(tree: Path, parent: str) -> None:
         process = path.name.removeprefix(f"{stem}-")
         if process.isdigit() and not Path("/proc", process).exists():
             for group in [*(p for p in path.iterdir() if p.is_dir()), path]:
-                _remove(group)
+                remove(group)
 
 
 class CgroupV1:
@@ -50,7 +58,7 @@ class CgroupV1:
     def __init__(self, root: Path, parent: str) -> None:
         """Make `parent` in both trees. Raises OSError where that cannot be done."""
         for tree in ("cpu", "cpuset"):
-            _sweep(root / tree, parent)
+            sweep(root / tree, parent)
         self._cpu, self._cpuset = root / "cpu" / parent, root / "cpuset" / parent
         self._cpu.mkdir(exist_ok=True)
         self._cpuset.mkdir(exist_ok=True)
@@ -58,37 +66,37 @@ class CgroupV1:
         # A new group may use nothing before it is told what.
         self._memory_nodes = (above / "cpuset.mems").read_text().strip()
         self._all_cores = (above / "cpuset.cpus").read_text().strip()
-        _write(self._cpuset / "cpuset.mems", self._memory_nodes)
-        _write(self._cpuset / "cpuset.cpus", self._all_cores)
+        write(self._cpuset / "cpuset.mems", self._memory_nodes)
+        write(self._cpuset / "cpuset.cpus", self._all_cores)
 
-    def adopt(self, group: str, pid: int) -> None:
-        """Move `pid` into groups of its own."""
+    def adopt(self, group: str, pids: Sequence[int]) -> None:
+        """Move `pids` into groups of their own."""
         for tree in (self._cpu, self._cpuset):
             (tree / group).mkdir(exist_ok=True)
-        _write(self._cpuset / group / "cpuset.mems", self._memory_nodes)
-        _write(self._cpuset / group / "cpuset.cpus", self._all_cores)
-        _write(self._cpu / group / "cpu.cfs_period_us", str(_PERIOD_US))
+        write(self._cpuset / group / "cpuset.mems", self._memory_nodes)
+        write(self._cpuset / group / "cpuset.cpus", self._all_cores)
+        write(self._cpu / group / "cpu.cfs_period_us", str(_PERIOD_US))
         for tree in (self._cpu, self._cpuset):
-            _write(tree / group / "cgroup.procs", str(pid))
+            join(tree / group, pids)
 
     def grant(self, group: str, cores: Sequence[int]) -> None:
         """So much quota, on these cores."""
-        _write(self._cpuset / group / "cpuset.cpus", ",".join(map(str, cores)))
-        _write(self._cpu / group / "cpu.cfs_quota_us", str(_PERIOD_US * len(cores)))
+        write(self._cpuset / group / "cpuset.cpus", ",".join(map(str, cores)))
+        write(self._cpu / group / "cpu.cfs_quota_us", str(_PERIOD_US * len(cores)))
 
     def revoke(self, group: str) -> None:
         """The least quota."""
-        _write(self._cpu / group / "cpu.cfs_quota_us", str(_IDLE_QUOTA_US))
+        write(self._cpu / group / "cpu.cfs_quota_us", str(_IDLE_QUOTA_US))
 
     def forget(self, group: str) -> None:
         """Remove the groups."""
         for tree in (self._cpu, self._cpuset):
-            _remove(tree / group)
+            remove(tree / group)
 
     def close(self) -> None:
         """Remove the parent too."""
         for tree in (self._cpu, self._cpuset):
-            _remove(tree)
+            remove(tree)
 
 
 class CgroupV2:
@@ -101,30 +109,30 @@ class CgroupV2:
         offered = (root / "cgroup.controllers").read_text().split()
         if missing := {"cpu", "cpuset"} - set(offered):
             raise FileNotFoundError(f"no controller {', '.join(sorted(missing))} in {root}")
-        _write(root / "cgroup.subtree_control", "+cpu +cpuset")
-        _sweep(root, parent)
+        write(root / "cgroup.subtree_control", "+cpu +cpuset")
+        sweep(root, parent)
         self._base = root / parent
         self._base.mkdir(exist_ok=True)
-        _write(self._base / "cgroup.subtree_control", "+cpu +cpuset")
+        write(self._base / "cgroup.subtree_control", "+cpu +cpuset")
 
-    def adopt(self, group: str, pid: int) -> None:
-        """Move `pid` into a group of its own."""
+    def adopt(self, group: str, pids: Sequence[int]) -> None:
+        """Move `pids` into a group of their own."""
         (self._base / group).mkdir(exist_ok=True)
-        _write(self._base / group / "cgroup.procs", str(pid))
+        join(self._base / group, pids)
 
     def grant(self, group: str, cores: Sequence[int]) -> None:
         """So much quota, on these cores."""
-        _write(self._base / group / "cpuset.cpus", ",".join(map(str, cores)))
-        _write(self._base / group / "cpu.max", f"{_PERIOD_US * len(cores)} {_PERIOD_US}")
+        write(self._base / group / "cpuset.cpus", ",".join(map(str, cores)))
+        write(self._base / group / "cpu.max", f"{_PERIOD_US * len(cores)} {_PERIOD_US}")
 
     def revoke(self, group: str) -> None:
         """The least quota."""
-        _write(self._base / group / "cpu.max", f"{_IDLE_QUOTA_US} {_PERIOD_US}")
+        write(self._base / group / "cpu.max", f"{_IDLE_QUOTA_US} {_PERIOD_US}")
 
     def forget(self, group: str) -> None:
         """Remove the group."""
-        _remove(self._base / group)
+        remove(self._base / group)
 
     def close(self) -> None:
         """Remove the parent too."""
-        _remove(self._base)
+        remove(self._base)

@@ -16,7 +16,7 @@ from services.reward.cpu.cgroup import CgroupV1, CgroupV2
 log = structlog.get_logger("troupe.reward")
 
 _NODES = Path("/sys/devices/system/node")
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Backend(Protocol):
@@ -24,8 +24,8 @@ class Backend(Protocol):
 
     name: str
 
-    def adopt(self, group: str, pid: int) -> None:
-        """From now on `group` speaks of process `pid` and its children. Raises OSError."""
+    def adopt(self, group: str, pids: Sequence[int]) -> None:
+        """From now on `group` is `pids`, a process and its descendants. Raises OSError."""
 
     def grant(self, group: str, cores: Sequence[int]) -> None:
         """`group` may use exactly these cores. Raises OSError."""
@@ -83,9 +83,9 @@ class CoreManager:
             taken += part
         return Lease(group, tuple(taken))
 
-    def adopt(self, group: str, pid: int) -> None:
-        """Process `pid`, a new worker, is `group` from now on."""
-        self._tell("adopt", group, pid)
+    def adopt(self, group: str, pids: Sequence[int]) -> None:
+        """`pids`, a new worker and what it consists of, is `group` from now on."""
+        self._tell("adopt", group, pids)
 
     def grant(self, lease: Lease) -> None:
         """Let the kernel know, just before the action runs."""
@@ -126,7 +126,7 @@ def usable_cores(count: int) -> dict[int, list[int]]:
     return nodes
 
 
-def choose_backend(name: str = "auto", *, root: Path = _CGROUP, group: str = "troupe") -> Backend:
+def choose_backend(name: str = "auto", *, root: Path = CGROUPS, group: str = "troupe") -> Backend:
     """The strongest way that works here: cgroup v2, cgroup v1, else affinity and nice.
 
     With a `name` that one; raises OSError where it does not work.

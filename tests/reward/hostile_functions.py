@@ -1,0 +1,110 @@
+"""Functions that no service should be harmed by. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def where() -> dict[str, Any]:
+    return {"uid": os.getuid(), "pids": len(os.listdir("/proc")), "environment": dict(os.environ)}
+
+
+def reads(path: str) -> str:
+    return Path(path).read_text()
+
+
+def lists(path: str) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+def writes(path: str) -> None:
+    Path(path).write_text("here")
+
+
+def connects(host: str, port: int) -> None:
+    socket.create_connection((host, port), timeout=2).close()
+
+
+def fork_bomb(most: int) -> int:
+    """How many children it got."""
+    children = 0
+    try:
+        while children < most:
+            if os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
+            children += 1
+    except OSError:
+        pass
+    return children
+
+
+def memory_hog(mib: int, processes: int) -> list[int]:
+    """Exit codes of children that each take so much."""
+    program = f"x = b'x' * ({mib} << 20); import time; time.sleep(3)"
+    hogs = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(processes)]
+    return [hog.wait() for hog in hogs]
+
+
+def fills_the_disk(path: str, mib: int) -> int:
+    """MiB written before it was stopped."""
+    written = 0
+    try:
+        with open(path, "wb") as file:
+            for _ in range(mib):
+                file.write(bytes(1 << 20))
+                file.flush()
+                written += 1
+    except OSError:
+        pass
+    return written
+
+
+def shouts(mib: int) -> str:
+    for _ in range(mib):
+        print("x" * (1 << 20))
+    print("the last words")
+    raise ValueError("hoarse")
+
+
+def answers_too_much(mib: int) -> str:
+    return "x" * (mib << 20)
+
+
+def _call_myself(name: str) -> None:
+    Path("/proc/self/comm").write_text(name)
+
+
+def never_ends() -> None:
+    _call_myself("never_ends")
+    while True:
+        pass
+
+
+def stubborn() -> None:
+    """Leaves a child that ignores SIGTERM, in a session of its own, and never ends."""
+    _call_myself("stubborn")
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+        os._exit(0)
+    time.sleep(600)
+
+
+def forges(text: str) -> None:
+    """Writes what is no answer where answers are read."""
+    for descriptor in range(3, 12):
+        try:
+            os.write(descriptor, text.encode())
+        except OSError:
+            continue
+    time.sleep(5)
