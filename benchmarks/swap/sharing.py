@@ -76,6 +76,8 @@ async def _cluster(
         panel=False,
         threads=1,
         redis_fsync="everysec",
+        # A loaded machine takes its time to import torch eight times.
+        start_seconds=600,
         environment={
             "TROUPE_PACED_TRACE_DIR": str(traces),
             "TROUPE_TRAINER_SLOTS": str(slots),

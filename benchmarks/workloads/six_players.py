@@ -34,6 +34,6 @@ async def play(query: Mapping[str, Any], agents: Any, tools: Any) -> dict[str, f
         reply = await agents[agent].chat([{"role": "user", "content": text}])
         return tuple(reply.token_ids)
 
-    spoken = await asyncio.gather(*(ask(agent) for agent in AGENTS))
+    spoken = tuple(await asyncio.gather(*(ask(agent) for agent in AGENTS)))
     rng = random.Random(hash(spoken))
     return {agent: rng.random() for agent in AGENTS}
