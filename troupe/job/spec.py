@@ -202,10 +202,6 @@ class JobSpec(Section):
                 )
             if policy.lora is not None:
                 raise ValueError(f"{field}: an adapter is trained on one device; use 1 with `lora`")
-            if self.algorithm.value_function is not None:
-                raise ValueError(
-                    f"{field}: a critic is trained on one device; use 1 with advantage `gae`"
-                )
         return self
 
     @model_validator(mode="after")

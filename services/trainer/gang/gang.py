@@ -165,8 +165,10 @@ class Gang:
                 return
             came = frame.header["came"]
             log.info("gang gathers", came=came, ranks=self.size)
+        nodes = self._settings.gang_nodes
+        hosts = f"; they start once all {nodes} hosts are there" if nodes > 1 and not came else ""
         raise DeadlineExceeded(
-            f"{came} of {self.size} ranks of a gang came within {seconds:g} s",
+            f"{came} of {self.size} ranks of a gang came within {seconds:g} s{hosts}",
             kind="gang_incomplete",
             field="gang_start_seconds",
             value=seconds,

@@ -1,0 +1,194 @@
+"""What a gang of two gloo ranks does with other losses, broken ones, and ranks that do not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from services.trainer.gang.gang import free_port
+from services.trainer.gang.gangs import Gangs
+from services.trainer.peers import Stopped
+from services.trainer.settings import TrainerSettings
+from tests.trainer.test_gang import alone, assert_close, assert_equal, gang_spec, rows_of, together
+from tests.trainer.test_gang_steps import ranks
+from troupe.rpc import Aborted, DeadlineExceeded
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def gangs() -> Iterator[Gangs]:
+    some = Gangs(TrainerSettings(gang_ranks=2, gang_timeout_seconds=60))
+    yield some
+    some.close()
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"normalize": "token"},
+        {"normalize": "sequence"},
+        {"normalize": "constant"},
+        {"loss": "gspo", "normalize": "sequence"},
+        {"advantage": "reinforce_plus_plus"},
+        {"advantage": "rae"},
+        {"epochs": 2, "minibatches": 2, "old_logprobs": "recomputed"},
+    ],
+    ids=lambda algorithm: "-".join(map(str, algorithm.values())),
+)
+def test_every_way_to_weigh_tokens(
+    tokenizer: Path, gangs: Gangs, algorithm: dict[str, Any]
+) -> None:
+    pipeline = {"mode": "sync", "steps": 10, "queries_per_step": 2, "micro_batch_samples": 4}
+    spec = gang_spec(tokenizer, algorithm=algorithm, pipeline=pipeline)
+    gang, one = together(gangs, spec), alone(spec)
+    for step in range(2):
+        for part in range(3):
+            rows = [
+                replace(row, sample_id=f"{part}-{row.sample_id}", group=f"{part}-{index % 3}")
+                for index, row in enumerate(rows_of(spec, 6, 3 * step + part))
+            ]
+            for learner in (gang, one):
+                learner.accumulate(rows)
+        for learner in (gang, one):
+            learner.complete()
+        ours, theirs = gang.apply(step), one.apply(step)
+        assert ours.applied == theirs.applied is True
+        for name, value in theirs.metrics.items():
+            if name != "train/seconds":
+                assert ours.metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+        assert_close(gang, one)
+    gang.leave()
+
+
+def test_what_is_broken_on_one_rank_is_broken_on_all(tokenizer: Path, gangs: Gangs) -> None:
+    spec = gang_spec(tokenizer)
+    gang = together(gangs, spec)
+    weights, moments = gang.weights(), gang.moments()
+    good = rows_of(spec, 6, 0)
+    # One ratio overflows: every input is finite, the loss is not.
+    bad = next(i for i, row in enumerate(good) if row.reward < np.mean(row.group_rewards))
+    wild = list(good)
+    wild[bad] = replace(good[bad], behaviour=np.full_like(good[bad].behaviour, -1e30))
+    gang.accumulate(wild)
+    gang.accumulate(good)
+    applied = gang.apply(0)
+    assert not applied.applied
+    assert applied.reason.startswith("the loss of a micro-batch is")
+    assert applied.metrics["samples"] == 12
+    assert_equal(gang.weights(), weights)
+    assert_equal(gang.moments(), moments)
+    gang.accumulate(good)
+    assert gang.apply(0).applied
+    gang.leave()
+
+
+def test_a_long_micro_batch_is_stopped_within(tokenizer: Path, gangs: Gangs) -> None:
+    spec = gang_spec(tokenizer)
+    gang = together(gangs, spec)
+    rows = [replace(row, sample_id=f"s{i}") for i, row in enumerate(rows_of(spec, 20, 0) * 200)]
+    stop = threading.Event()
+    threading.Timer(0.5, stop.set).start()
+    with pytest.raises(Stopped):
+        gang.accumulate(rows, stop)
+    gang.discard()
+    gang.accumulate(rows[:20])
+    assert gang.apply(0).metrics["samples"] == 20
+    gang.leave()
+
+
+def test_a_rank_that_hangs_is_noticed_by_its_deadline(tokenizer: Path) -> None:
+    gangs = Gangs(TrainerSettings(gang_ranks=2, gang_timeout_seconds=5))
+    spec = gang_spec(tokenizer)
+    try:
+        gang = together(gangs, spec)
+        weights, rows = gang.weights(), rows_of(spec, 6, 0)
+        ranks(os.getpid())[1].send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(Aborted) as lost:
+            gang.accumulate(rows)
+        assert lost.value.kind == "gang_lost"
+        assert time.monotonic() - began < 60
+        assert gang.lost
+        gang.restore(weights, {})
+        assert_equal(gang.weights(), weights)
+    finally:
+        gangs.close()
+
+
+def test_ranks_that_do_not_come_are_counted(tokenizer: Path) -> None:
+    others = {rank.pid for rank in ranks(os.getpid())}  # of the module's gang
+
+    def hold_back() -> None:
+        late: list[psutil.Process] = []
+        while not late:
+            fresh = [rank for rank in ranks(os.getpid()) if rank.pid not in others]
+            late = [rank for rank in fresh if rank.environ().get("RANK") == "1"]
+        late[0].send_signal(signal.SIGSTOP)
+
+    gangs = Gangs(TrainerSettings(gang_ranks=2, gang_start_seconds=25))
+    threading.Thread(target=hold_back, daemon=True).start()
+    with pytest.raises(DeadlineExceeded) as waited:
+        together(gangs, gang_spec(tokenizer))
+    assert waited.value.kind == "gang_incomplete"
+    assert waited.value.message.startswith("1 of 2 ranks")
+    assert {rank.pid for rank in ranks(os.getpid())} <= others
+    gangs.close()
+
+
+def test_a_host_that_does_not_come_is_waited_for_within_a_deadline(tokenizer: Path) -> None:
+    settings = TrainerSettings(
+        gang_ranks=1,
+        gang_nodes=2,
+        gang_endpoint=f"127.0.0.1:{free_port('127.0.0.1')}",
+        gang_start_seconds=8,
+    )
+    with pytest.raises(DeadlineExceeded, match="once all 2 hosts are there"):
+        together(Gangs(settings), gang_spec(tokenizer))
+
+
+def test_two_hosts_are_one_gang(tokenizer: Path) -> None:
+    """A lead and a follower, which joins the gang after that one too."""
+    endpoint = f"127.0.0.1:{free_port('127.0.0.1')}"
+    environment = {
+        **os.environ,
+        "TROUPE_GANG_ENDPOINT": endpoint,
+        "TROUPE_GANG_NODES": "2",
+        "TROUPE_GANG_NODE": "1",
+        "TROUPE_GANG_RANKS": "1",
+        "TROUPE_GANG_TIMEOUT_SECONDS": "20",
+    }
+    follower = subprocess.Popen([sys.executable, "-m", "services.trainer.gang"], env=environment)
+    gangs = Gangs(
+        TrainerSettings(gang_ranks=1, gang_nodes=2, gang_endpoint=endpoint, gang_timeout_seconds=20)
+    )
+    spec = gang_spec(tokenizer)
+    try:
+        gang, one = together(gangs, spec), alone(spec)
+        rows = rows_of(spec, 6, 0)
+        for learner in (gang, one):
+            learner.accumulate(rows)
+            assert learner.apply(0).applied
+        assert_close(gang, one)
+        weights, moments = gang.weights(), gang.moments()
+        gangs.close()
+        with pytest.raises(Aborted):
+            gang.accumulate(rows)
+        gang.restore(weights, moments)
+        assert_equal(gang.weights(), weights)
+    finally:
+        gangs.close()
+        follower.terminate()
+        assert follower.wait(30) == 0
