@@ -84,6 +84,7 @@ class Hosts:
         where = self.host(host)
         port = self._ports.setdefault(name, free_port())
         settings = {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "TROUPE_HOST": "0.0.0.0" if self.network else "127.0.0.1",
             "TROUPE_TRANSFER_SERVE": "on",
             "TROUPE_PORT": str(port),
@@ -112,7 +113,7 @@ class Hosts:
             self._running[name] = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **settings},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **settings},
                 stdout=log,
                 stderr=log,
             )
