@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from services.trainer import fields
+from services.trainer.attention import PACKED
 from services.trainer.batching import Piece
 from services.trainer.forward import response_logits
 from services.trainer.gradients import Gradients
@@ -216,6 +217,9 @@ class Critic:
 
     def _values(self, piece: Piece) -> torch.Tensor:
         """V(s_t) of the piece's N tokens, [N]."""
+        if piece.packing is not None:
+            # Or its rows would be taken for one.
+            self._module.config._attn_implementation = PACKED
         precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._bfloat16:
             precision = torch.autocast(piece.input_ids.device.type, dtype=torch.bfloat16)
