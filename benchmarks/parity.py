@@ -61,24 +61,32 @@ def trl_curve(python: Path, model: Path, work: Work) -> Curve:
 def compare(ours: Sequence[Curve], theirs: Sequence[Curve]) -> dict[str, Any]:
     """What the curves of all seeds say; `parity` is the verdict."""
     last = min(LAST, *(len(curve) for curve in (*ours, *theirs)))
-    mine, others = (
-        [statistics.fmean(curve[-last:]) for curve in curves] for curves in (ours, theirs)
-    )
-    test = stats.ttest_ind(mine, others, equal_var=False)
-    low, high = test.confidence_interval(0.95)
+    final = _test([curve[-last:] for curve in ours], [curve[-last:] for curve in theirs])
+    low, high = final["interval"]
     return {
-        "parity": bool(test.pvalue > 0.05 and (high - low) / 2 <= HALF_WIDTH),
-        "troupe": _summary(mine),
-        "trl": _summary(others),
-        "difference": round(statistics.fmean(mine) - statistics.fmean(others), 4),
-        "interval": [round(float(low), 4), round(float(high), 4)],
-        "p": round(float(test.pvalue), 3),
+        "parity": bool(final["p"] > 0.05 and (high - low) / 2 <= HALF_WIDTH),
+        **final,
+        # A difference in how fast they learn would show here before it shows at the end.
+        "whole_curve": _test(ours, theirs),
         "last_steps": last,
-        "seeds": len(mine),
+        "seeds": len(ours),
         "curves": {
             name: [[round(value, 4) for value in curve] for curve in curves]
             for name, curves in (("troupe", ours), ("trl", theirs))
         },
+    }
+
+
+def _test(ours: Sequence[Curve], theirs: Sequence[Curve]) -> dict[str, Any]:
+    """Welch's test of the curves' means."""
+    mine, others = [statistics.fmean(c) for c in ours], [statistics.fmean(c) for c in theirs]
+    test = stats.ttest_ind(mine, others, equal_var=False)
+    return {
+        "troupe": _summary(mine),
+        "trl": _summary(others),
+        "difference": round(statistics.fmean(mine) - statistics.fmean(others), 4),
+        "interval": [round(float(end), 4) for end in test.confidence_interval(0.95)],
+        "p": round(float(test.pvalue), 3),
     }
 
 

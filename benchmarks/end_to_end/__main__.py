@@ -4,7 +4,7 @@
 
 The same tasks, reward, weights (a Qwen3 of 3.2 million parameters) and settings; 256 samples of 16
 tokens per step, this machine's cores for both. In every round one after another: TRL alone with a
-thread per core, twice beside itself with one thread each, then our jobs on a cluster that stays up:
+thread per core, twice beside itself with one thread each, then our jobs on clusters that stay up:
 one policy on policy, one in mode `async`, two policies at once. A rate is that of the median step
 after warm-up; ratios are medians over rounds. TRL is installed apart (benchmarks/references.py).
 
@@ -74,17 +74,21 @@ async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, li
         Trl(python, model, plan.work, threads=max(1, cores // 2), steps=plan.steps) as left,
         Trl(python, model, plan.work, threads=max(1, cores // 2), steps=plan.steps) as right,
     ):
-        async with cluster(directory / "data", threads=1, trainer_threads=cores) as client:
+        async with (
+            # Rollout and training of one policy on policy take turns; else they run side by side.
+            cluster(directory / "turns", threads=1, trainer_threads=cores) as turns,
+            cluster(directory / "beside", threads=1, trainers=2) as side_by_side,
+        ):
             for trl in (alone, left, right):
                 await asyncio.to_thread(trl.round)  # warm
             for number in range(plan.rounds):
                 found["trl"].append(await asyncio.to_thread(alone.round))
                 beside = (asyncio.to_thread(trl.round) for trl in (left, right))
                 found["trl_beside"].append(sum(await asyncio.gather(*beside)))
-                for name, policies, mode in (
-                    ("one", 1, "micro_batch"),
-                    ("one_async", 1, "async"),
-                    ("two", 2, "micro_batch"),
+                for name, client, policies, mode in (
+                    ("one", turns, 1, "micro_batch"),
+                    ("one_async", side_by_side, 1, "async"),
+                    ("two", side_by_side, 2, "micro_batch"),
                 ):
                     work = plan.work.lasting(WARM + plan.steps)
                     spec = job(f"end-{number}-{policies}", [model] * policies, work, mode=mode)
