@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
+from typing import Final
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -13,7 +14,11 @@ from services.orchestrator.binder import Binder
 from services.orchestrator.job_store import JobStore
 from services.orchestrator.workers import WorkerRegistry
 from troupe.rpc import TroupeError
+from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
+
+# Without a device; what is there may be of the past.
+_AWAY: Final = frozenset({pb.BINDING_STATE_SUSPENDED, pb.BINDING_STATE_RELEASED})
 
 
 class Cluster:
@@ -58,6 +63,7 @@ class Cluster:
                 response.engines.extend(beat.engines)
                 response.loads.extend(beat.loads)
                 response.bindings.extend(beat.bindings)
+        _forget_moved(response)
         return response
 
     async def _probe(self, name: str) -> orch.ServiceStatus:
@@ -84,3 +90,13 @@ class Cluster:
         except (TroupeError, TimeoutError) as error:
             status.message = str(error) or f"no answer within {self._seconds:g} s"
         return status
+
+
+def _forget_moved(response: orch.GetClusterResponse) -> None:
+    """A worker where a policy was suspended does not hear that another has resumed it."""
+    held = {(b.job_id, b.policy) for b in response.bindings if b.state not in _AWAY}
+    kept = [
+        b for b in response.bindings if b.state not in _AWAY or (b.job_id, b.policy) not in held
+    ]
+    del response.bindings[:]
+    response.bindings.extend(kept)

@@ -20,6 +20,10 @@ class Worker:
     seconds_since_heartbeat: float
     doing: str
     rss_bytes: int
+    # Of trainers: policies that it may hold at once (0: any number), and the fraction of the last
+    # seconds in which it computed.
+    slots: int | None = None
+    utilization: float | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Binding:
-    """A policy holding training devices."""
+    """A policy holding training devices, or waiting for some (`suspended`)."""
 
     job_id: str
     policy: str
@@ -51,6 +55,11 @@ class Binding:
     version: int
     step: int
     samples: int
+    # Suspended elsewhere, its state is ready here.
+    prefetched: bool = False
+    # How often it came to this worker or left, and the seconds that this kept its device idle.
+    swaps: int = 0
+    swap_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,8 @@ class Cluster:
     services: tuple[Service, ...]
     # Trajectories admitted and not ended, per job.
     in_flight: dict[str, int]
+    # Trainer workers with which no policy would wait for another; 0: nobody needs one.
+    wanted_trainers: int = 0
 
     @classmethod
     def of(cls, reply: pb.GetClusterResponse) -> Cluster:
@@ -87,6 +98,8 @@ class Cluster:
                     seconds_since_heartbeat=w.seconds_since_heartbeat,
                     doing=w.doing,
                     rss_bytes=w.rss_bytes,
+                    slots=w.trainer.slots if w.HasField("trainer") else None,
+                    utilization=w.trainer.utilization if w.HasField("trainer") else None,
                 )
                 for w in reply.workers
             ),
@@ -116,6 +129,9 @@ class Cluster:
                     version=b.version,
                     step=b.step,
                     samples=b.samples,
+                    prefetched=b.prefetched,
+                    swaps=b.swaps,
+                    swap_seconds=b.swap_seconds,
                 )
                 for b in reply.bindings
             ),
@@ -124,4 +140,5 @@ class Cluster:
                 for s in reply.services
             ),
             in_flight=dict(reply.in_flight),
+            wanted_trainers=reply.wanted_trainers,
         )

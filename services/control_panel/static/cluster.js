@@ -45,11 +45,19 @@ export function drawEngines(engines, jobId) {
   byId("engines").tBodies[0].replaceChildren(...rows);
 }
 
+// "accumulating · 12 samples · 4 swaps, 0.31 s"
+function trainerOf(binding) {
+  const parts = [binding.prefetched ? "prefetched" : binding.state];
+  if (binding.samples) parts.push(`${binding.samples} samples`);
+  if (binding.swaps) parts.push(`${binding.swaps} swaps, ${binding.swap_seconds.toFixed(2)} s`);
+  return parts.join(" · ");
+}
+
 export function drawPolicies(job, bindings) {
   const rows = Object.entries(job.versions).sort().map(([policy, version]) => {
     const binding = bindings.find((b) => b.job_id === job.job_id && b.policy === policy);
     const metric = (name) => number(job.metrics[`${policy}/${name}`]);
-    const doing = binding ? `${binding.state}${binding.samples ? ` · ${binding.samples} samples` : ""}` : "–";
+    const doing = binding ? trainerOf(binding) : "–";
     return el(
       "tr",
       {},

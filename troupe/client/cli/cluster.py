@@ -16,10 +16,12 @@ from troupe.client.address import data_directory
 from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
 from troupe.client.cli.formats import duration, size
+from troupe.client.sync import Client
 from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
 from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.inspection import ServiceReport, inspect
 from troupe.cluster.state import ClusterState, require_running
+from troupe.rpc import TroupeError
 
 
 def up(
@@ -75,7 +77,9 @@ def status(data_dir: options.DataDir = None, as_json: options.AsJson = False) ->
     if as_json:
         print(json.dumps(_as_json(state, reports), indent=2))
     else:
-        _print_status(Console(), state, reports)
+        console = Console()
+        _print_status(console, state, reports)
+        _print_trainers(console, state)
     healthy = state.phase == "ready" and all(r.healthy for r in reports)
     raise typer.Exit(0 if healthy else FAILED)
 
@@ -113,6 +117,39 @@ def _print_status(console: Console, state: ClusterState, reports: list[ServiceRe
     console.print(f"memory in all {size(sum(r.rss_bytes for r in reports))}", highlight=False)
     if state.panel_url:
         console.print(f"panel {state.panel_url}", highlight=False)
+
+
+def _print_trainers(console: Console, state: ClusterState) -> None:
+    """Who trains what, if the orchestrator answers: it is a view, not the health of anything."""
+    if not state.orchestrator_address:
+        return
+    try:
+        with Client(state.orchestrator_address) as client:
+            cluster = client.cluster()
+    except TroupeError:
+        return
+    trainers = [one for one in cluster.workers if one.utilization is not None and one.alive]
+    for one in trainers:
+        slots = f"{one.slots} slots" if one.slots else "any number of policies"
+        busy = f"{one.utilization or 0:.0%} busy"
+        console.print(f"trainer {one.id}: {slots}, {busy}", highlight=False)
+    if not cluster.bindings:
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("job", "policy", "state", "version", "samples", "swaps", "swap seconds"):
+        table.add_column(column, no_wrap=True)
+    for binding in cluster.bindings:
+        table.add_row(
+            binding.job_id,
+            binding.policy,
+            "prefetched" if binding.prefetched else binding.state,
+            str(binding.version),
+            str(binding.samples),
+            str(binding.swaps),
+            f"{binding.swap_seconds:.2f}",
+        )
+    console.print(table)
+    console.print(f"trainers wanted {cluster.wanted_trainers}", highlight=False)
 
 
 def _as_json(state: ClusterState, reports: list[ServiceReport]) -> dict[str, Any]:
