@@ -43,6 +43,9 @@ from troupe.v1 import trainer_pb2
 
 log = structlog.get_logger("troupe.trainer")
 
+# A host whose worker is started again is back within this, mostly.
+_AWAY_SECONDS = 10.0
+
 
 class Binding:
     """The training state of one policy, in memory and on disk, at one committed version.
@@ -442,8 +445,12 @@ class Binding:
         return seeded(policy_seed(self.spec.seed, self.policy), self._device)
 
     def load_column(self, key: str) -> np.ndarray[Any, Any]:
-        """A value that a sample keeps by reference. Blocking. Raises TransferError."""
-        value: np.ndarray[Any, Any] = self._transfer.get(key)[0]["value"].numpy()
+        """A value that a sample keeps by reference. Blocking. Raises TransferError.
+
+        TransferTimeout, which repetition may cure, while the host that keeps it is away.
+        """
+        patience = _AWAY_SECONDS if self._settings.shares_states else 0.0
+        value: np.ndarray[Any, Any] = self._transfer.get(key, timeout=patience)[0]["value"].numpy()
         return value
 
     def drop_columns(self, keys: Iterable[str]) -> None:
