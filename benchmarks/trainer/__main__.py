@@ -7,7 +7,8 @@ the same token-mean loss; the norms of their first gradients have to agree. TRL'
 GRPOTrainer's own loop from the batch on (theirs.py), without activation checkpointing, which is
 faster; one row has it on both sides. Ours is the learner as a worker calls it (ours.py). A process
 each; with one thread in CPU seconds. Tokens are those of the samples, without padding. Memory is
-what resident memory rose to above a process without a model.
+what resident memory rose to above a process without a model. A group's prompt is computed once on
+our side; `apart` is ours without that.
 
 `over_trl`: the least ratio where lengths differ; `over_trl_even`: where they do not;
 `peak_memory_ratio`: the largest of all, ours by theirs; null without TRL.
@@ -45,6 +46,8 @@ class Compared:
     tokens: int
     heavy: bool
     ours: dict[str, float]
+    # Ours, with a group's prompt computed for each of its answers.
+    apart: dict[str, float]
     theirs: dict[str, float] | None
 
     @property
@@ -84,6 +87,7 @@ def compare(
     if again:
         arguments.append("--checkpointing")
     ours = run_side(sys.executable, "ours", arguments, options.threads)
+    apart = run_side(sys.executable, "ours", [*arguments, "--apart"], options.threads)
     theirs = None
     if reference is not None:
         runs = [
@@ -98,7 +102,7 @@ def compare(
             raise RuntimeError(f"{case.name}: gradients of the two sides differ by {off:.1e}")
     name = f"{case.name}, activations again" if again else case.name
     tokens = sum(len(ids) for ids, _, _ in case.rows())
-    return Compared(name, tokens, case.heavy, ours, theirs)
+    return Compared(name, tokens, case.heavy, ours, apart, theirs)
 
 
 def main() -> None:
@@ -139,11 +143,16 @@ def _summary(found: Sequence[Compared]) -> dict[str, float | None]:
 
 
 def _table(found: Sequence[Compared]) -> Table:
-    table = Table("batch", "tokens", "tokens/s", "TRL's", "ratio", "peak MiB", "TRL's", "ratio")
+    table = Table(
+        "batch", "tokens", "tokens/s", "apart", "TRL's", "ratio", "peak MiB", "TRL's", "ratio"
+    )
     for one in found:
         cells = []
         for field, scale in (("seconds", 1.0), ("peak_bytes", float(1 << 20))):
-            for side in (one.ours, one.theirs):
+            sides = [one.ours, one.theirs]
+            if field == "seconds":
+                sides.insert(1, one.apart)
+            for side in sides:
                 if side is None:
                     cells.append("-")
                 elif field == "seconds":

@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--apart", action="store_true", help="compute a group's prompt each time")
     parser.add_argument("--compile", choices=["on", "off"], default="off")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -88,7 +89,7 @@ def main() -> None:
         AutoConfig.for_model(config.pop("model_type"), **config), dtype=torch.float32
     ).eval()
     rows = rows_of(case, model)
-    learner = Learner(model, spec, "solver")
+    learner = Learner(model, spec, "solver", share_prefixes=not options.apart)
     meter = Meter(before, clock_of(options.threads))
     size = spec.pipeline.micro_batch_samples
     norms = []
