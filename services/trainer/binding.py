@@ -15,6 +15,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 
 from services.chassis.transfer import HostTransfer
 from services.trainer.checkpoint import checkpoint_path, lineage_of, save_checkpoint
+from services.trainer.compute import memory_of
 from services.trainer.fields import below, under
 from services.trainer.gang.gangs import Gangs
 from services.trainer.gang.learner import GangLearner
@@ -412,6 +413,7 @@ class Binding:
             model = load_adapted(self.policy, policy, self.spec.seed, self._device)
         else:
             model = load_model(self.policy, policy, self.spec.seed)
+        self._check_size(model)
         self._tokenizer = load_tokenizer(self.policy, policy)
         check_tokenizer(self.policy, policy, self._tokenizer, model)
         if paced:
@@ -427,6 +429,24 @@ class Binding:
             key = f"{self.job_id}/{self.policy}"
             return GangLearner(self._gangs, key, self.spec, self.policy, options)
         return Learner(model, self.spec, self.policy, device=self._device, **options)
+
+    def _check_size(self, model: Any) -> None:
+        """Before any of it is on the device."""
+        room = memory_of(self._device, self._settings.trainer_memory_bytes)
+        sizes = [(p.nbytes, p.requires_grad) for p in model.parameters()]
+        # Gradients and both moments of what is trained.
+        needed = sum(size * (4 if trained and self.trainable else 1) for size, trained in sizes)
+        if room and needed > room:
+            raise FailedPrecondition(
+                f"policy {self.policy} needs {needed:,} bytes for its training state; this trainer "
+                f"has {room:,}",
+                kind="policy_too_large",
+                field=f"policies.{self.policy}.model",
+                value=needed,
+                remedy="Use a smaller model, an adapter (`lora`) or a larger gang "
+                "(`trainer.gang`), or add a trainer with more memory "
+                "(TROUPE_TRAINER_MEMORY_BYTES says how much it may use).",
+            )
 
     def _restore(self, version: int, checksum: str) -> None:
         self.dirty = True  # until all of it is back
