@@ -1,7 +1,7 @@
 """Losses and gradients as TRL computes them; test_trl.py runs it with a Python that has TRL.
 
 `python trl_reference.py BATCH CASES OUT`: BATCH a safetensors file (logits [B, T, V], ids, mask,
-old, ref, advantages), CASES a JSON object of settings by name, OUT gets `{name}/loss` and
+old, ref, start, advantages), CASES a JSON object of settings by name, OUT gets `{name}/loss` and
 `{name}/grad`.
 """
 
@@ -41,7 +41,10 @@ def compute(batch: dict[str, torch.Tensor], case: dict[str, Any]) -> tuple[Any, 
         inputs["old_per_token_logps"] = batch["old"]
     else:
         # As `_generate_and_score_completions` makes it of the engine's log-probs.
-        difference = (logps.detach() - batch["old"]) * batch["mask"]
+        start = batch["start"] if case.get("old") else logps.detach()
+        if case.get("old"):
+            inputs["old_per_token_logps"] = start
+        difference = (start - batch["old"]) * batch["mask"]
         if correction == "sequence_masked":
             difference = difference.sum(-1, keepdim=True)
         ratio = difference.exp()
