@@ -1,7 +1,8 @@
-"""`python -m benchmarks.transfer [--quick] [--json]`
+"""`python -m benchmarks.transfer [--quick] [--json] [--max-mib N]`
 
-States of several sizes within a process, through shared memory, and between two processes through
-UCX and gRPC, against memcpy and bare UCX in the same run. The last line of stdout is the JSON
+States of several sizes within a process, through shared memory, and between two processes and two
+network namespaces (as root) through UCX and gRPC, against memcpy and bare UCX in the same run; what
+four readers cost, and what of an engine's update is exposed. The last line of stdout is the JSON
 object. UCX needs `pip install 'troupe[ucx]'`.
 """
 
@@ -13,6 +14,7 @@ import logging
 import os
 import platform
 import tempfile
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,28 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.transfer.measure import Row, measure
+from benchmarks.transfer import networks, swap
+from benchmarks.transfer.measure import Pair, Row, measure
 from troupe.transfer.places import default_root
+from troupe.transfer.remote import lane
 
 MIB = 2**20
 QUICK = ([16 * MIB], 2)
-FULL = ([64 * MIB, 1024 * MIB, 4096 * MIB], 3)
-NOT_MEASURED = (
-    "Not measured: between two network namespaces; several readers of another host (there is no "
-    "tree yet); the exposed part of an engine's swap (engines do not use peers yet)."
-)
+FULL = ([64 * MIB, 1024 * MIB, 4096 * MIB], 5)
+# Bytes that four other hosts want, and width and depth of the model whose engine is updated.
+QUICK_TREE, FULL_TREE = 32 * MIB, 192 * MIB
+QUICK_MODEL, FULL_MODEL = (128, 2), (512, 8)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What is measured for one size only; None where it could not be, `missing` says why."""
+
+    network: Pair | None
+    readers: tuple[float, float] | None
+    # Seconds exposed, seconds of transfer, bytes.
+    swap: tuple[float, float, int]
+    missing: str
 
 
 def main() -> None:
@@ -50,26 +64,50 @@ def main() -> None:
     # Beside the place of real states: in shared memory where there is some.
     with tempfile.TemporaryDirectory(prefix="troupe-bench-", dir=default_root().parent) as where:
         rows = [measure(size, rounds, Path(where)) for size in sizes]
+        rest = _rest(rows[-1].num_bytes, rounds, Path(where), quick=args.quick)
     console.print(_table(rows))
-    console.print(NOT_MEASURED)
-    print(json.dumps(as_json(rows) | {"quick": args.quick} | _machine()))
+    console.print(_rest_table(rest))
+    print(json.dumps(as_json(rows, rest) | {"quick": args.quick} | _machine()))
 
 
-def as_json(rows: list[Row]) -> dict[str, Any]:
+def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
     """The keys that the largest state decides; null for what was not measured."""
     last = rows[-1]
-    ratio = last.raw_ucx / last.ucx if last.ucx and last.raw_ucx else None
+    near, tcp, network = last.near, last.tcp, rest.network
+    pairs = {"near": near, "tcp": tcp, "network": network}
+    ratios = {name: _rounded(pair.ratio) for name, pair in pairs.items() if pair is not None}
+    here = last.four_readers / last.one_reader
+    hosts = rest.readers and rest.readers[1] / rest.readers[0]
+    exposed, moved, _ = rest.swap
     return {
-        "ucx_ratio": _rounded(ratio),
-        "shm_zero_copy": last.copied_fraction < 0.05,
-        "four_readers_ratio": _rounded(last.four_readers / last.one_reader),
-        "exposed_fraction": None,
+        # The worst of the ways there are.
+        "ucx_ratio": min(ratios.values(), default=None),
+        "shm_zero_copy": last.copied_fraction == 0,
+        "four_readers_ratio": _rounded(max(here, hosts or 0.0)),
+        "exposed_fraction": _rounded(exposed / moved),
+        "ucx_ratios": ratios,
+        "four_readers_one_host": _rounded(here),
+        "four_readers_four_hosts": _rounded(hosts),
         "checksum_gib_s": _rounded(last.speed(last.checksum)),
         "memcpy_gib_s": _rounded(last.speed(last.memcpy)),
-        "ucx_gib_s": _rounded(last.speed(last.ucx)),
-        "raw_ucx_gib_s": _rounded(last.speed(last.raw_ucx)),
+        "set_over_memcpy": _rounded(last.memcpy / last.set),
+        "ucx_gib_s": _rounded(last.speed(near and near.ours)),
+        "raw_ucx_gib_s": _rounded(last.speed(near and near.bare)),
         "grpc_gib_s": _rounded(last.speed(last.grpc)),
     }
+
+
+def _rest(num_bytes: int, rounds: int, where: Path, *, quick: bool) -> Rest:
+    why_not = networks.why_not()
+    network = readers = None
+    if not why_not:
+        readers = networks.four_readers(QUICK_TREE if quick else FULL_TREE, 2, where)
+        if not lane.missing():
+            network = networks.between_two(min(num_bytes, 1024 * MIB), rounds, where)
+    hidden, layers = QUICK_MODEL if quick else FULL_MODEL
+    swapped = swap.exposed(hidden, layers, rounds, where)
+    missing = f"no network namespaces: {why_not}" if why_not else ""
+    return Rest(network, readers, swapped, missing or lane.missing())
 
 
 def _table(rows: list[Row]) -> Table:
@@ -78,23 +116,46 @@ def _table(rows: list[Row]) -> Table:
     for row in rows:
         table.add_column(f"{row.num_bytes // MIB} MiB", justify="right")
     speeds = {
-        "memcpy": [r.speed(r.memcpy) for r in rows],
-        "checksum (xxh3-128)": [r.speed(r.checksum) for r in rows],
-        "set (checksum and copy)": [r.speed(r.set) for r in rows],
-        "get, shared memory, verified": [r.speed(r.get_shared_verified) for r in rows],
-        "get, two processes, UCX, verified": [r.speed(r.ucx) for r in rows],
-        "bare UCX, nothing verified": [r.speed(r.raw_ucx) for r in rows],
-        "get, two processes, gRPC, verified": [r.speed(r.grpc) for r in rows],
+        "memcpy": [r.memcpy for r in rows],
+        "checksum (xxh3-128)": [r.checksum for r in rows],
+        "set (checksum and copy), first version": [r.set_fresh for r in rows],
+        "set, later versions": [r.set for r in rows],
+        "get, shared memory, verified by it": [r.get_shared_verified for r in rows],
+        "get, two processes, UCX shared memory, verified": [r.near and r.near.ours for r in rows],
+        "bare UCX shared memory, nothing verified": [r.near and r.near.bare for r in rows],
+        "get, two processes, UCX TCP, verified": [r.tcp and r.tcp.ours for r in rows],
+        "bare UCX TCP, nothing verified": [r.tcp and r.tcp.bare for r in rows],
+        "get, two processes, gRPC, verified": [r.grpc for r in rows],
     }
     for name, values in speeds.items():
-        table.add_row(name, *("not installed" if v is None else f"{v:.2f}" for v in values))
+        shown = [r.speed(v) for r, v in zip(rows, values, strict=True)]
+        table.add_row(name, *("not installed" if v is None else f"{v:.2f}" for v in shown))
     table.add_row("get in process, ms", *(f"{r.get_in_process * 1e3:.2f}" for r in rows))
     table.add_row("get shared, not verified, ms", *(f"{r.get_shared * 1e3:.2f}" for r in rows))
     table.add_row("reader's copies / state", *(f"{r.copied_fraction:.4f}" for r in rows))
     table.add_row(
-        "four readers of shared memory / one",
+        "four readers of one host / one, each version new",
         *(f"{r.four_readers / r.one_reader:.2f}" for r in rows),
     )
+    return table
+
+
+def _rest_table(rest: Rest) -> Table:
+    table = Table(title=rest.missing or None)
+    table.add_column("")
+    table.add_column("", justify="right")
+    if rest.network is not None:
+        table.add_row("two network namespaces over bare UCX", f"{rest.network.ratio:.2f}")
+    if rest.readers is not None:
+        one, four = rest.readers
+        link = f"{networks.LINK_MBIT} Mbit/s links"
+        table.add_row(f"one host, {link}, s", f"{one:.2f}")
+        table.add_row(f"four hosts at once, {link}, s", f"{four:.2f}")
+    exposed, moved, num_bytes = rest.swap
+    table.add_row(
+        f"engine's update of {num_bytes / MIB:.0f} MiB, exposed, ms", f"{exposed * 1e3:.1f}"
+    )
+    table.add_row("its transfer while the engine serves, ms", f"{moved * 1e3:.1f}")
     return table
 
 

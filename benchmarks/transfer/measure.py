@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.transfer.processes import (
-    CHUNK,
-    IDLE,
-    KEY,
-    TAG,
-    line,
-    other,
-    state,
-    tell,
-)
+from benchmarks.transfer.processes import STEM, line, other, state, tell
 from troupe.transfer import Transfer, checksum_of
-from troupe.transfer.remote import Peer, lane
+from troupe.transfer.remote import lane
+
+# Between hosts there is no shared memory: what UCX does there is measured with TCP alone.
+TCP = {**os.environ, "UCX_TLS": "tcp,self"}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Seconds by `Transfer`, verified, and by two bare UCX workers, in the same minute."""
+
+    ours: float
+    bare: float
+
+    @property
+    def ratio(self) -> float:
+        """Of bare UCX's speed."""
+        return self.bare / self.ours
 
 
 @dataclass(frozen=True)
@@ -32,17 +42,18 @@ class Row:
     num_bytes: int
     memcpy: float
     checksum: float
+    set_fresh: float
     set: float
     get_in_process: float
     get_shared: float
     get_shared_verified: float
-    # Memory that a reader in shared memory took besides, over the size of the state.
+    # Bytes of a reader in shared memory that are not the file's own pages, over the state's.
     copied_fraction: float
     one_reader: float
     four_readers: float
     grpc: float
-    ucx: float | None
-    raw_ucx: float | None
+    near: Pair | None
+    tcp: Pair | None
 
     def speed(self, seconds: float | None) -> float | None:
         """GiB/s."""
@@ -52,35 +63,31 @@ class Row:
 def measure(num_bytes: int, rounds: int, directory: Path) -> Row:
     """Everything for one size; files lie under `directory`."""
     tensors = state(num_bytes)
-    transfer = Transfer(directory / "writer")
-
     memcpy = _memcpy(tensors, rounds)
-    checksum = _best(rounds, lambda: checksum_of(tensors))
-    set_ = _best(rounds, lambda: transfer.set(KEY, tensors))
-    in_process = _best(rounds, lambda: transfer.get(KEY, verify=False))
-    with ExitStack() as stack:
-        readers = [stack.enter_context(other("read", directory / "writer")) for _ in range(4)]
-        for reader in readers:
-            line(reader)
-        plain = [_read(readers[:1], "plain") for _ in range(rounds)]
-        one = [_read(readers[:1], "verify") for _ in range(rounds)]
-        four = [_read(readers, "verify") for _ in range(rounds)]
-    transfer.delete(KEY)
+    checksum = _best(rounds, partial(checksum_of, tensors))
     has_ucx = not lane.missing()
+    writer = Transfer(directory / "writer")
+    fresh, warm = _sets(writer, tensors, rounds + 1)
+    last = f"{STEM}@{rounds + 1}"
+    in_process = _best(rounds, lambda: writer.get(last))
+    plain, one, four = _readers(writer, tensors, rounds)
+    writer.close()
+    del tensors
     return Row(
         num_bytes=num_bytes,
         memcpy=memcpy,
         checksum=checksum,
-        set=set_,
+        set_fresh=fresh,
+        set=warm,
         get_in_process=in_process,
-        get_shared=min(seconds for seconds, _ in plain),
-        get_shared_verified=min(seconds for seconds, _ in one),
-        copied_fraction=max(taken for _, taken in plain) / num_bytes,
-        one_reader=min(seconds for seconds, _ in one),
-        four_readers=min(seconds for seconds, _ in four),
-        grpc=_remote(num_bytes, rounds, directory, use_ucx=False),
-        ucx=_remote(num_bytes, rounds, directory, use_ucx=True) if has_ucx else None,
-        raw_ucx=_raw(num_bytes, rounds) if has_ucx else None,
+        get_shared=plain[0],
+        get_shared_verified=one,
+        copied_fraction=plain[1] / num_bytes,
+        one_reader=one,
+        four_readers=four,
+        grpc=_remote(num_bytes, 1, directory, None, "grpc"),
+        near=_pair(num_bytes, rounds, directory, near=True) if has_ucx else None,
+        tcp=_pair(num_bytes, rounds, directory, near=False) if has_ucx else None,
     )
 
 
@@ -103,6 +110,45 @@ def _best(rounds: int, act: Callable[[], object]) -> float:
     return min(seconds[1:])
 
 
+def _sets(writer: Transfer, tensors: dict[str, torch.Tensor], rounds: int) -> tuple[float, float]:
+    """Seconds of the first version, and of those that fill the files of earlier ones."""
+    seconds = []
+    for version in range(rounds + 1):
+        begin = time.perf_counter()
+        writer.set(f"{STEM}@{version}", tensors)
+        seconds.append(time.perf_counter() - begin)
+        writer.delete(f"{STEM}@{version - 1}")
+    return seconds[0], min(seconds[2:])
+
+
+def _readers(
+    writer: Transfer, tensors: dict[str, torch.Tensor], rounds: int
+) -> tuple[tuple[float, int], float, float]:
+    """Processes of one host: (seconds, bytes copied) of one that verifies nothing; seconds until
+    one, and until all of four, have a version that nobody has verified before."""
+    version = 100
+    with ExitStack() as stack:
+        readers = [stack.enter_context(other("read", writer.roots[0])) for _ in range(4)]
+        for reader in readers:
+            line(reader)
+        seconds: dict[tuple[int, str], list[tuple[float, int]]] = {}
+        for _ in range(rounds):
+            for count, how in ((1, "plain"), (1, "verify"), (4, "verify")):
+                version += 1
+                writer.set(f"{STEM}@{version}", tensors)
+                writer.delete(f"{STEM}@{version - 1}")
+                seconds.setdefault((count, how), []).append(
+                    _read(readers[:count], f"{how} {version}")
+                )
+    writer.delete(f"{STEM}@{version}")
+    plain = seconds[1, "plain"]
+    return (
+        (min(s for s, _ in plain), max(taken for _, taken in plain)),
+        min(s for s, _ in seconds[1, "verify"]),
+        min(s for s, _ in seconds[4, "verify"]),
+    )
+
+
 def _read(readers: list[subprocess.Popen[str]], how: str) -> tuple[float, int]:
     """All at once: seconds of the slowest, most memory that one of them took."""
     for reader in readers:
@@ -111,35 +157,58 @@ def _read(readers: list[subprocess.Popen[str]], how: str) -> tuple[float, int]:
     return max(float(s) for s, _ in answers), max(int(taken) for _, taken in answers)
 
 
-def _remote(num_bytes: int, rounds: int, directory: Path, *, use_ucx: bool) -> float:
-    """From another process's owner, into this one's shared memory, verified."""
-    with other("serve", directory / "owner", num_bytes, int(use_ucx)) as process:
-        source = Peer(line(process))
-        here = Transfer(directory / "reader", peers=[source])
-
-        def fetch() -> None:
-            here.delete(KEY)
-            here.get(KEY)
-
-        seconds = _best(rounds, fetch)
-        transports = {choice.transport for choice in here.counters.moves()}
-        assert transports == {"ucx" if use_ucx else "grpc"}, transports
-        here.delete(KEY)
-        source.close()
-    Transfer(directory / "owner").delete(KEY)
-    return seconds
+def _pair(num_bytes: int, rounds: int, directory: Path, *, near: bool) -> Pair:
+    env = None if near else TCP
+    # What UCX does itself is measured before and after: a machine is not equally busy twice.
+    bare = _raw(num_bytes, rounds, env, near=near)
+    ours = _remote(num_bytes, rounds, directory, env, "ucx")
+    return Pair(ours, min(bare, _raw(num_bytes, rounds, env, near=near)))
 
 
-def _raw(num_bytes: int, rounds: int) -> float:
+def _remote(
+    num_bytes: int, rounds: int, directory: Path, env: dict[str, str] | None, transport: str
+) -> float:
+    """Version after version from one process' owner into another's shared memory, verified."""
+    use_ucx = int(transport == "ucx")
+    with (
+        tempfile.TemporaryDirectory(dir=directory) as own,
+        other("serve", Path(own) / "owner", num_bytes, use_ucx, env=env) as owner,
+        other("fetch", Path(own) / "reader", line(owner), use_ucx, env=env) as reader,
+    ):
+        return versions(owner, reader, rounds, transport)
+
+
+def versions(
+    owner: subprocess.Popen[str], reader: subprocess.Popen[str], rounds: int, transport: str
+) -> float:
+    """Seconds of the fastest `rounds` versions, once there are files to fill again."""
+    line(reader)
+    seconds = []
+    for version in range(rounds + 2):
+        tell(owner, version)
+        line(owner)
+        tell(reader, version)
+        taken, by = line(reader).split()
+        assert by == transport, by
+        seconds.append(float(taken))
+    return min(seconds[2:])
+
+
+def _raw(num_bytes: int, rounds: int, env: dict[str, str] | None, *, near: bool) -> float:
     """The same chunks through two bare UCX workers."""
-    data = memoryview(bytearray(num_bytes))
-    with lane.Lane() as receiver, other("send_raw", num_bytes, receiver.address.hex()) as sender:
-        line(sender)
+    with other("receive_raw", num_bytes, int(near), env=env) as receiver:
+        address = line(receiver)
+        with other("send_raw", num_bytes, address, int(near), env=env) as sender:
+            line(sender)
+            return bare(sender, receiver, rounds)
 
-        def receive() -> None:
-            tell(sender, "go")
-            parts = range(0, num_bytes, CHUNK)
-            got = [receiver.receive(data[i : i + CHUNK], TAG + n) for n, i in enumerate(parts)]
-            receiver.wait(lambda: all(r.completed for r in got), idle=IDLE)
 
-        return _best(rounds, receive)
+def bare(sender: subprocess.Popen[str], receiver: subprocess.Popen[str], rounds: int) -> float:
+    """Seconds of the fastest of `rounds`, after one that warms up."""
+    seconds = []
+    for _ in range(rounds + 1):
+        tell(receiver, "go")
+        line(receiver)
+        tell(sender, "go")
+        seconds.append(float(line(receiver)))
+    return min(seconds[1:])

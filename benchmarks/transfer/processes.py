@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,54 +18,119 @@ from typing import Any
 import torch
 
 from troupe.transfer import Transfer
-from troupe.transfer.remote import Owner, lane
+from troupe.transfer.checksum import PIECE_BYTES
+from troupe.transfer.remote import HostOwner, Owner, Peer, lane
 
-KEY = "benchmark/policy/weights@1"
-CHUNK = 16 << 20
+STEM = "benchmark/policy/weights"
+CHUNK = PIECE_BYTES
 TAG = 1
 IDLE = 60.0
+# Of copies of the state that the reader of a mapping may make: it makes none.
+_PRIVATE = re.compile(r"^(Private_Dirty|Anonymous):\s+(\d+) kB", re.M)
 
 
-def state(num_bytes: int) -> dict[str, torch.Tensor]:
+def state(num_bytes: int, version: int = 0) -> dict[str, torch.Tensor]:
     """Eight matrices, `num_bytes` together."""
     each = num_bytes // 8 // 4
-    return {f"layer{i}": torch.full((each,), i, dtype=torch.float32) for i in range(8)}
+    return {f"layer{i}": torch.full((each,), i + version / 7) for i in range(8)}
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that is no file: where copies would be."""
-    rollup = Path("/proc/self/smaps_rollup").read_text()
-    found = re.search(r"^Anonymous:\s+(\d+) kB", rollup, re.M)
-    return int(found[1]) << 10 if found else 0
-
-
-def serve(root: str, num_bytes: str, use_ucx: str) -> None:
-    """An owner of one state."""
+def serve(root: str, num_bytes: str, use_ucx: str, host: str = "127.0.0.1") -> None:
+    """An owner; for each version on stdin, one more of the state, in place of the one before."""
     transfer = Transfer(Path(root))
-    transfer.set(KEY, state(int(num_bytes)))
-    owner = Owner(transfer, use_ucx=use_ucx == "1")
+    owner = Owner(transfer, host=host, use_ucx=use_ucx == "1")
     print(owner.address, flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        version = int(line)
+        transfer.set(f"{STEM}@{version}", state(int(num_bytes), version))
+        transfer.delete(f"{STEM}@{version - 1}")
+        print("stored", flush=True)
     owner.stop(0)
 
 
+def publish(root: str, hidden: str, layers: str, use_ucx: str) -> None:
+    """`serve` of a model: prints each version's checksum."""
+    from benchmarks.transfer.swap import POLICY, model
+
+    transfer = Transfer(Path(root))
+    owner = Owner(transfer, use_ucx=use_ucx == "1")
+    print(owner.address, flush=True)
+    for line in sys.stdin:
+        version, prefix = int(line), f"benchmark/{POLICY}/weights@"
+        tensors = model(int(hidden), int(layers), version)
+        print(transfer.set(f"{prefix}{version}", tensors).checksum, flush=True)
+        transfer.delete(f"{prefix}{version - 1}")
+    owner.stop(0)
+
+
+def fetch(root: str, address: str, use_ucx: str) -> None:
+    """For each version on stdin, get it from the owner at `address`: seconds, and by what."""
+    transfer = Transfer(Path(root), peers=[Peer(address, use_ucx=use_ucx == "1")])
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(*_get(transfer, int(line)), flush=True)
+
+
+def host(root: str, address: str, here: str) -> None:
+    """`fetch` on a host of its own, whose owner hands on what it gets."""
+    owner = Owner(Transfer(Path(root)), host="0.0.0.0", advertise=here, use_ucx=False)
+    near = f"127.0.0.1:{owner.port}"
+    source = HostOwner(near, locate=lambda key, expected: [address])
+    transfer = Transfer(Path(root), peers=[source])
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(*_get(transfer, int(line)), flush=True)
+
+
+def _get(transfer: Transfer, version: int) -> tuple[float, str]:
+    begin = time.perf_counter()
+    got = transfer.get(f"{STEM}@{version}")
+    seconds = time.perf_counter() - begin
+    del got
+    return seconds, transfer.last_transport
+
+
 def read(root: str) -> None:
-    """For each line of stdin, get the state and print seconds and bytes of memory it took."""
+    """For each line of stdin ("verify" or not, version): get the state, print seconds, and of the
+    mapping that the tensors lie in how many bytes are this process' own."""
     transfer = Transfer(Path(root))
     print("ready", flush=True)
     for line in sys.stdin:
-        before, begin = anonymous_bytes(), time.perf_counter()
-        tensors, _ = transfer.get(KEY, verify=line.strip() == "verify")
+        how, version = line.split()
+        key = f"{STEM}@{version}"
+        begin = time.perf_counter()
+        tensors, _ = transfer.get(key, verify=how == "verify")
         seconds = time.perf_counter() - begin
         sum(float(t.sum()) for t in tensors.values())  # every page is looked at
-        print(seconds, anonymous_bytes() - before, flush=True)
+        print(seconds, copied(tensors, Path(root) / key), flush=True)
         del tensors
 
 
-def send_raw(num_bytes: str, address: str) -> None:
+def copied(tensors: dict[str, torch.Tensor], path: Path) -> int:
+    """Bytes of `tensors` that are not the very pages of the file at `path`.
+
+    Each tensor's address is looked up in the process' mappings: outside of the file's it is a
+    copy; inside, what is private of the mapping is.
+    """
+    mappings = []
+    for block in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        head = block.splitlines()[0].split(maxsplit=5)
+        if head[-1] == str(path.absolute()):
+            begin, end = (int(place, 16) for place in head[0].split("-"))
+            own = max(int(size) << 10 for _, size in _PRIVATE.findall(block))
+            mappings.append((begin, end, own))
+    outside = 0
+    for tensor in tensors.values():
+        at, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        if not any(begin <= at and at + size <= end for begin, end, _ in mappings):
+            outside += size
+    return outside + sum(own for *_, own in mappings)
+
+
+def send_raw(num_bytes: str, address: str, near: str) -> None:
     """Send the bytes once per line of stdin: nothing is checked, nobody is asked."""
     data = memoryview(bytearray(int(num_bytes)))
-    with lane.Lane() as sender:
+    with lane.Lane(near=near == "1") as sender:
         sender.connect(bytes.fromhex(address))
         print("ready", flush=True)
         for _ in sys.stdin:
@@ -74,16 +139,32 @@ def send_raw(num_bytes: str, address: str) -> None:
             sender.wait(partial(_all_done, sent), idle=IDLE)
 
 
+def receive_raw(num_bytes: str, near: str) -> None:
+    """The other side of `send_raw`: prints its address, and seconds for each line of stdin."""
+    data = memoryview(bytearray(int(num_bytes)))
+    with lane.Lane(near=near == "1") as receiver:
+        print(receiver.address.hex(), flush=True)
+        for _ in sys.stdin:
+            begin = time.perf_counter()
+            parts = range(0, len(data), CHUNK)
+            got = [receiver.receive(data[i : i + CHUNK], TAG + n) for n, i in enumerate(parts)]
+            print("waits", flush=True)
+            receiver.wait(partial(_all_done, got), idle=IDLE)
+            print(time.perf_counter() - begin, flush=True)
+
+
 def _all_done(requests: list[Any]) -> bool:
     return all(request.completed for request in requests)
 
 
 @contextmanager
-def other(what: str, *args: object) -> Iterator[subprocess.Popen[str]]:
-    """Another process that does `what`; killed at the end."""
+def other(
+    what: str, *args: object, env: dict[str, str] | None = None, within: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """Another process that does `what`; killed at the end. `within`: a command in front of it."""
     command = [sys.executable, "-m", "benchmarks.transfer.processes", what, *map(str, args)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*within, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     ) as process:
         try:
             yield process
@@ -99,14 +180,22 @@ def line(process: subprocess.Popen[str]) -> str:
     return text.strip()
 
 
-def tell(process: subprocess.Popen[str], text: str) -> None:
+def tell(process: subprocess.Popen[str], text: object) -> None:
     """Give it a line."""
     assert process.stdin is not None
-    process.stdin.write(text + "\n")
+    process.stdin.write(f"{text}\n")
     process.stdin.flush()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    acts: dict[str, Callable[..., None]] = {"serve": serve, "read": read, "send_raw": send_raw}
+    acts: dict[str, Callable[..., None]] = {
+        "serve": serve,
+        "publish": publish,
+        "fetch": fetch,
+        "host": host,
+        "read": read,
+        "send_raw": send_raw,
+        "receive_raw": receive_raw,
+    }
     acts[sys.argv[1]](*sys.argv[2:])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from troupe.rpc.errors import InvalidArgument
 from troupe.transfer.checksum import dtype_name, dtype_of
 from troupe.transfer.manifest import stem_of, version_in
+from troupe.transfer.nesting import flatten, unflatten
 
 # Where a cast state says what it was made of.
 CAST_OF = "cast_of"
@@ -37,6 +38,8 @@ def check_cast(name: str) -> torch.dtype:
     )
 
 
-def cast(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """`tensors`, the floating-point ones of them in `dtype`."""
-    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+def cast(state: Any, dtype: torch.dtype) -> Any:
+    """A tree like `state`, its floating-point tensors in `dtype`."""
+    tensors, nesting = flatten(state)
+    made = {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+    return unflatten(made, nesting)

@@ -5,19 +5,27 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from troupe.transfer import blob, room, sidecar
-from troupe.transfer.errors import Corrupt, InvalidKey, KeyNotFound, TransferTimeout
+from troupe.transfer.errors import (
+    Corrupt,
+    InvalidKey,
+    KeyNotFound,
+    TransferTimeout,
+    VersionWentBackwards,
+)
 from troupe.transfer.manifest import Manifest, stem_of, version_in
 from troupe.transfer.spares import Spares
 
 log = logging.getLogger(__name__)
 
 _SEGMENT = re.compile(r"^[A-Za-z0-9_@=-][A-Za-z0-9._@=-]*$")
+# A key appears at most once per step: looking this often costs nothing and delays nobody.
+_POLL_SECONDS = 0.01
 # Larger states are verified once per host, and the others of the host believe it.
 _MARKED_BYTES = 1 << 20
 # Nobody verifies for longer.
@@ -103,6 +111,36 @@ class Shelf:
                 if key.startswith(prefix) and not key.startswith(".") and path.is_file():
                     found.add(key)
         return sorted(found)
+
+    def newest(self, stem: str, at_least: int) -> Manifest:
+        """See `Transfer.newest`."""
+        prefix = f"{stem}@"
+        versions = [k.removeprefix(prefix) for k in self.keys(prefix)]
+        found = max((int(v) for v in versions if v.isdigit()), default=None)
+        if found is None:
+            raise KeyNotFound(stem, f"no version of it is stored in {self.roots[0]}")
+        if found < at_least:
+            raise VersionWentBackwards(
+                f"{prefix}{found}", f"is the newest version, but {at_least} was there before"
+            )
+        return self.manifest(f"{prefix}{found}")
+
+    def watch(self, prefix: str, timeout: float, known: Collection[str]) -> Iterator[Manifest]:
+        """See `Transfer.watch`."""
+        seen = set(known)
+        deadline = time.monotonic() + timeout
+        while True:
+            for key in self.keys(prefix):
+                if key not in seen:
+                    seen.add(key)
+                    try:
+                        manifest = self.manifest(key)
+                    except KeyNotFound:
+                        continue
+                    yield manifest
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(_POLL_SECONDS)
 
     def fetched(self, prefix: str = "") -> Iterator[tuple[str, str]]:
         """Keys whose content came from another host, and the address that it came from."""

@@ -15,18 +15,16 @@ import torch
 
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.transfer import blob, room, sidecar
-from troupe.transfer.cast import CAST_OF, cast_key, check_cast
-from troupe.transfer.cast import cast as cast_tensors
+from troupe.transfer.cast import CAST_OF, cast, cast_key, check_cast
 from troupe.transfer.checksum import dtype_name
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import (
     Corrupt,
     KeyNotFound,
-    LayoutMismatch,
     StorageFull,
     TransferTimeout,
-    VersionWentBackwards,
 )
+from troupe.transfer.fitting import check_layout
 from troupe.transfer.manifest import Manifest, Shard
 from troupe.transfer.nesting import flatten, unflatten
 from troupe.transfer.places import Source, default_root, in_memory
@@ -168,7 +166,7 @@ class Transfer:
             raise Corrupt(key, f"holds {content}, expected {expected_checksum}")
         targets = None if into is None else flatten(into)[0]
         if targets is not None:
-            _check_layout(key, manifest, targets)
+            check_layout(key, manifest, targets)
         own = self._own.get(key) == identity
         # Its own bytes a process hashed as it copied them; what was fetched was verified.
         if verify and not own and fetched is None:
@@ -219,16 +217,7 @@ class Transfer:
 
         Raises KeyNotFound, Corrupt, or VersionWentBackwards when all there is is older.
         """
-        prefix = f"{stem}@"
-        versions = [k.removeprefix(prefix) for k in self.keys(prefix)]
-        found = max((int(v) for v in versions if v.isdigit()), default=None)
-        if found is None:
-            raise KeyNotFound(stem, f"no version of it is stored in {self.roots[0]}")
-        if found < at_least:
-            raise VersionWentBackwards(
-                f"{prefix}{found}", f"is the newest version, but {at_least} was there before"
-            )
-        return self.manifest(f"{prefix}{found}")
+        return self._shelf.newest(stem, at_least)
 
     def exists(self, key: str) -> bool:
         """Whether something is stored under `key`, on this host."""
@@ -252,20 +241,7 @@ class Transfer:
         self, prefix: str, *, timeout: float, known: Collection[str] = ()
     ) -> Iterator[Manifest]:
         """Manifests of keys with `prefix`, each once, as they appear; ends after `timeout` s."""
-        seen = set(known)
-        deadline = time.monotonic() + timeout
-        while True:
-            for key in self.keys(prefix):
-                if key not in seen:
-                    seen.add(key)
-                    try:
-                        manifest = self.manifest(key)
-                    except KeyNotFound:
-                        continue
-                    yield manifest
-            if time.monotonic() >= deadline:
-                return
-            time.sleep(_POLL_SECONDS)
+        return self._shelf.watch(prefix, timeout, known)
 
     def sweep(self) -> None:
         """Give back memory that was kept for states to come and that nobody came to use."""
@@ -358,7 +334,7 @@ class Transfer:
                     return there
             tensors, source = self.get(key)
             metadata = {**source.metadata, CAST_OF: source.checksum}
-            return self.set(made, _cast_tree(tensors, dtype), metadata=metadata)
+            return self.set(made, cast(tensors, dtype), metadata=metadata)
 
     def _fetch(
         self,
@@ -418,22 +394,3 @@ def _near(path: Path, roots: Sequence[Path]) -> tuple[str, str]:
     if in_memory(path):
         return "shared_memory", "same_host"
     return "file", "shared_memory_full" if in_memory(roots[0]) else "root_on_disk"
-
-
-def _cast_tree(state: Any, dtype: torch.dtype) -> Any:
-    tensors, nesting = flatten(state)
-    return unflatten(cast_tensors(tensors, dtype), nesting)
-
-
-def _check_layout(key: str, manifest: Manifest, into: Mapping[str, torch.Tensor]) -> None:
-    stored = {entry.name: entry for entry in manifest.entries}
-    if stored.keys() != into.keys():
-        missing = sorted(into.keys() - stored.keys())[:3]
-        extra = sorted(stored.keys() - into.keys())[:3]
-        raise LayoutMismatch(key, f"names differ: missing {missing}, unexpected {extra}")
-    for name, target in into.items():
-        entry = stored[name]
-        if entry.shape != tuple(target.shape) or entry.dtype != dtype_name(target.dtype):
-            have = f"{entry.dtype}{list(entry.shape)}"
-            want = f"{dtype_name(target.dtype)}{list(target.shape)}"
-            raise LayoutMismatch(key, f"'{name}' is stored as {have}, wanted {want}")

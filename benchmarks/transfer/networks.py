@@ -1,0 +1,140 @@
+"""Hosts of one machine: network namespaces with links of a given speed. Needs root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.transfer.measure import TCP, Pair, bare, versions
+from benchmarks.transfer.processes import line, other, tell
+
+# Of each host's link, either way, where several read: so slow that the links and not the two
+# cores of a small machine are what several readers share.
+LINK_MBIT = 400
+
+
+def why_not() -> str:
+    """Why there can be no namespaces; empty when there can."""
+    if os.geteuid() != 0:
+        return "not root"
+    return "" if shutil.which("ip") and shutil.which("tc") else "no ip or tc"
+
+
+class Network:
+    """`count` hosts on one bridge, each in a namespace: `address(k)`, and what runs `within(k)`."""
+
+    def __init__(self, count: int, mbit: int = 0) -> None:
+        """`mbit`: of each link, either way; 0: as fast as it is. Raises CalledProcessError."""
+        self._name = f"tx{os.getpid() % 10000}"
+        self._count, self._mbit = count, mbit
+
+    def __enter__(self) -> Network:
+        name = self._name
+        try:
+            _run(f"ip link add {name}br type bridge")
+            _run(f"ip link set {name}br up")
+            for k in range(self._count):
+                inside, outside = f"{name}i{k}", f"{name}o{k}"
+                _run(f"ip netns add {name}n{k}")
+                _run(f"ip link add {outside} type veth peer name {inside}")
+                _run(f"ip link set {inside} netns {name}n{k}")
+                _run(f"ip link set {outside} master {name}br up")
+                within = f"ip netns exec {name}n{k}"
+                _run(f"{within} ip addr add {self.address(k)}/24 dev {inside}")
+                _run(f"{within} ip link set {inside} up")
+                _run(f"{within} ip link set lo up")
+                if self._mbit:
+                    limit = f"root tbf rate {self._mbit}mbit burst 512kb latency 100ms"
+                    _run(f"{within} tc qdisc add dev {inside} {limit}")
+                    _run(f"tc qdisc add dev {outside} {limit}")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for k in range(self._count):
+            _run(f"ip netns delete {self._name}n{k}", check=False)
+        _run(f"ip link delete {self._name}br", check=False)
+
+    def address(self, host: int) -> str:
+        """Of one of the hosts."""
+        return f"10.213.7.{host + 1}"
+
+    def within(self, host: int) -> list[str]:
+        """What to put in front of a command to run it there."""
+        return ["ip", "netns", "exec", f"{self._name}n{host}"]
+
+
+def between_two(num_bytes: int, rounds: int, directory: Path) -> Pair:
+    """Two hosts, TCP: by `Transfer`, and by bare UCX."""
+    with Network(2) as net, ExitStack() as stack:
+        near = 0
+        receiver = stack.enter_context(
+            other("receive_raw", num_bytes, near, env=TCP, within=net.within(1))
+        )
+        sender = stack.enter_context(
+            other("send_raw", num_bytes, line(receiver), near, env=TCP, within=net.within(0))
+        )
+        line(sender)
+        raw = bare(sender, receiver, rounds)
+        arguments = (directory / "netowner", num_bytes, 1, net.address(0))
+        owner = stack.enter_context(other("serve", *arguments, env=TCP, within=net.within(0)))
+        arguments = (directory / "netreader", line(owner), 1)
+        reader = stack.enter_context(other("fetch", *arguments, env=TCP, within=net.within(1)))
+        ours = versions(owner, reader, rounds, "ucx")
+        return Pair(ours, min(raw, bare(sender, receiver, rounds)))
+
+
+def four_readers(num_bytes: int, rounds: int, directory: Path) -> tuple[float, float]:
+    """Seconds until one, and until all of four, other hosts have a version."""
+    with Network(5, LINK_MBIT) as net, ExitStack() as stack:
+        arguments = (directory / "treeowner", num_bytes, 0, net.address(0))
+        owner = stack.enter_context(other("serve", *arguments, within=net.within(0)))
+        address = line(owner)
+        readers = [
+            stack.enter_context(
+                other(
+                    "host",
+                    directory / f"treereader{k}",
+                    address,
+                    net.address(k),
+                    within=net.within(k),
+                )
+            )
+            for k in range(1, 5)
+        ]
+        for reader in readers:
+            line(reader)
+        ones, fours = [], []
+        for version in range(0, 2 * rounds, 2):
+            ones.append(_all(owner, readers[:1], version))
+            fours.append(_all(owner, readers, version + 1))
+        return min(ones), min(fours)
+
+
+def _all(owner: subprocess.Popen[str], readers: list[subprocess.Popen[str]], version: int) -> float:
+    tell(owner, version)
+    line(owner)
+    taken: list[float] = []
+
+    def ask(reader: subprocess.Popen[str]) -> None:
+        tell(reader, version)
+        taken.append(float(line(reader).split()[0]))
+
+    threads = [threading.Thread(target=ask, args=[reader]) for reader in readers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(taken) < len(readers):
+        raise RuntimeError("a reader of the benchmark died")
+    return max(taken)
+
+
+def _run(command: str, *, check: bool = True) -> None:
+    subprocess.run(command.split(), check=check, capture_output=True)
