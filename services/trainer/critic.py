@@ -70,6 +70,8 @@ class Critic:
         config = module.config.get_text_config()
         if getattr(config, "final_logit_softcapping", None) is not None:
             config.final_logit_softcapping = None
+        # What is behind a model's last position cannot be read (GPT-2) or was never learned.
+        self._positions = int(getattr(config, "max_position_embeddings", 0) or 0)
         self._module = module
         self._spec, self._pieces, self._bfloat16 = spec, pieces, bfloat16
         self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -211,7 +213,10 @@ class Critic:
                 value=row.sample_id,
                 remedy="Update the rollout workers, or set algorithm.critic.observes to `agent`.",
             )
-        context = row.context[-self._spec.context_tokens :]
+        room = self._spec.context_tokens
+        if self._positions:
+            room = min(room, max(0, self._positions - len(row.ids)))
+        context = row.context[max(0, len(row.context) - room) :]
         ids = np.concatenate([context, row.ids])
         return replace(row, ids=ids, prompt_length=row.prompt_length + len(context))
 

@@ -14,7 +14,7 @@ import torch
 from services.trainer.critic import chained_advantages
 from services.trainer.learner import Learner
 from services.trainer.passes import Passes
-from services.trainer.policy_model import load_model
+from services.trainer.policy_model import load_adapted, load_model
 from services.trainer.rows import Row
 from services.trainer.updates import schedule
 from tests.support.training import make_spec
@@ -221,6 +221,25 @@ def test_a_row_without_the_teams_context_is_refused(tokenizer: Path) -> None:
     with pytest.raises(FailedPrecondition, match="no column critic_context") as refused:
         learner.accumulate(_rows(learner))
     assert refused.value.remedy
+
+
+def test_with_an_adapter_the_critic_is_one_too(tokenizer: Path) -> None:
+    values = _spec(tokenizer).model_dump(mode="json")
+    values["policies"]["solver"]["lora"] = {"rank": 4}
+    spec = JobSpec.model_validate(values)
+    model = load_adapted("solver", spec.policies["solver"], 0, torch.device("cpu"))
+    learner = Learner(model, spec, "solver")
+    base = {n: p.clone() for n, p in model.named_parameters() if ".lora_" not in n}
+    weights = {n for n in learner.moments() if n.startswith("critic/weight/")}
+    heads = {n for n in weights if ".lora_" not in n}
+    assert heads == {"critic/weight/lm_head.weight", "critic/weight/lm_head.bias"}
+    assert len(weights) > 2
+    for version in range(2):
+        learner.accumulate(_rows(learner, version))
+        assert learner.apply(version).applied
+    assert all(torch.equal(p, base[n]) for n, p in model.named_parameters() if n in base)
+    critic = learner.moments()
+    assert any(bool(t.any()) for n, t in critic.items() if "lora_B" in n and n in weights)
 
 
 # Several updates.
