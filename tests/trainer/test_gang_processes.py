@@ -23,6 +23,7 @@ from services.trainer.peers import Stopped
 from services.trainer.settings import TrainerSettings
 from tests.trainer.test_gang import alone, assert_close, assert_equal, gang_spec, rows_of, together
 from tests.trainer.test_gang_steps import ranks
+from troupe.job import JobSpec
 from troupe.rpc import Aborted, DeadlineExceeded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -70,6 +71,19 @@ def test_every_way_to_weigh_tokens(
             if name != "train/seconds":
                 assert ours.metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
         assert_close(gang, one)
+    gang.leave()
+
+
+def test_activations_of_sharded_layers_are_computed_again(tokenizer: Path, gangs: Gangs) -> None:
+    values = gang_spec(tokenizer).model_dump()
+    values["policies"]["solver"]["trainer"]["activation_checkpointing"] = True
+    spec = JobSpec.model_validate(values)
+    gang, one = together(gangs, spec), alone(gang_spec(tokenizer))
+    rows = rows_of(spec, 7, 0)
+    for learner in (gang, one):
+        learner.accumulate(rows)
+        assert learner.apply(0).applied
+    assert_close(gang, one)
     gang.leave()
 
 
