@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -12,9 +13,6 @@ from troupe.adapters import AdapterContent, base_key
 from troupe.job import LoraSpec, PolicySpec
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
-
-# As every service: forward passes beside an engine's thread.
-torch.set_num_threads(1)
 
 LAYERS = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 
@@ -31,7 +29,8 @@ class TrainedAdapter:
     def __init__(self, seed: int, *, base_seed: int = 0, rank: int = 4) -> None:
         self.base = make_model(base_seed)
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LAYERS))
-        self.model: Any = get_peft_model(make_model(base_seed), config).eval()
+        # Not made a second time: an engine's thread may draw from the same generator meanwhile.
+        self.model: Any = get_peft_model(copy.deepcopy(self.base), config).eval()
         self.rank = rank
         self.step(seed)
 
