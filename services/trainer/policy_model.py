@@ -152,6 +152,14 @@ def check_tokenizer(policy: str, spec: PolicySpec, tokenizer: Any, model: Any) -
         )
 
 
+def positions_of(model: Any) -> int:
+    """Tokens of the longest sequence that `model` was made for; 0 where it does not say."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    found = getattr(text, "max_position_embeddings", 0)
+    return found if isinstance(found, int) else 0
+
+
 def policy_seed(seed: int, policy: str) -> int:
     """A seed of its own for each policy of a job."""
     digest = hashlib.sha256(f"{seed}/{policy}".encode()).digest()

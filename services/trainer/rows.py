@@ -80,11 +80,14 @@ def parse_rows(
     vocabulary: int,
     load: Load | None = None,
     columns: Collection[str] = (REFERENCE_COLUMN,),
+    *,
+    longest: int = 0,
 ) -> list[Row]:
     """The rows of a claim in the order of their ids, whatever order they were claimed in.
 
-    With `load` also those of `columns` that they have. Raises ChecksumError, FailedPrecondition of
-    kind "malformed_sample", or what `load` raises.
+    `longest`: tokens that the model has positions for; 0: not known. With `load` also those of
+    `columns` that they have. Raises ChecksumError, FailedPrecondition of kind "malformed_sample",
+    or what `load` raises.
     """
     rows = [_parse(item, load, columns) for item in claimed]
     for row in rows:
@@ -95,6 +98,12 @@ def parse_rows(
                 )
                 remedy = "Check that engine and trainer use the same model and tokenizer."
                 raise _malformed(row.sample_id, text, remedy)
+        if longest and len(row.ids) > longest:
+            raise _malformed(
+                row.sample_id,
+                f"it has {len(row.ids)} tokens, the policy's model has positions for {longest}",
+                "Lower `engine.max_context`, or use a model with a longer context.",
+            )
     return sorted(rows, key=lambda row: row.sample_id)
 
 

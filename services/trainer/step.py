@@ -13,6 +13,7 @@ from services.trainer.binding import Binding
 from services.trainer.claims import Claim, StepClaims, bounds_of, is_lost, last_refs
 from services.trainer.compute import Compute
 from services.trainer.peers import Stopped
+from services.trainer.policy_model import positions_of
 from services.trainer.rows import columns_of, parse_rows
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import Frontier
@@ -381,7 +382,14 @@ class StepRun:
             raise Stopped
         binding = self.binding
         columns = columns_of(binding.spec.algorithm)
-        rows = parse_rows(claim.samples, binding.learner.vocabulary, binding.load_column, columns)
+        learner = binding.learner
+        rows = parse_rows(
+            claim.samples,
+            learner.vocabulary,
+            binding.load_column,
+            columns,
+            longest=positions_of(learner.model),
+        )
         self._refs.update(last_refs(claim, binding.spec.pipeline.max_uses))
         binding.accumulate(rows, self._stop)
         return sum(len(row.ids) for row in rows)
