@@ -24,7 +24,8 @@ def shard(module: Any, mesh: DeviceMesh, *, half: bool = False) -> Any:
     for part in list(module.modules()):
         if type(part).__name__ in kinds:
             fully_shard(part, **how)
-    fully_shard(module, **how)
+    # The root too: its weights are parts between passes, also after one without a backward.
+    fully_shard(module, **how, reshard_after_forward=True)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_gradient_divide_factor(1.0)
