@@ -75,7 +75,7 @@ def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
     last = rows[-1]
     near, tcp, network = last.near, last.tcp, rest.network
     pairs = {"near": near, "tcp": tcp, "network": network}
-    ratios = {name: _rounded(pair.ratio) for name, pair in pairs.items() if pair is not None}
+    ratios = {name: round(pair.ratio, 3) for name, pair in pairs.items() if pair is not None}
     here = last.four_readers / last.one_reader
     hosts = rest.readers and rest.readers[1] / rest.readers[0]
     exposed, moved, _ = rest.swap
@@ -91,8 +91,8 @@ def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
         "checksum_gib_s": _rounded(last.speed(last.checksum)),
         "memcpy_gib_s": _rounded(last.speed(last.memcpy)),
         "set_over_memcpy": _rounded(last.memcpy / last.set),
-        "ucx_gib_s": _rounded(last.speed(near and near.ours)),
-        "raw_ucx_gib_s": _rounded(last.speed(near and near.bare)),
+        "ucx_gib_s": _rounded(last.speed(near.ours if near else None)),
+        "raw_ucx_gib_s": _rounded(last.speed(near.bare if near else None)),
         "grpc_gib_s": _rounded(last.speed(last.grpc)),
     }
 
@@ -115,16 +115,18 @@ def _table(rows: list[Row]) -> Table:
     table.add_column("")
     for row in rows:
         table.add_column(f"{row.num_bytes // MIB} MiB", justify="right")
-    speeds = {
+    speeds: dict[str, list[float | None]] = {
         "memcpy": [r.memcpy for r in rows],
         "checksum (xxh3-128)": [r.checksum for r in rows],
         "set (checksum and copy), first version": [r.set_fresh for r in rows],
         "set, later versions": [r.set for r in rows],
         "get, shared memory, verified by it": [r.get_shared_verified for r in rows],
-        "get, two processes, UCX shared memory, verified": [r.near and r.near.ours for r in rows],
-        "bare UCX shared memory, nothing verified": [r.near and r.near.bare for r in rows],
-        "get, two processes, UCX TCP, verified": [r.tcp and r.tcp.ours for r in rows],
-        "bare UCX TCP, nothing verified": [r.tcp and r.tcp.bare for r in rows],
+        "get, two processes, UCX shared memory, verified": [
+            r.near.ours if r.near else None for r in rows
+        ],
+        "bare UCX shared memory, nothing verified": [r.near.bare if r.near else None for r in rows],
+        "get, two processes, UCX TCP, verified": [r.tcp.ours if r.tcp else None for r in rows],
+        "bare UCX TCP, nothing verified": [r.tcp.bare if r.tcp else None for r in rows],
         "get, two processes, gRPC, verified": [r.grpc for r in rows],
     }
     for name, values in speeds.items():

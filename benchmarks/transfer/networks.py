@@ -84,8 +84,9 @@ def between_two(num_bytes: int, rounds: int, directory: Path) -> Pair:
         raw = bare(sender, receiver, rounds)
         arguments = (directory / "netowner", num_bytes, 1, net.address(0))
         owner = stack.enter_context(other("serve", *arguments, env=TCP, within=net.within(0)))
-        arguments = (directory / "netreader", line(owner), 1)
-        reader = stack.enter_context(other("fetch", *arguments, env=TCP, within=net.within(1)))
+        reader = stack.enter_context(
+            other("fetch", directory / "netreader", line(owner), 1, env=TCP, within=net.within(1))
+        )
         ours = versions(owner, reader, rounds, "ucx")
         return Pair(ours, min(raw, bare(sender, receiver, rounds)))
 
