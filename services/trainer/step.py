@@ -1,4 +1,4 @@
-"""One step of one policy: claim -> accumulate -> step -> persist -> commit."""
+"""One step of one policy, as those see it who ask for it; its work is an `Attempt`'s."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from collections.abc import AsyncIterator, Callable
 
 import structlog
 
+from services.trainer.attempt import Attempt, Suspended, adopt
 from services.trainer.binding import Binding
-from services.trainer.claims import Claim, StepClaims, bounds_of, is_lost, last_refs
+from services.trainer.claims import StepClaims, is_lost
 from services.trainer.compute import Compute
-from services.trainer.peers import Stopped
-from services.trainer.policy_model import positions_of
-from services.trainer.rows import columns_of, parse_rows
 from services.trainer.settings import TrainerSettings
-from services.trainer.state import Frontier
 from services.trainer.suspension import HalfStep
 from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as pb
@@ -27,12 +24,6 @@ log = structlog.get_logger("troupe.trainer")
 
 # Losing leases again and again is not bad luck.
 _ATTEMPTS = 3
-# A binding that was superseded notices within this time.
-_RENEW_SECONDS = 5.0
-
-
-class Suspended(Exception):
-    """The step stopped between two micro-batches, to be continued."""
 
 
 class StepRun:
@@ -55,23 +46,15 @@ class StepRun:
         self.binding = binding
         self._version = version
         self._oldest_version = oldest_version
-        self._bounds = bounds_of(binding.spec, oldest_version)
-        # Columns by reference that go with the samples that this step ends.
-        self._refs: set[str] = set()
         self._make_claims = make_claims
-        self._claims = make_claims(half)
-        # Claims whose samples are in the gradients.
-        self._trained: list[str] = []
-        self._before = half
         self._leave = asyncio.Event()
         self._half: HalfStep | None = None
         self._compute = compute
         self._settings = settings
-        self._micro_batches = self._samples = self._tokens = 0
         self._stop = threading.Event()
         self._watchers: set[asyncio.Event] = set()
         self._unwatched_since = time.monotonic()
-        self._started = time.perf_counter()
+        self._attempt = self._make_attempt(half)
         binding.step, binding.samples = step, 0 if half is None else half.samples
         binding.on_change = self._notify
         self._task = asyncio.create_task(self._guarded(), name=f"step-{binding.policy}-{step}")
@@ -81,11 +64,6 @@ class StepRun:
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._task.done()
-
-    @property
-    def _seconds(self) -> float:
-        """How long it has been at work, suspensions not counted."""
-        return time.perf_counter() - self._started
 
     def starts_from(self, version: int) -> bool:
         """Whether it makes the version after `version`."""
@@ -147,12 +125,33 @@ class StepRun:
         """After `cancel`: wait until the store has no question of ours left to answer."""
         await self._claims.settled()
 
+    @property
+    def _claims(self) -> StepClaims:
+        return self._attempt.claims
+
+    def _make_attempt(self, before: HalfStep | None) -> Attempt:
+        return Attempt(
+            self.binding,
+            (self.step, self._version, self._oldest_version),
+            self._make_claims(before),
+            self._compute,
+            self._settings,
+            before=before,
+            stop=self._stop,
+            leave=self._leave,
+            alone=self._alone,
+            on_progress=self._notify,
+        )
+
+    def _alone(self) -> float:
+        return 0.0 if self._watchers else time.monotonic() - self._unwatched_since
+
     def _event(self) -> trainer_pb2.StepEvent:
         return trainer_pb2.StepEvent(
             state=self.binding.state,
-            micro_batches=self._micro_batches,
-            samples=self._samples,
-            tokens=self._tokens,
+            micro_batches=self._attempt.micro_batches,
+            samples=self._attempt.samples,
+            tokens=self._attempt.tokens,
         )
 
     def _notify(self) -> None:
@@ -166,13 +165,13 @@ class StepRun:
                 return await self._run()
         except Suspended:
             await self._claims.freeze()
-            self._half = self._halted()
+            self._half = self._attempt.half()
             raise
         except TimeoutError:
             await self._abandon()
             raise DeadlineExceeded(
                 f"step {self.step} of policy {self.binding.policy} did not end within {limit:g} s: "
-                f"{self._samples} samples were trained, others never became ready",
+                f"{self._attempt.samples} samples were trained, others never became ready",
                 kind="step_timeout",
                 field="limits.step_seconds",
                 value=limit,
@@ -181,22 +180,6 @@ class StepRun:
         except BaseException:
             await self._abandon()
             raise
-
-    def _halted(self) -> HalfStep:
-        question = self._claims.question
-        return HalfStep(
-            step=self.step,
-            version=self._version,
-            oldest_version=self._oldest_version,
-            claimant=self._claims.claimant,
-            claim_ids=list(self._trained),
-            question="" if question in self._trained else question,
-            micro_batches=self._micro_batches,
-            samples=self._samples,
-            tokens=self._tokens,
-            refs=sorted(self._refs),
-            seconds=self._seconds,
-        )
 
     async def _abandon(self) -> None:
         """Back to the committed version with empty hands."""
@@ -214,7 +197,7 @@ class StepRun:
     async def _run(self) -> store_pb.StepCommit:
         commit = await self._claims.committed()
         if commit is not None:
-            await self._adopt(commit)
+            await adopt(self.binding, self._compute, commit)
             return commit
         if self.binding.version != self._version:
             raise FailedPrecondition(
@@ -224,23 +207,20 @@ class StepRun:
                 value=self._version,
                 remedy="Bind the policy at the ledger's version first.",
             )
-        if self._before is not None and not await self._goes_on():
-            self._before = None
-        if self._before is None:
+        if self._attempt.before is None or not await self._goes_on():
             await self._begin()
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return await self._attempt()
+                return await self._attempt.run()
             except TroupeError as error:
                 if not is_lost(error):
                     raise
                 # Only leases that ran out while we were held up are worth another attempt.
                 taken = not self._claims.lapsed or attempt == _ATTEMPTS
-                self._before = None
                 await self._compute.run(self.binding.reset)
                 self.binding.move(pb.BINDING_STATE_IDLE)
                 await self._claims.close()
-                self._claims = self._make_claims(None)
+                self._attempt = self._make_attempt(None)
                 if taken or await self._claims.contested():
                     raise self._lost(error) from error
                 log.warning("leases ran out, the step begins again", error=str(error))
@@ -255,7 +235,7 @@ class StepRun:
                 raise
             log.warning("leases were lost in suspension, the step begins again", error=str(error))
             await self._claims.close()
-            self._claims = self._make_claims(None)
+            self._attempt = self._make_attempt(None)
             return False
         return True
 
@@ -282,142 +262,3 @@ class StepRun:
             kind="claims_lost",
             remedy="Run the step again on the worker that the policy is bound to.",
         )
-
-    async def _attempt(self) -> store_pb.StepCommit:
-        """One try under one set of leases, which are renewed meanwhile."""
-        work = asyncio.create_task(self._work())
-        keep = asyncio.create_task(self._keep())
-        try:
-            await asyncio.wait({work, keep}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                keep.result()  # raises: leases lost, or nobody watches
-            return await work
-        finally:
-            for task in (work, keep):
-                task.cancel()
-            await asyncio.gather(work, keep, return_exceptions=True)
-
-    async def _keep(self) -> None:
-        """Renew leases while there is somebody for whom to work."""
-        settings = self._settings
-        orphan = settings.trainer_orphan_seconds
-        pause = min(_RENEW_SECONDS, settings.trainer_lease_seconds / 3, orphan / 2)
-        while True:
-            await asyncio.sleep(pause)
-            alone = 0.0 if self._watchers else time.monotonic() - self._unwatched_since
-            if alone > orphan:
-                raise Aborted(
-                    f"step {self.step}: nobody watched it for {alone:.0f} s",
-                    kind="step_orphaned",
-                    remedy="Run the step again; nothing was counted.",
-                )
-            await self._claims.renew()
-
-    async def _work(self) -> store_pb.StepCommit:
-        binding, before = self.binding, self._before
-        self._started = time.perf_counter() - (0.0 if before is None else before.seconds)
-        if before is None:
-            self._micro_batches = self._samples = self._tokens = 0
-            self._trained, self._refs = [], set()
-        else:
-            self._micro_batches, self._samples = before.micro_batches, before.samples
-            self._tokens = before.tokens
-            self._trained, self._refs = list(before.claim_ids), set(before.refs)
-        binding.move(pb.BINDING_STATE_ACCUMULATING)
-        await self._accumulate()
-        binding.move(pb.BINDING_STATE_STEPPING)
-        if not self._claims.claim_ids:
-            return await self._commit(store_pb.STEP_OUTCOME_EMPTY, "", binding.weights, {})
-        binding.dirty = True
-        outcome = await self._compute.run(binding.apply, self._stop)
-        binding.dirty = outcome.applied or outcome.moved
-        metrics = dict(outcome.metrics)
-        metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
-        if not outcome.applied:
-            log.warning("step skipped", policy=binding.policy, reason=outcome.reason)
-            # Some of its updates were made: the version's weights come back first.
-            await self._compute.run(binding.reset)
-            return await self._commit(
-                store_pb.STEP_OUTCOME_SKIPPED, outcome.reason, binding.weights, metrics
-            )
-        binding.move(pb.BINDING_STATE_PUBLISHING)
-        began = time.perf_counter()
-        frontier = Frontier(self.step, outcome.digest)
-        weights = await self._compute.run(binding.persist, frontier)
-        metrics["train/publish_seconds"] = time.perf_counter() - began
-        return await self._commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, metrics, frontier)
-
-    async def _accumulate(self) -> None:
-        """Gradients of all micro-batches; the next one is claimed while one is computed."""
-        following = asyncio.create_task(self._claim())
-        leave = asyncio.create_task(self._leave.wait())
-        try:
-            while True:
-                await asyncio.wait({following, leave}, return_when=asyncio.FIRST_COMPLETED)
-                if self._leave.is_set():
-                    raise Suspended
-                claim = following.result()
-                if claim.outcome == Claim.OUTCOME_EXHAUSTED:
-                    await self._compute.run(self.binding.complete, self._stop)
-                    return
-                following = asyncio.create_task(self._claim())
-                tokens = await self._compute.run(self._train_on, claim)
-                self._trained.append(claim.claim_id)
-                self._micro_batches += 1
-                self._samples += len(claim.samples)
-                self._tokens += tokens
-                self.binding.samples = self._samples
-                self._notify()
-        finally:
-            for task in (following, leave):
-                task.cancel()
-            await asyncio.gather(following, leave, return_exceptions=True)
-
-    async def _claim(self) -> Claim:
-        return await self._claims.claim(self._bounds, self._settings.trainer_claim_wait_seconds)
-
-    def _train_on(self, claim: Claim) -> int:
-        """Accumulate one claim; returns its tokens. In the compute thread."""
-        if self._stop.is_set():
-            raise Stopped
-        binding = self.binding
-        columns = columns_of(binding.spec.algorithm)
-        learner = binding.learner
-        rows = parse_rows(
-            claim.samples,
-            learner.vocabulary,
-            binding.load_column,
-            columns,
-            longest=positions_of(learner.model),
-        )
-        self._refs.update(last_refs(claim, binding.spec.pipeline.max_uses))
-        binding.accumulate(rows, self._stop)
-        return sum(len(row.ids) for row in rows)
-
-    async def _commit(
-        self,
-        outcome: store_pb.StepOutcome.ValueType,
-        reason: str,
-        weights: pb.WeightsRef,
-        metrics: dict[str, float],
-        frontier: Frontier | None = None,
-    ) -> store_pb.StepCommit:
-        """Commit; `frontier`: what the weights were trained on, if they are new."""
-        binding = self.binding
-        digest = None if frontier is None else frontier.samples_digest
-        commit = await self._claims.commit(outcome, reason, weights, metrics, digest)
-        theirs = (commit.weights.version, commit.weights.checksum)
-        if theirs == (weights.version, weights.checksum):
-            await self._compute.run(binding.confirm, commit.weights, frontier)
-            await self._compute.run(binding.drop_columns, sorted(self._refs))
-        else:  # another binding was first
-            await self._adopt(commit)
-        binding.move(pb.BINDING_STATE_IDLE)
-        return commit
-
-    async def _adopt(self, commit: store_pb.StepCommit) -> None:
-        """Go on from a commit that is not ours. What is committed is true even if we cannot."""
-        try:
-            await self._compute.run(self.binding.adopt, commit)
-        except TroupeError as error:
-            log.error("committed version not loaded", policy=commit.policy, error=str(error))
