@@ -69,7 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 async def _share(quick: bool) -> tuple[Sharing, Sharing]:
-    scale = Scale(steps=3, queries=4, seconds=0.1, step_seconds=0.05) if quick else Scale()
+    scale = (
+        Scale(3, queries=4, seconds=0.1, step_seconds=0.05, state_bytes=1 << 20)
+        if quick
+        else Scale()
+    )
     rows = []
     for label, trainers in (("shared, one slot each", SHARED), ("dedicated", len(AGENTS))):
         with scratch("troupe-swap-") as where:

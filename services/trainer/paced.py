@@ -70,6 +70,8 @@ class PacedLearner(Learner):
         self._pace = spec.policies[policy].paced or PacedSpec()
         self._summary = BatchSummary()
         self._spent, self._batches = 0.0, 0
+        # Pages that were never written would cost nothing to move.
+        self._ballast = torch.ones(self._pace.state_bytes, dtype=torch.uint8)
         self._name, self._lane = policy, lane
         self._timeline = Timeline(trace_dir, f"trainer-{lane}-{policy}")
 
@@ -118,14 +120,21 @@ class PacedLearner(Learner):
             "spent": self._spent,
             "batches": self._batches,
         }
-        return tensors, values | {"paced": paced}
+        own = fields.under("paced", {"ballast": self._ballast})
+        return tensors | own, values | {"paced": paced}
 
     def adopt(self, tensors: dict[str, torch.Tensor], values: Mapping[str, Any]) -> None:
         """As `Learner.adopt`."""
         super().adopt(tensors, values)
+        self._ballast = fields.below("paced", tensors)["ballast"]
         paced = values["paced"]
         fields.put_together(self._summary, {}, paced["summary"])
         self._spent, self._batches = paced["spent"], paced["batches"]
+
+    def leave(self) -> list[torch.Tensor]:
+        """As `Learner.leave`."""
+        ballast, self._ballast = self._ballast, torch.empty(0, dtype=torch.uint8)
+        return [*super().leave(), ballast]
 
     def _pass(self, seconds: float, stop: threading.Event | None) -> None:
         if stop is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.trainer.paced import PacedLearner, stand_in
 from tests.trainer.stage import TrainingStage
 from troupe.job import JobSpec
 from troupe.timeline import busy_within, read_spans
@@ -109,6 +110,21 @@ async def test_policies_of_one_worker_share_its_time(stage: TrainingStage) -> No
     took = time.monotonic() - began
     assert [commit.weights.version for commit in commits] == [1, 1]
     assert 2 * SECONDS <= took < 2 * SECONDS + LATE
+
+
+async def test_its_state_has_the_size_that_it_is_told(stage: TrainingStage) -> None:
+    spec = paced(stage, "solver", state_bytes=1000)
+    learner = PacedLearner(stand_in("solver", spec), spec, "solver", "w0", None)
+
+    def size() -> int:
+        return sum(tensor.nbytes for tensor in learner.suspended()[0].values())
+
+    whole = size()
+    tensors, values = learner.suspended()
+    assert sum(tensor.nbytes for tensor in learner.leave()) >= 1000
+    assert size() <= whole - 1000
+    learner.adopt(tensors, values)
+    assert size() == whole
 
 
 async def test_a_step_that_is_given_up_stops_waiting(stage: TrainingStage) -> None:

@@ -106,6 +106,8 @@ class PacedSpec(Section):
     """Tokens per second of forward and backward in the trainer."""
     step_seconds: float = Field(default=0.2, ge=0)
     """Seconds of an optimizer step, saving state included."""
+    state_bytes: int = Field(default=0, ge=0)
+    """Bytes of training state that leave the trainer's device, and come back, with the policy."""
     load_seconds: float = Field(default=0.1, ge=0)
     """Seconds in which an engine loads new weights and serves nothing."""
     classes: dict[str, PacedClassSpec] = {}
