@@ -5,31 +5,47 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.conftest import House
 from tests.support.tiny_team import job
 from troupe.client import AsyncJobHandle
 
-STEPS = 6
+STEPS = 12
 
 
-async def started(house: House, models: Path) -> AsyncJobHandle:
+@pytest.fixture(scope="module")
+def base(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose frozen output layer can be sure of a letter: a random one is near uniform,
+    whatever comes before them."""
+    directory = tmp_path_factory.mktemp("base")
+    shutil.copytree(models / "solver", directory, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(8)
+    model.save_pretrained(directory)
+    return directory
+
+
+async def started(house: House, base: Path) -> AsyncJobHandle:
     over: dict[str, Any] = {
         "pipeline.steps": STEPS,
         "pipeline.deterministic": True,
         "pipeline.mode": "micro_batch",
     }
     for policy in ("solver", "checker"):
-        over[f"policies.{policy}.model"] = {"path": str(models / "solver")}
+        over[f"policies.{policy}.model"] = {"path": str(base)}
         over[f"policies.{policy}.lora"] = {"rank": 8, "alpha": 32}
         over[f"policies.{policy}.optimizer"] = {"lr": 0.02}
-    return await house.client.submit(job(models, **over))
+    return await house.client.submit(job(base.parent, **over))
 
 
 def states(house: House, handle: AsyncJobHandle) -> dict[str, list[str]]:
@@ -45,14 +61,14 @@ def states(house: House, handle: AsyncJobHandle) -> dict[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_adapters_learn_and_end_with_the_same_bits_after_a_kill(
-    house: House, models: Path
+    house: House, base: Path
 ) -> None:
-    quiet = await started(house, models)
+    quiet = await started(house, base)
     record = await quiet.wait(timeout=400)
     assert record.state == "succeeded", record
     assert record.versions == {"solver": STEPS, "checker": STEPS}
-    assert record.after != record.before
     for policy in ("solver", "checker"):
+        assert record.after[f"reward/{policy}"] > record.before[f"reward/{policy}"] + 0.2
         (checkpoint,) = [c for c in await quiet.checkpoints() if c.policy == policy]
         tensors = load_file(Path(checkpoint.path) / "adapter_model.safetensors")
         moved = [bool(t.any()) for name, t in tensors.items() if ".lora_B." in name]
@@ -60,12 +76,15 @@ async def test_adapters_learn_and_end_with_the_same_bits_after_a_kill(
         assert all(moved)
     assert not (await quiet.audit()).violations
 
-    killed = await started(house, models)
+    killed = await started(house, base)
     async with asyncio.timeout(300):
         while (await killed.info()).step < 2:  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(0.2)
-    os.kill(house.pid("trainer-0"), signal.SIGKILL)
+    pid = house.pid("trainer-0")
+    os.kill(pid, signal.SIGKILL)
+    assert (await killed.info()).step < STEPS
     record = await killed.wait(timeout=400)
     assert record.state == "succeeded", record
+    assert house.pid("trainer-0") != pid
     assert states(house, killed) == states(house, quiet)
     assert not (await killed.audit()).violations

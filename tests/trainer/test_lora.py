@@ -16,6 +16,7 @@ from services.trainer.adapters import Adapter, adapter_of
 from services.trainer.learner import Learner
 from services.trainer.policy_model import load_adapted, load_model
 from tests.support.training import make_spec
+from tests.trainer.batches import Shape, full_batch_gradient, random_rows, relative_error
 from tests.trainer.test_learner import make_rows
 from troupe.adapters import AdapterContent, NotAnAdapter, is_adapter, merged
 from troupe.job import JobSpec
@@ -167,6 +168,50 @@ def test_the_divergence_is_from_the_base(tokenizer: Path) -> None:
     assert learner.apply(0).metrics["kl"] == pytest.approx(0, abs=1e-6)
     learner.accumulate(make_rows(learner.model, 6, 1))
     assert learner.apply(1).metrics["kl"] > 0
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("begins", ["as the base", "elsewhere"])
+def test_packed_rows_give_the_textbook_gradient(
+    tokenizer: Path, begins: str, checkpointed: bool
+) -> None:
+    """In passes of many rows, the reference's too, which is the base or has an adapter itself."""
+    values = lora_spec(tokenizer, ["a"]).model_dump(mode="json")
+    values["algorithm"] = {"kl_coefficient": 0.5, "entropy_coefficient": 0.01}
+    values["policies"]["a"]["optimizer"]["max_grad_norm"] = 1e9
+    values["policies"]["a"]["trainer"] = {"activation_checkpointing": checkpointed}
+    spec = JobSpec.model_validate(values)
+    learner = learner_of(spec, "a")
+    model = learner.model
+    generator = torch.Generator().manual_seed(3)
+
+    def elsewhere() -> None:
+        for parameter in adapter(model).parameters:
+            parameter.data.normal_(std=0.1, generator=generator)
+
+    if begins == "elsewhere":
+        elsewhere()
+    learner.set_reference({n: t.clone() for n, t in learner.weights().items()})
+    first = copy.deepcopy(model).double()
+    elsewhere()
+    exact = copy.deepcopy(model).double()
+    rows = random_rows(exact, 5, Shape(groups=4, members=6, prompt=12))
+    wanted = full_batch_gradient(exact.requires_grad_(True), rows, spec, first)
+    wanted = {name: grad for name, grad in wanted.items() if ".lora_" in name}
+
+    for start in range(0, len(rows), 7):
+        learner.accumulate(rows[start : start + 7])
+    assert learner._passes._layout["packed"]
+    found: dict[str, torch.Tensor] = {}
+
+    def look(*_: Any) -> None:
+        found.update({n: p.grad.clone() for n, p in model.named_parameters() if n in wanted})
+
+    learner._optimizer.register_step_pre_hook(look)
+    applied = learner.apply(0)
+    assert applied.applied
+    assert applied.metrics["kl"] > 1e-3
+    assert relative_error(found, wanted) < 5e-5
 
 
 def test_dropout_is_for_gradients_only(tokenizer: Path) -> None:
