@@ -136,22 +136,22 @@ class Attempt:
         binding.move(pb.BINDING_STATE_STEPPING)
         if not self.claims.claim_ids:
             return await self._commit(store_pb.STEP_OUTCOME_EMPTY, "", binding.weights, {})
-        binding.dirty = True
+        binding.versions.dirty = True
         outcome = await self._compute.run(binding.apply, self._stop)
-        binding.dirty = outcome.applied or outcome.moved
+        binding.versions.dirty = outcome.applied or outcome.moved
         metrics = dict(outcome.metrics)
         metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
         if not outcome.applied:
             log.warning("step skipped", policy=binding.policy, reason=outcome.reason)
             # Some of its updates were made: the version's weights come back first.
-            await self._compute.run(binding.reset)
+            await self._compute.run(binding.versions.reset)
             return await self._commit(
                 store_pb.STEP_OUTCOME_SKIPPED, outcome.reason, binding.weights, metrics
             )
         binding.move(pb.BINDING_STATE_PUBLISHING)
         began = time.perf_counter()
         frontier = Frontier(self._step, outcome.digest)
-        weights = await self._compute.run(binding.persist, frontier)
+        weights = await self._compute.run(binding.versions.persist, frontier)
         metrics["train/publish_seconds"] = time.perf_counter() - began
         return await self._commit(store_pb.STEP_OUTCOME_APPLIED, "", weights, metrics, frontier)
 
@@ -216,7 +216,7 @@ class Attempt:
         commit = await self.claims.commit(outcome, reason, weights, metrics, digest)
         theirs = (commit.weights.version, commit.weights.checksum)
         if theirs == (weights.version, weights.checksum):
-            await self._compute.run(binding.confirm, commit.weights, frontier)
+            await self._compute.run(binding.versions.confirm, commit.weights, frontier)
             await self._compute.run(binding.drop_columns, sorted(self._refs))
         else:  # another binding was first
             await adopt(self._binding, self._compute, commit)
@@ -227,6 +227,6 @@ class Attempt:
 async def adopt(binding: Binding, compute: Compute, commit: store_pb.StepCommit) -> None:
     """Go on from a commit that is not ours. What is committed is true even if we cannot."""
     try:
-        await compute.run(binding.adopt, commit)
+        await compute.run(binding.versions.adopt, commit)
     except TroupeError as error:
         log.error("committed version not loaded", policy=commit.policy, error=str(error))

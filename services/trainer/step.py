@@ -187,7 +187,7 @@ class StepRun:
         binding = self.binding
         await self._claims.close()
         try:
-            await self._compute.run(binding.reset)
+            await self._compute.run(binding.versions.reset)
         except TroupeError as error:
             # Stays dirty: the next step tries again, or Bind loads it elsewhere.
             log.error("state not restored", policy=binding.policy, error=str(error))
@@ -217,7 +217,7 @@ class StepRun:
                     raise
                 # Only leases that ran out while we were held up are worth another attempt.
                 taken = not self._claims.lapsed or attempt == _ATTEMPTS
-                await self._compute.run(self.binding.reset)
+                await self._compute.run(self.binding.versions.reset)
                 self.binding.move(pb.BINDING_STATE_IDLE)
                 await self._claims.close()
                 self._attempt = self._make_attempt(None)
@@ -241,18 +241,19 @@ class StepRun:
 
     async def _begin(self) -> None:
         """Empty hands, and nobody else at this step."""
-        if self.binding.frontier.step >= self.step:
+        versions = self.binding.versions
+        if versions.frontier.step >= self.step:
             raise FailedPrecondition(
                 f"version {self._version} of policy {self.binding.policy} comes from step "
-                f"{self.binding.frontier.step}, which this store has not seen committed",
+                f"{versions.frontier.step}, which this store has not seen committed",
                 kind="frontier_mismatch",
                 field="step",
                 value=self.step,
                 remedy="Store and training state are of different runs: restore both together.",
             )
-        if not self.binding.verified and self.binding.frontier.step >= 0:
-            self.binding.verify(await self._claims.committed(self.binding.frontier.step))
-        await self._compute.run(self.binding.reset)
+        if not versions.verified and versions.frontier.step >= 0:
+            versions.verify(await self._claims.committed(versions.frontier.step))
+        await self._compute.run(versions.reset)
         # Whoever trained this step before us is superseded: it can no longer commit.
         await self._claims.supersede()
 

@@ -158,7 +158,7 @@ class TrainerWorker:
     async def save_checkpoint(self, job_id: str, policy: str, version: int) -> tuple[str, int]:
         """Path and size of the checkpoint of `version`; training goes on meanwhile."""
         binding = self._bound((job_id, policy))
-        return await asyncio.to_thread(binding.save_checkpoint, version)
+        return await asyncio.to_thread(binding.checkpoints.save, version)
 
     def checkpoint(self, job_id: str, policy: str, version: int) -> Path:
         """Where `save_checkpoint` wrote. Raises NotFound of kind "checkpoint_not_found"."""
@@ -255,12 +255,12 @@ class TrainerWorker:
             old, run = self._bindings.get(key), self._runs.get(key)
             busy = run is not None and not run.done and run.starts_from(version)
             if busy and old is not None and _same(old, spec_json, version, checksum):
-                if not old.dirty:
-                    await self._compute.run(old.ensure_published)
+                if not old.versions.dirty:
+                    await self._compute.run(old.versions.ensure_published)
                 return old
             await self._cancel_run(key)
             if old is not None and _matches(old, spec_json, version, checksum):
-                await self._compute.run(old.ensure_published)
+                await self._compute.run(old.versions.ensure_published)
                 return old
             settings = self._settings
             if (parked := self._parked.pop(key, None)) is not None:
@@ -298,8 +298,8 @@ class TrainerWorker:
                 return parked.suspended
             binding, run = self._bound(key), self._runs.get(key)
             half = None if run is None or run.done else await run.suspend()
-            if binding.dirty:
-                await self._compute.run(binding.reset)
+            if binding.versions.dirty:
+                await self._compute.run(binding.versions.reset)
             binding.move(pb.BINDING_STATE_SUSPENDING)
             try:
                 state = await asyncio.to_thread(binding.suspend, half)
@@ -473,7 +473,7 @@ def _check_policy(spec: JobSpec, policy: str) -> None:
 def _matches(binding: Binding, spec_json: str, version: int, checksum: str) -> bool:
     return (
         _same(binding, spec_json, version, checksum)
-        and not binding.dirty
+        and not binding.versions.dirty
         and binding.state == pb.BINDING_STATE_IDLE
     )
 

@@ -17,7 +17,6 @@ from typing import Any
 from services.chassis.app import run
 from services.trainer import state
 from services.trainer.__main__ import make_service
-from services.trainer.binding import Binding
 from services.trainer.claims import StepClaims
 from services.trainer.learner import Learner
 from services.trainer.policy_model import import_transformers
@@ -26,6 +25,7 @@ from services.trainer.server import TrainerService  # noqa: F401 - imported befo
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import StateStore
 from services.trainer.suspension import Suspension
+from services.trainer.versions import Versions
 
 import_transformers()
 
@@ -103,8 +103,8 @@ POINTS: Mapping[str, Callable[[], None]] = {
     "after saving": lambda: _on_version(1, StateStore, "save", _after),
     "before the commit": lambda: _before(StepClaims, "commit"),
     "after the commit": lambda: _after_await(StepClaims, "commit"),
-    "before old versions go": lambda: _before(Binding, "_prune"),
-    "after old versions went": lambda: _after(Binding, "_prune"),
+    "before old versions go": lambda: _before(Versions, "_prune"),
+    "after old versions went": lambda: _after(Versions, "_prune"),
 }
 
 

@@ -147,7 +147,7 @@ async def test_a_suspension_waits_for_a_step_that_is_past_its_last_sample(
     await stage.play(stage.first_model(spec))
     suspension: list[asyncio.Task[trainer_pb2.SuspendedState]] = []
     (binding,) = trainer.worker._bindings.values()
-    persist, loop = binding.persist, asyncio.get_running_loop()
+    persist, loop = binding.versions.persist, asyncio.get_running_loop()
 
     def suspended_meanwhile(*args: Any) -> pb.WeightsRef:
         def ask() -> None:
@@ -157,7 +157,7 @@ async def test_a_suspension_waits_for_a_step_that_is_past_its_last_sample(
         weights: pb.WeightsRef = persist(*args)
         return weights
 
-    monkeypatch.setattr(binding, "persist", suspended_meanwhile)
+    monkeypatch.setattr(binding.versions, "persist", suspended_meanwhile)
     commit = await trainer.run(0, 0)
     assert commit.weights.version == 1
     state = await suspension[0]

@@ -1,0 +1,80 @@
+"""Which learner a policy gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from services.trainer.compute import memory_of
+from services.trainer.gang.gangs import Gangs
+from services.trainer.gang.learner import GangLearner
+from services.trainer.learner import Learner
+from services.trainer.paced import PacedLearner, stand_in
+from services.trainer.policy_model import (
+    check_tokenizer,
+    load_adapted,
+    load_model,
+    load_tokenizer,
+)
+from services.trainer.settings import TrainerSettings
+from troupe.job import JobSpec
+from troupe.rpc import FailedPrecondition
+
+
+def make_learner(
+    job_id: str,
+    policy: str,
+    spec: JobSpec,
+    settings: TrainerSettings,
+    device: torch.device,
+    gangs: Gangs | None,
+) -> tuple[Learner | GangLearner, Any]:
+    """A learner with the policy's first weights, and its tokenizer. Blocking.
+
+    Raises InvalidArgument for a model or tokenizer that cannot be used, FailedPrecondition of kind
+    "policy_too_large".
+    """
+    source = spec.policies[policy]
+    paced = source.paced is not None
+    gang = source.trainable and not paced and source.trainer.gang > 1
+    model: Any
+    if paced or gang:
+        model = stand_in(policy, spec)
+    elif source.lora is not None:
+        model = load_adapted(policy, source, spec.seed, device)
+    else:
+        model = load_model(policy, source, spec.seed)
+    _check_size(policy, model, source.trainable, memory_of(device, settings.trainer_memory_bytes))
+    tokenizer = load_tokenizer(policy, source)
+    check_tokenizer(policy, source, tokenizer, model)
+    if paced:
+        where = settings.paced_trace_dir
+        return PacedLearner(model, spec, policy, settings.worker_id, where), tokenizer
+    options: dict[str, Any] = {
+        "forward_tokens": settings.trainer_forward_tokens,
+        "share_prefixes": settings.trainer_share_prefixes,
+        "skip_zero_advantages": settings.trainer_skip_zero_advantages,
+    }
+    if gang:
+        assert gangs is not None, "a worker has them"
+        return GangLearner(gangs, f"{job_id}/{policy}", spec, policy, options), tokenizer
+    return Learner(model, spec, policy, device=device, **options), tokenizer
+
+
+def _check_size(policy: str, model: Any, trainable: bool, room: int) -> None:
+    """Before any of it is on the device, which has `room` bytes; 0: not bounded."""
+    sizes = [(p.nbytes, p.requires_grad) for p in model.parameters()]
+    # Gradients and both moments of what is trained.
+    needed = sum(size * (4 if trained and trainable else 1) for size, trained in sizes)
+    if room and needed > room:
+        raise FailedPrecondition(
+            f"policy {policy} needs {needed:,} bytes for its training state; this trainer has "
+            f"{room:,}",
+            kind="policy_too_large",
+            field=f"policies.{policy}.model",
+            value=needed,
+            remedy="Use a smaller model, an adapter (`lora`) or a larger gang (`trainer.gang`), or "
+            "add a trainer with more memory (TROUPE_TRAINER_MEMORY_BYTES says how much it may "
+            "use).",
+        )
