@@ -33,7 +33,7 @@ test: setup ## the default test suite
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: setup ## the tests that need minutes, a browser, containers or SGLang
-	$(BIN)/python -m pytest -m slow --timeout 1800
+	$(BIN)/python -m pytest -m slow --timeout 1800 -n $(TEST_WORKERS) --dist loadfile
 
 lint: setup ## ruff and buf
 	$(BIN)/ruff check .
