@@ -66,7 +66,7 @@ async def run(label: str, trainers: int, slots: int, scale: Scale, where: Path) 
         handle = await client.submit(_job(scale, slower, where))
         steps = await step_ends(handle)
         await handle.result(timeout=_ROW_SECONDS)
-    return _figures(label, trainers, scale, steps, read_spans(traces))
+    return figures(label, trainers, steps, read_spans(traces))
 
 
 @asynccontextmanager
@@ -141,10 +141,12 @@ def _job(scale: Scale, slower: float, where: Path) -> JobSpec:
     )
 
 
-def _figures(
-    label: str, trainers: int, scale: Scale, steps: Sequence[StepEnd], spans: Sequence[Span]
-) -> Sharing:
-    """Of all steps but the first, which fills the pipeline, and the last, which empties it."""
+def figures(label: str, trainers: int, steps: Sequence[StepEnd], spans: Sequence[Span]) -> Sharing:
+    """Of all steps but the first, which fills the pipeline, and the last, which empties it.
+
+    Policies are up to `alpha` steps ahead of the step that ends, not always equally far: samples
+    are counted by what was computed meanwhile.
+    """
     start, end = steps[0].at, steps[-2].at
     work = [one for one in spans if one.what in ("train", "step")]
     lanes = sorted({one.lane for one in work})
@@ -157,13 +159,25 @@ def _figures(
             one.values.get(f"{agent}/train/{name}", 0.0) for one in inside for agent in AGENTS
         )
 
-    samples = len(inside) * scale.queries * scale.group_size * len(AGENTS)
+    tokens = sum(_inside(one, start, end) * one.level for one in work if one.what == "train")
     return Sharing(
         label=label,
         trainers=trainers,
         seconds=(end - start) / len(inside),
-        samples_per_second=samples / (end - start),
+        samples_per_second=tokens / _tokens_per_sample(steps) / (end - start),
         utilization=busy / total,
         exposed=over("swap_seconds") / total,
         swaps=over("swaps") / len(inside),
     )
+
+
+def _inside(span: Span, start: float, end: float) -> float:
+    """How much of it lies in [start, end]."""
+    return max(0.0, min(span.end, end) - max(span.start, start)) / (span.end - span.start)
+
+
+def _tokens_per_sample(steps: Sequence[StepEnd]) -> float:
+    def total(name: str) -> float:
+        return sum(one.values[f"{agent}/{name}"] for one in steps for agent in AGENTS)
+
+    return total("tokens") / total("samples")

@@ -1,0 +1,66 @@
+"""The benchmark of suspension: its figures from spans made by hand, and that it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.pipeline.measure import StepEnd
+from benchmarks.swap.sharing import figures
+from benchmarks.workloads.six_players import AGENTS
+from troupe.timeline import Span
+
+
+def test_work_of_a_step_that_has_not_ended_counts_when_it_was_done() -> None:
+    """Two trainers, 10 s between the ends of steps 1 and 2; a sample has 100 tokens."""
+    values = {
+        f"{agent}/{name}": value
+        for agent in AGENTS
+        for name, value in {
+            "tokens": 1600.0,
+            "samples": 16.0,
+            "train/swaps": 2.0,
+            "train/swap_seconds": 0.1,
+        }.items()
+    }
+    steps = [StepEnd(at, values) for at in (100.0, 110.0, 120.0)]
+    spans = [
+        # Half of it was done before.
+        Span("t0", "train", "ada", 98.0, 102.0, 4000),
+        Span("t0", "train", "ben", 102.0, 108.0, 6000),
+        Span("t0", "step", "ben", 108.0, 109.0),
+        Span("t1", "train", "cleo", 100.0, 110.0, 10000),
+        # What engines do is no work of trainers.
+        Span("engine", "generate", "ada", 100.0, 110.0, 3),
+    ]
+    row = figures("shared", 2, steps, spans)
+    assert row.seconds == 10
+    assert row.samples_per_second == pytest.approx((2000 + 6000 + 10000) / 100 / 10)
+    assert row.utilization == pytest.approx(19 / 20)
+    assert row.swaps == 12
+    assert row.exposed == pytest.approx(0.6 / 20)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_quick_run_measures_both_parts() -> None:
+    command = [sys.executable, "-m", "benchmarks.swap", "--quick", "--json"]
+    done = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["memcpy_ratio"] > 0
+    assert 0 < found["utilization"] <= 1
+    # Steps of this size are too short for a figure; that policies came and went, they tell.
+    assert found["exposed_fraction"] > 0
+    assert found["over_dedicated"] > 0
