@@ -162,7 +162,7 @@ async def test_columns_by_reference_are_loaded_and_then_deleted(stage: TrainingS
     trainer = await stage.trainer()
     await stage.open(required_columns=["reference_logprobs"])
     await trainer.bind(spec)
-    assert not trainer.worker._bindings[(stage.job_id, "solver")].learner.needs_reference
+    assert not trainer.worker.bindings.bound[(stage.job_id, "solver")].learner.needs_reference
     model = stage.first_model(spec)
     keys, expected, tokens = [], 0.0, 0
     for index, (query, trajectory, samples) in enumerate(stage.rollouts(model)):
@@ -317,7 +317,7 @@ async def test_the_gradient_of_a_disturbed_step_is_the_full_batchs(stage: Traini
             ]
         model = stage.first_model(spec, policy).double()
         exact = full_batch_gradient(model, parse_rows(claimed, VOCABULARY), spec)
-        learner = trainer.worker._bindings[(stage.job_id, policy)].learner
+        learner = trainer.worker.bindings.bound[(stage.job_id, policy)].learner
         # After one step AdamW's first moment is (1 - beta1) g.
         first = learner.moments()
         found = {name: first[f"exp_avg/{name}"] / (1 - 0.5) for name in exact}

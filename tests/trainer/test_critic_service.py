@@ -58,7 +58,7 @@ async def test_a_critic_moves_with_its_policy_and_engines_never_see_it(
     (path,) = (stage.root / "runs" / stage.job_id / "state" / "solver").glob("v2-*")
     state = load_file(path / "optimizer.safetensors")
     assert int(state["critic/step/lm_head.weight"]) == 2
-    critic = trainer.worker._bindings[stage.job_id, "solver"].learner.moments()
+    critic = trainer.worker.bindings.bound[stage.job_id, "solver"].learner.moments()
     assert all(torch.equal(t, critic[n]) for n, t in state.items() if n.startswith("critic/"))
 
 
@@ -82,7 +82,7 @@ async def test_a_step_whose_second_update_fails_is_skipped_whole(
     assert (commit.outcome, commit.reason) == (store_pb.STEP_OUTCOME_SKIPPED, "for the test")
     assert made == ["", ""]
     assert commit.weights.checksum == first.checksum
-    found = trainer.worker._bindings[stage.job_id, "solver"].learner.published()
+    found = trainer.worker.bindings.bound[stage.job_id, "solver"].learner.published()
     assert all(torch.equal(t, expected[n]) for n, t in found.items())
     # The next one is made from there.
     await stage.open(1)

@@ -47,7 +47,7 @@ async def test_two_policies_over_one_base_go_on_bitwise_after_a_restart(
     trainer = await stage.trainer()
     for name in BOTH:
         await trainer.bind(spec, name)
-    bindings = [trainer.worker._bindings[(stage.job_id, name)] for name in BOTH]
+    bindings = [trainer.worker.bindings.bound[(stage.job_id, name)] for name in BOTH]
     bases = [binding.learner.base for binding in bindings]
     assert bases[0] is bases[1]
     first = await train(stage, trainer, spec, 0)
@@ -194,7 +194,9 @@ async def test_exports_load_with_peft_and_with_transformers_alone(
     content = AdapterContent.of(stage.weights(ref))
     base = stage.transfer.get(base_key(stage.job_id, content.base))[0]
     plain = AutoModelForCausalLM.from_config(
-        adapter_of(trainer.worker._bindings[(stage.job_id, "a")].learner.model).base.module.config,  # type: ignore[union-attr]
+        adapter_of(
+            trainer.worker.bindings.bound[(stage.job_id, "a")].learner.model
+        ).base.module.config,  # type: ignore[union-attr]
         dtype=getattr(torch, dtype),
     )
     ids = torch.arange(20)[None]

@@ -160,7 +160,7 @@ async def test_a_nan_loss_skips_the_step(stage: TrainingStage, broken: float) ->
     assert commit.outcome == store_pb.STEP_OUTCOME_SKIPPED
     assert "loss" in commit.reason or "gradient" in commit.reason
     assert commit.weights == first
-    binding = trainer.worker._bindings[(stage.job_id, "solver")]
+    binding = trainer.worker.bindings.bound[(stage.job_id, "solver")]
     assert all(torch.equal(before[n], t) for n, t in binding.learner.weights().items())
     # The job goes on.
     await stage.open(1)

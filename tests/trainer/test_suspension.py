@@ -146,7 +146,7 @@ async def test_a_suspension_waits_for_a_step_that_is_past_its_last_sample(
     await stage.open()
     await stage.play(stage.first_model(spec))
     suspension: list[asyncio.Task[trainer_pb2.SuspendedState]] = []
-    (binding,) = trainer.worker._bindings.values()
+    (binding,) = trainer.worker.bindings.bound.values()
     persist, loop = binding.versions.persist, asyncio.get_running_loop()
 
     def suspended_meanwhile(*args: Any) -> pb.WeightsRef:
