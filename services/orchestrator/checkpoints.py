@@ -6,38 +6,33 @@ all.
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 from services.chassis.folders import files_below, read_folder
 from services.orchestrator.records import timestamp
-from troupe.rpc import Aborted, NotFound
+from troupe.checkpoints.kept import none_such, versions_of_all
+from troupe.rpc import Aborted
 from troupe.v1 import orchestrator_pb2 as orch
-
-_VERSION: Final = re.compile(r"^v(\d+)$")
 
 
 def list_checkpoints(directory: Path) -> list[orch.Checkpoint]:
     """The checkpoints of the job that lives in `directory`, by policy, oldest version first."""
     found = []
-    for path in (directory / "checkpoints").glob("*/v*"):
-        match = _VERSION.match(path.name)
-        if match is None or not path.is_dir():
-            continue
-        with suppress(FileNotFoundError):  # older ones are removed at any time
-            found.append(
-                orch.Checkpoint(
-                    policy=path.parent.name,
-                    version=int(match[1]),
-                    path=str(path),
-                    num_bytes=sum(file.stat().st_size for file in files_below(path)),
-                    saved_at=timestamp(path.stat().st_mtime),
+    for policy, versions in versions_of_all(directory).items():
+        for version, path in versions:
+            with suppress(FileNotFoundError):  # older ones are removed at any time
+                found.append(
+                    orch.Checkpoint(
+                        policy=policy,
+                        version=version,
+                        path=str(path),
+                        num_bytes=sum(file.stat().st_size for file in files_below(path)),
+                        saved_at=timestamp(path.stat().st_mtime),
+                    )
                 )
-            )
-    return sorted(found, key=lambda one: (one.policy, one.version))
+    return found
 
 
 def find_checkpoint(directory: Path, policy: str, version: int | None) -> orch.Checkpoint:
@@ -46,14 +41,7 @@ def find_checkpoint(directory: Path, policy: str, version: int | None) -> orch.C
     found = [one for one in every if one.policy == policy and version in (None, one.version)]
     if found:
         return found[-1]
-    known = ", ".join(f"{one.policy}@{one.version}" for one in every) or "none"
-    wanted = policy if version is None else f"{policy}@{version}"
-    raise NotFound(
-        f"there is no checkpoint of {wanted}; there are: {known}",
-        field="policy" if version is None else "version",
-        value=wanted,
-        remedy="Checkpoints are written every `checkpoint.every` steps and after the last.",
-    )
+    raise none_such(policy, version, [f"{one.policy}@{one.version}" for one in every])
 
 
 async def export(checkpoint: orch.Checkpoint) -> AsyncIterator[orch.ExportCheckpointResponse]:

@@ -7,19 +7,14 @@ Where hosts share the directory they are here already.
 from __future__ import annotations
 
 import asyncio
-import re
-import shutil
 from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Final
 
 from services.chassis.folders import Chunk, write_folder
 from services.orchestrator.context import JobContext
 from services.orchestrator.workers import Worker
+from troupe.checkpoints.kept import prune
 from troupe.rpc import ResourceExhausted
 from troupe.v1 import trainer_pb2 as tr
-
-_NAME: Final = re.compile(r"^v(\d+)$")
 
 
 async def at_hand(
@@ -55,11 +50,5 @@ async def at_hand(
             value=job.directory,
             remedy="Free space on the orchestrator's host, or set TROUPE_DATA_DIR elsewhere.",
         ) from error
-    await asyncio.to_thread(_prune, target.parent, job.spec.checkpoint.keep)
+    await asyncio.to_thread(prune, target.parent, job.spec.checkpoint.keep)
     return tr.SaveCheckpointResponse(path=str(target), num_bytes=size)
-
-
-def _prune(directory: Path, keep: int) -> None:
-    found = sorted((int(m[1]), p) for p in directory.iterdir() if (m := _NAME.match(p.name)))
-    for _, path in found[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)

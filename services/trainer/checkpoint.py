@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -20,11 +19,10 @@ from safetensors.torch import save_file
 
 from services.trainer.adapters import Adapter, adapter_of
 from services.trainer.disk import reported, sync_directory, sync_file
+from troupe.checkpoints.kept import prune
 from troupe.checkpoints.lineage import Lineage
 from troupe.job import JobSpec
 from troupe.transfer.checksum import dtype_name
-
-_NAME = re.compile(r"^v(\d+)$")
 
 
 def checkpoint_path(root: Path, job_id: str, policy: str, version: int) -> Path:
@@ -65,7 +63,7 @@ def save_checkpoint(
             lineage.write(folder)
 
     _write_whole(path, fill)
-    _prune(path.parent, keep)
+    prune(path.parent, keep)
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
@@ -144,11 +142,3 @@ def _name_dtype(config: Path, weights: Mapping[str, torch.Tensor]) -> None:
     values = json.loads(config.read_text())
     values["dtype"] = dtypes.pop()
     config.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _prune(directory: Path, keep: int) -> None:
-    found = sorted(
-        (int(match[1]), path) for path in directory.iterdir() if (match := _NAME.match(path.name))
-    )
-    for _, path in found[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)

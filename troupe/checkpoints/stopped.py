@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
+from troupe.checkpoints.kept import none_such, versions_of_all
 from troupe.client.export import require_vacant, target_path
 from troupe.rpc.errors import NotFound
-
-_VERSION = re.compile(r"^v(\d+)$")
-
-
-def kept_versions(job: Path) -> dict[str, list[int]]:
-    """Versions by policy in a job's directory, ascending."""
-    found: dict[str, list[int]] = {}
-    for path in (job / "checkpoints").glob("*/v*"):
-        if (match := _VERSION.match(path.name)) and path.is_dir():
-            found.setdefault(path.parent.name, []).append(int(match[1]))
-    return {policy: sorted(versions) for policy, versions in sorted(found.items())}
 
 
 def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None) -> Path:
@@ -35,22 +25,15 @@ def choose(data_dir: Path, job_id: str, policy: str | None, version: int | None)
             value=job_id,
             remedy="Name the data directory with --data-dir, or a running cluster with --cluster.",
         )
-    kept = kept_versions(job)
+    kept = versions_of_all(job)
     policy = only_policy(kept, policy)
-    versions = kept.get(policy, [])
-    if not versions or version not in (None, *versions):
-        known = ", ".join(f"{p}@{v}" for p, all_ in kept.items() for v in all_) or "none"
-        wanted = policy if version is None else f"{policy}@{version}"
-        raise NotFound(
-            f"there is no checkpoint of {wanted}; there are: {known}",
-            field="policy" if version is None else "version",
-            value=wanted,
-            remedy="Checkpoints are written every `checkpoint.every` steps and after the last.",
-        )
-    return job / "checkpoints" / policy / f"v{versions[-1] if version is None else version}"
+    found = [path for at, path in kept.get(policy, []) if version in (None, at)]
+    if not found:
+        raise none_such(policy, version, [f"{p}@{v}" for p in kept for v, _ in kept[p]])
+    return found[-1]
 
 
-def only_policy(kept: dict[str, list[int]], policy: str | None) -> str:
+def only_policy(kept: Collection[str], policy: str | None) -> str:
     """`policy`, or the one that has checkpoints. Raises `NotFound` where one has to be named."""
     if policy is not None:
         return policy
