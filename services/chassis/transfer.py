@@ -44,7 +44,6 @@ _LOOK_SECONDS: Final = 1.0
 # An owner that the host should have and has not (yet) is waited for so long.
 _OWNER_SECONDS: Final = 30.0
 _HINTS: Final = 4096
-_DROP_SECONDS: Final = 10.0
 
 
 class HostTransfer(Transfer):

@@ -49,9 +49,7 @@ def packed_attention(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
         return output, None
-    odd = sorted(
-        name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None
-    )
+    odd = sorted(name for name in _UNKNOWN if kwargs.get(name) is not None)
     if odd or dropout or attention_mask is not None or len(query) != 1:
         raise ValueError(f"packed attention knows no {odd or 'dropout, mask or batch'}")
     if torch.is_autocast_enabled(query.device.type):  # here, where it halves what is gathered

@@ -10,6 +10,7 @@ import grpc
 from services.chassis.folders import read_folder
 from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
+from services.trainer.binding import Binding
 from services.trainer.settings import TrainerSettings
 from services.trainer.worker import TrainerWorker
 from troupe.rpc import InvalidArgument
@@ -49,11 +50,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         binding = await self.worker.bind(
             request.job_id, request.policy, request.spec_json, request.version, request.checksum
         )
-        return trainer_pb2.BindResponse(
-            weights=binding.weights,
-            num_parameters=binding.learner.num_parameters,
-            state_bytes=binding.state_bytes,
-        )
+        return _bound(binding)
 
     async def RunStep(
         self, request: trainer_pb2.RunStepRequest, context: Any
@@ -131,11 +128,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             request.checksum,
             request.state,
         )
-        return trainer_pb2.BindResponse(
-            weights=binding.weights,
-            num_parameters=binding.learner.num_parameters,
-            state_bytes=binding.state_bytes,
-        )
+        return _bound(binding)
 
     async def Prefetch(
         self, request: trainer_pb2.PrefetchRequest, context: Any
@@ -160,6 +153,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     ) -> trainer_pb2.ListBindingsResponse:
         """What is bound here."""
         return trainer_pb2.ListBindingsResponse(bindings=self.worker.statuses())
+
+
+def _bound(binding: Binding) -> trainer_pb2.BindResponse:
+    return trainer_pb2.BindResponse(
+        weights=binding.weights,
+        num_parameters=binding.learner.num_parameters,
+        state_bytes=binding.state_bytes,
+    )
 
 
 def _require(request: Any, *fields: str) -> None:

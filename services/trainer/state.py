@@ -95,29 +95,12 @@ class StateStore:
         }
         if self._is(target, meta):
             return target
-        temp = self._directory / f".{target.name}.{secrets.token_hex(4)}.tmp"
-        with reported(self._directory, "training state"):
-            try:
-                temp.mkdir(parents=True)
-                for name, tensors in parts.items():
-                    save_file(tensors, temp / f"{name}.safetensors")
-                if state.write_parts is not None:
-                    meta["parts"] = state.write_parts(temp)
-                (temp / "state.json").write_text(json.dumps(meta))
-                if self._sync:
-                    for file in temp.iterdir():
-                        sync_file(file)
-                # An attempt that was never committed may have published the same bits and
-                # still differ: in precision below the published type, or in its samples.
-                old = temp.with_suffix(".old")
-                with contextlib.suppress(FileNotFoundError):
-                    target.rename(old)
-                temp.rename(target)
-                shutil.rmtree(old, ignore_errors=True)
-                if self._sync:
-                    sync_directory(self._directory)
-            finally:
-                shutil.rmtree(temp, ignore_errors=True)
+        with self._filling(target) as folder:
+            for name, tensors in parts.items():
+                save_file(tensors, folder / f"{name}.safetensors")
+            if state.write_parts is not None:
+                meta["parts"] = state.write_parts(folder)
+            (folder / "state.json").write_text(json.dumps(meta))
         return target
 
     def load(self, version: int, checksum: str = "", *, whole: bool = True) -> TrainingState:
@@ -155,24 +138,10 @@ class StateStore:
         paths = {part: Path(part) for part in files}
         if not _NAME.match(name) or any(p.is_absolute() or ".." in p.parts for p in paths.values()):
             raise DataLoss(f"'{name}' is no training state", kind="state_corrupt", value=name)
-        target = self._directory / name
-        temp = self._directory / f".{name}.{secrets.token_hex(4)}.tmp"
-        with reported(self._directory, "training state"):
-            try:
-                for part, path in paths.items():
-                    (temp / path).parent.mkdir(parents=True, exist_ok=True)
-                    (temp / path).write_bytes(files[part])
-                    if self._sync:
-                        sync_file(temp / path)
-                old = temp.with_suffix(".old")  # an attempt that was never committed, maybe
-                with contextlib.suppress(FileNotFoundError):
-                    target.rename(old)
-                temp.rename(target)
-                shutil.rmtree(old, ignore_errors=True)
-                if self._sync:
-                    sync_directory(self._directory)
-            finally:
-                shutil.rmtree(temp, ignore_errors=True)
+        with self._filling(self._directory / name) as folder:
+            for part, path in paths.items():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(files[part])
 
     def prune(self, newest: int, keep: int, *, first: bool = False) -> None:
         """Delete versions but the `keep` newest up to `newest`; `first`: keep version 0 too."""
@@ -185,6 +154,30 @@ class StateStore:
             match = _UNFINISHED.match(path.name)
             if match and int(match[1]) <= newest:
                 shutil.rmtree(path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _filling(self, target: Path) -> Iterator[Path]:
+        """A folder that becomes `target` once it is filled, or leaves what was there alone."""
+        temp = self._directory / f".{target.name}.{secrets.token_hex(4)}.tmp"
+        with reported(self._directory, "training state"):
+            try:
+                temp.mkdir(parents=True)
+                yield temp
+                if self._sync:
+                    for file in temp.rglob("*"):
+                        if file.is_file():
+                            sync_file(file)
+                # An attempt that was never committed may have published the same bits and
+                # still differ: in precision below the published type, or in its samples.
+                old = temp.with_suffix(".old")
+                with contextlib.suppress(FileNotFoundError):
+                    target.rename(old)
+                temp.rename(target)
+                shutil.rmtree(old, ignore_errors=True)
+                if self._sync:
+                    sync_directory(self._directory)
+            finally:
+                shutil.rmtree(temp, ignore_errors=True)
 
     def _is(self, path: Path, meta: dict[str, Any]) -> bool:
         """Whether `path` holds exactly what `meta` says."""
