@@ -8,6 +8,7 @@ import json
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,8 +71,16 @@ class Bases:
 
 def _source(model: ModelSpec, seed: int) -> Source:
     if model.path is not None:
-        return "path", model.path, model.revision or ""
+        return "path", model.path, model.revision or "", *_files(Path(model.path))
     return "config", json.dumps(model.config, sort_keys=True), str(seed)
+
+
+def _files(directory: Path) -> list[str]:
+    """What changes when other weights are put where a base came from; nothing for a hub's id."""
+    if not directory.is_dir():
+        return []
+    found = sorted((file.name, file.stat()) for file in directory.iterdir() if file.is_file())
+    return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found]
 
 
 def _architecture(module: Any) -> str:

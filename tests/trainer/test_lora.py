@@ -108,6 +108,22 @@ def test_the_same_weights_under_two_paths_are_one_base(tokenizer: Path, tmp_path
     assert bases[0].module is bases[1].module
 
 
+def test_a_path_with_other_weights_is_another_base(tokenizer: Path, tmp_path: Path) -> None:
+    whole = load_model("x", make_spec(tokenizer).policies["solver"], 0)
+    whole.save_pretrained(tmp_path / "base")
+    model = {"path": str(tmp_path / "base"), "tokenizer": str(tokenizer)}
+    values = make_spec(tokenizer, model=model, policies=["a"]).model_dump(mode="json")
+    values["policies"]["a"]["lora"] = {"rank": 2}
+    spec = JobSpec.model_validate(values)
+    before = adapter(load_adapted("a", spec.policies["a"], 0, CPU)).base
+    assert adapter(load_adapted("a", spec.policies["a"], 0, CPU)).base is before
+    with torch.no_grad():
+        whole.model.norm.weight.add_(1)
+    whole.save_pretrained(tmp_path / "base")
+    after = adapter(load_adapted("a", spec.policies["a"], 0, CPU)).base
+    assert after.checksum != before.checksum
+
+
 def test_policies_begin_as_their_base_and_differ_in_their_adapters(tokenizer: Path) -> None:
     spec = lora_spec(tokenizer)
     a, b = (load_adapted(name, spec.policies[name], spec.seed, CPU) for name in ("a", "b"))

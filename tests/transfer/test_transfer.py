@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,26 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(
         left[n].dtype == right[n].dtype and torch.equal(left[n], right[n]) for n in left
     )
+
+
+def test_what_is_not_found_keeps_nothing_of_who_asked(transfer: Transfer) -> None:
+    """A trainer asks whether its base is there: its model shall leave memory when it is released,
+    not when circles are looked for."""
+
+    class Model:
+        pass
+
+    def ask() -> weakref.ref[Model]:
+        model = Model()
+        with pytest.raises(KeyNotFound):
+            transfer.get("job/nothing/weights@0")
+        return weakref.ref(model)
+
+    gc.disable()
+    try:
+        assert ask()() is None
+    finally:
+        gc.enable()
 
 
 def test_round_trip(transfer: Transfer) -> None:

@@ -111,7 +111,7 @@ class Transfer:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                failure = error
+                failure = error.with_traceback(None)  # its frames keep the tensors
                 log.warning("%s: no room for %d bytes in %s", key, draft.num_bytes, root)
                 continue
             self._own[key] = blob.identity(path)
@@ -301,7 +301,10 @@ class Transfer:
             raise TransferTimeout(
                 key, f"did not appear within {timeout:g} s: {missing.message}"
             ) from missing
-        raise missing
+        try:
+            raise missing
+        finally:
+            del missing  # again a circle, with the frames of whoever called
 
     def _at_hand(self, key: str, expected: str | None, cast: torch.dtype | None) -> Path:
         """Its path here. Raises KeyNotFound; Corrupt for another content where there are peers."""

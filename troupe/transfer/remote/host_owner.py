@@ -99,12 +99,15 @@ class HostOwner:
             except ResourceExhausted as error:
                 if error.kind == StorageFull.default_kind:
                     raise StorageFull(key, error.message) from error
-                failure: ResourceExhausted | Unavailable = error
+                failure: ResourceExhausted | Unavailable = error.with_traceback(None)
             except Unavailable as error:
                 # This host's owner, or all others that may have it.
-                failure = error
+                failure = error.with_traceback(None)
             if time.monotonic() > patience:
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    del failure  # a circle otherwise, with the frames of whoever called
             counters.retried("owner_away")
             time.sleep(_NAP_SECONDS)
         for cause, count in answer.retries.items():
