@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from services.trainer.binding import Binding
 from troupe.job import JobSpec
@@ -19,7 +20,7 @@ class Bindings:
     """Those that are bound here, and what is parked of those that are not. Of the event loop."""
 
     def __init__(self, make: Callable[[Key, JobSpec, str], Binding]) -> None:
-        """`make`: a binding of a policy of this specification, which is also given as JSON."""
+        """`make`: a new binding of a policy of this specification, also given as JSON."""
         self.bound: dict[Key, Binding] = {}
         # Policies that were suspended here, or will be resumed: models without weights.
         self.parked: dict[Key, Binding] = {}
@@ -43,11 +44,6 @@ class Bindings:
             )
         return binding
 
-    def add(self, key: Key, spec: JobSpec, spec_json: str) -> Binding:
-        """A new one, to be loaded."""
-        binding = self.bound[key] = self._make(key, spec, spec_json)
-        return binding
-
     def shell(self, key: Key, spec: JobSpec, spec_json: str) -> Binding:
         """What is parked of a policy, if it is of this job as it is now; else a new one."""
         parked = self.parked.get(key)
@@ -55,9 +51,17 @@ class Bindings:
             return parked
         return self._make(key, spec, spec_json)
 
-    def give_up(self, key: Key) -> None:
-        """It could not be filled."""
-        self.bound.pop(key).move(pb.BINDING_STATE_RELEASED)
+    @contextlib.contextmanager
+    def filling(self, key: Key, binding: Binding) -> Iterator[None]:
+        """It is bound once it is filled inside; if that fails it is gone."""
+        self.bound[key] = binding
+        try:
+            yield
+        except BaseException:
+            binding.move(pb.BINDING_STATE_RELEASED)
+            del self.bound[key]
+            raise
+        binding.move(pb.BINDING_STATE_IDLE)
 
     def statuses(self) -> list[trainer_pb2.BindingStatus]:
         """All of them, by job and policy."""

@@ -78,16 +78,10 @@ class Swaps:
             await self._steps.cancel(key)
             binding = bindings.shell(key, spec, spec_json)
             binding.move(pb.BINDING_STATE_BINDING)
-            bindings.bound[key] = binding
+            bindings.parked.pop(key, None)
             before = binding.swap_seconds
-            try:
+            with bindings.filling(key, binding):
                 await self._compute.run(binding.resume, state, version, checksum)
-            except BaseException:
-                bindings.give_up(key)
-                raise
-            finally:
-                bindings.parked.pop(key, None)
-            binding.move(pb.BINDING_STATE_IDLE)
             self._count(binding, "resume", binding.swap_seconds - before)
             return binding
 

@@ -226,13 +226,9 @@ class TrainerWorker:
                 return old
             if (parked := bindings.parked.pop(key, None)) is not None:
                 await asyncio.to_thread(parked.leave)
-            binding = bindings.add(key, spec, spec_json)
-            try:
+            binding = self._new_binding(key, spec, spec_json)
+            with bindings.filling(key, binding):
                 await self._compute.run(binding.load, version, checksum)
-            except BaseException:
-                bindings.give_up(key)
-                raise
-            binding.move(pb.BINDING_STATE_IDLE)
             # The number of threads is part of what deterministic results depend on.
             threads = self._settings.threads
             log.info("bound", job_id=job_id, policy=policy, version=version, threads=threads)
