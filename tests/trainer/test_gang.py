@@ -25,6 +25,7 @@ from services.trainer.rows import Row
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import Frontier, StateStore, TrainingState
 from tests.support.training import make_spec
+from tests.trainer.batches import Shape, random_rows
 from tests.trainer.test_learner import make_rows
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition
@@ -121,6 +122,33 @@ def test_a_gang_that_cannot_be_is_refused() -> None:
     check_size(hosts, "solver", 4)
     with pytest.raises(FailedPrecondition, match="all of their 4"):
         check_size(hosts, "solver", 2)
+
+
+def test_packed_rows_of_a_gang_give_what_single_rows_give(
+    tokenizer: Path, tmp_path: Path, gangs: Gangs
+) -> None:
+    """As jobs run: many rows in one sequence, prefixes once; the frozen reference's too."""
+    algorithm = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}
+    # A step far above what Adam makes of the layer norms' rounding to float32.
+    optimizer = {"lr": 1e-2, "eps": 1e-3, "max_grad_norm": 1e9}
+    spec = gang_spec(tokenizer, algorithm=algorithm, optimizer=optimizer)
+    packed = {"forward_tokens": 256, "share_prefixes": True}
+    gang = GangLearner(gangs, "job/packed", spec, "solver", {"double": True, **packed})
+    one = alone(spec)
+    store = StateStore(tmp_path, "job", "solver")
+    first = store.save(TrainingState(0, "a" * 32, one.weights(), one.moments(), {}, Frontier()))
+    gang.load_reference(first)
+    one.set_reference(store.load(0).weights)
+    for step in range(2):
+        rows = random_rows(one.model, step, Shape(groups=4, members=6, prompt=12))
+        for learner in (gang, one):
+            learner.accumulate(rows)
+        ours, theirs = gang.apply(step), one.apply(step)
+        assert (ours.applied, ours.digest) == (theirs.applied, theirs.digest)
+        for name in ("kl", "entropy", "grad_norm", "loss/policy"):
+            assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-5), name
+    assert theirs.metrics["kl"] > 0
+    assert_close(gang, one, 1e-6)
 
 
 def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: Gangs) -> None:
