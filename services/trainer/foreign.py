@@ -123,11 +123,7 @@ class ForeignStates:
                 if kept == wanted:
                     break
                 request = pb.KeepStateRequest(
-                    request_id=new_id("keep"),
-                    job_id=store.job_id,
-                    policy=store.policy,
-                    version=version,
-                    offer=offer,
+                    request_id=new_id("keep"), offer=offer, **_named(store, version)
                 )
                 with self._trainer(address) as trainer:
                     try:
@@ -139,12 +135,10 @@ class ForeignStates:
         if kept < wanted:
             log.warning(
                 "too few copies of a state",
-                job_id=store.job_id,
-                policy=store.policy,
-                version=version,
                 kept=kept,
                 wanted=wanted,
                 troubles=troubles,
+                **_named(store, version),
             )
         return kept
 
@@ -166,11 +160,7 @@ class ForeignStates:
         troubles: dict[str, str],
     ) -> bool:
         request = pb.OfferStateRequest(
-            request_id=new_id("offer"),
-            job_id=store.job_id,
-            policy=store.policy,
-            version=version,
-            checksum=checksum,
+            request_id=new_id("offer"), checksum=checksum, **_named(store, version)
         )
         with self._trainer(address) as trainer:
             try:
@@ -180,14 +170,8 @@ class ForeignStates:
             except TroupeError as error:
                 troubles[address] = error.message
                 return False
-        log.info(
-            "state fetched",
-            job_id=store.job_id,
-            policy=store.policy,
-            version=version,
-            source=address,
-            num_bytes=offer.num_bytes,
-        )
+        size = offer.num_bytes
+        log.info("state fetched", source=address, num_bytes=size, **_named(store, version))
         return True
 
     def _take(self, store: StateStore, offer: pb.OfferStateResponse) -> None:
@@ -237,6 +221,11 @@ class _Reaching(StateStore):
         path = super().save(state)
         self._foreign.replicate(self, state.version, state.checksum)
         return path
+
+
+def _named(store: StateStore, version: int) -> dict[str, Any]:
+    """A version of a policy, in requests and log lines."""
+    return {"job_id": store.job_id, "policy": store.policy, "version": version}
 
 
 def _files(path: Path) -> dict[str, torch.Tensor]:
