@@ -16,8 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from services.trainer.packing import Block, Packing
 
-# Name in `config._attn_implementation`.
-PACKED = "troupe_packed"
+# Name in `config._attn_implementation`: one for all of a process, in which an engine's may be too.
+PACKED = "troupe_packed_rows"
 # What some models ask of attention besides.
 _UNKNOWN = ("softcap", "s_aux", "position_bias")
 # Dimensions of a head that the GPU kernel takes.
