@@ -31,7 +31,7 @@ from services.chassis.telemetry import Telemetry
 from troupe.rpc import NO_RETRY, ClientSettings, TroupeError, Unavailable
 from troupe.rpc.channel import connect_sync
 from troupe.transfer import Transfer, TransferCounters
-from troupe.transfer.places import Fetched
+from troupe.transfer.places import Fetched, Wanted
 from troupe.transfer.remote import HostOwner, OwnerProcess, Peer
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc
@@ -234,20 +234,9 @@ class _Others:
         """Of a fetch whose caller names no time."""
         return 600.0
 
-    def fetch(
-        self,
-        key: str,
-        roots: Sequence[Path],
-        counters: TransferCounters,
-        deadline: float,
-        *,
-        expected: str | None = None,
-        base: str | None = None,
-        cast: str | None = None,
-    ) -> Fetched:
+    def fetch(self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters) -> Fetched:
         """See `places.Source.fetch`."""
-        owner = self._owner(deadline)
-        return owner.fetch(key, roots, counters, deadline, expected=expected, base=base, cast=cast)
+        return self._owner(wanted.deadline).fetch(wanted, roots, counters)
 
     def _owner(self, deadline: float) -> HostOwner:
         address = self._host.near_owner(deadline)

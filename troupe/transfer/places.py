@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -44,6 +45,21 @@ class Fetched(Protocol):
     def choice(self) -> Choice: ...
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A state of another host that is needed here."""
+
+    key: str
+    # Of the monotonic clock.
+    deadline: float
+    # The checksum it must have; who has another content has not got it.
+    expected: str | None = None
+    # A key of this host that most of it may equal.
+    base: str | None = None
+    # The dtype that its floating-point tensors are wanted in (it is then another key).
+    cast: str | None = None
+
+
 class Source(Protocol):
     """Where states of other hosts come from: `troupe.transfer.remote.Peer`, `HostOwner`."""
 
@@ -51,22 +67,8 @@ class Source(Protocol):
     def address(self) -> str: ...
     @property
     def deadline_seconds(self) -> float: ...
-    def fetch(
-        self,
-        key: str,
-        roots: Sequence[Path],
-        counters: TransferCounters,
-        deadline: float,
-        *,
-        expected: str | None = None,
-        base: str | None = None,
-        cast: str | None = None,
-    ) -> Fetched:
-        """Bring the state under `key` into the first of `roots` that has room.
-
-        `deadline` is of the monotonic clock. `expected`: the checksum it must have; who has
-        another content has not got it. `base`: a key of this host that most of it may equal.
-        `cast`: the dtype that its floating-point tensors are wanted in (it is then another key).
+    def fetch(self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters) -> Fetched:
+        """Bring it into the first of `roots` that has room.
 
         Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout, Unavailable.
         """

@@ -27,7 +27,7 @@ from troupe.transfer.errors import (
 from troupe.transfer.fitting import check_layout
 from troupe.transfer.manifest import Manifest, Shard
 from troupe.transfer.nesting import flatten, unflatten
-from troupe.transfer.places import Source, default_root, in_memory
+from troupe.transfer.places import Source, Wanted, default_root, in_memory
 from troupe.transfer.shelf import Shelf
 
 log = logging.getLogger(__name__)
@@ -353,9 +353,8 @@ class Transfer:
         for peer in self._peers:
             until = time.monotonic() + peer.deadline_seconds if deadline is None else deadline
             try:
-                fetched = peer.fetch(
-                    key, self.roots, self.counters, until, expected=expected, base=base, cast=name
-                )
+                wanted = Wanted(key, until, expected, base, name)
+                fetched = peer.fetch(wanted, self.roots, self.counters)
             except KeyNotFound:
                 continue
             except (Unavailable, Corrupt) as error:

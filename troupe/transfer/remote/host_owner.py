@@ -15,6 +15,7 @@ from troupe.rpc.retry import NO_RETRY
 from troupe.rpc.settings import ClientSettings
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull, TransferTimeout
+from troupe.transfer.places import Wanted
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
@@ -63,28 +64,19 @@ class HostOwner:
         """End the connection."""
         self._channel.close()
 
-    def fetch(
-        self,
-        key: str,
-        roots: Sequence[Path],
-        counters: TransferCounters,
-        deadline: float,
-        *,
-        expected: str | None = None,
-        base: str | None = None,
-        cast: str | None = None,
-    ) -> Brought:
+    def fetch(self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters) -> Brought:
         """See `places.Source.fetch`."""
+        key = wanted.key
         patience = time.monotonic() + _PATIENCE_SECONDS
         while True:
             request = pb.FetchStateRequest(
                 key=key,
-                checksum=expected or "",
-                cast=cast or "",
-                base=base or "",
-                owners=self._locate(key, expected),
+                checksum=wanted.expected or "",
+                cast=wanted.cast or "",
+                base=wanted.base or "",
+                owners=self._locate(key, wanted.expected),
             )
-            left = deadline - time.monotonic()
+            left = wanted.deadline - time.monotonic()
             if left <= 0:
                 raise TransferTimeout(key, f"the owner at {self.address} did not bring it in time")
             try:

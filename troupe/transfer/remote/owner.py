@@ -18,6 +18,7 @@ from troupe.rpc.settings import ClientSettings
 from troupe.transfer.cast import check_cast
 from troupe.transfer.counters import TransferCounters
 from troupe.transfer.errors import KeyNotFound
+from troupe.transfer.places import Wanted
 from troupe.transfer.remote.arrivals import Arrivals
 from troupe.transfer.remote.held import Held
 from troupe.transfer.remote.lanes import Lanes
@@ -116,21 +117,14 @@ class Owner:
         cast = request.cast or None
         if cast:
             check_cast(cast)
+        wanted = Wanted(request.key, deadline, request.checksum or None, request.base or None, cast)
         failure: TroupeError | None = None
         for address in request.owners:
             if address == self.address:
                 continue
             counters = TransferCounters()
             try:
-                fetched = self._peer(address).fetch(
-                    request.key,
-                    self._transfer.roots,
-                    counters,
-                    deadline,
-                    expected=request.checksum or None,
-                    base=request.base or None,
-                    cast=cast,
-                )
+                fetched = self._peer(address).fetch(wanted, self._transfer.roots, counters)
             except KeyNotFound as error:
                 failure = failure or error
                 continue

@@ -22,6 +22,7 @@ from troupe.transfer.checksum import dtype_of
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout, VersionWentBackwards
 from troupe.transfer.manifest import Manifest
+from troupe.transfer.places import Wanted
 from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.arrivals import Arrivals
 from troupe.transfer.remote.fetch import Fetch, Place
@@ -92,33 +93,24 @@ class Peer:
         if self._own_lanes:
             self._lanes.close()
 
-    def fetch(
-        self,
-        key: str,
-        roots: Sequence[Path],
-        counters: TransferCounters,
-        deadline: float,
-        *,
-        expected: str | None = None,
-        base: str | None = None,
-        cast: str | None = None,
-    ) -> Fetched:
+    def fetch(self, wanted: Wanted, roots: Sequence[Path], counters: TransferCounters) -> Fetched:
         """See `places.Source.fetch`: goes on after broken connections with the chunks that are
-        missing, until `deadline`. Nothing is visible before all of it is verified; a host fetches
+        missing, until its deadline. Nothing is visible before all of it is verified; a host fetches
         a state once, however many of its processes ask.
 
         Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout; Unavailable when the owner did
         not answer at all; Unauthenticated.
         """
         shelf = self._shelf(tuple(roots))
-        manifest, answer = self._describe(key, deadline, expected, cast)
+        key, deadline = wanted.key, wanted.deadline
+        manifest, answer = self._describe(key, deadline, wanted.expected, wanted.cast)
         path = shelf.paths(manifest.key)[0]
         try:
             with sidecar.alone(path, deadline):
                 if shelf.holds(manifest.key, manifest.checksum):
                     there = shelf.path(manifest.key)
                     return Fetched(there, manifest, Choice("get", "shared_memory", "same_host"))
-                return self._fetch(manifest, answer, shelf, counters, deadline, base, cast)
+                return self._fetch(manifest, answer, shelf, counters, deadline, wanted.base)
         except TimeoutError:
             raise TransferTimeout(key, "another process of this host still fetches it") from None
 
@@ -169,7 +161,6 @@ class Peer:
         counters: TransferCounters,
         deadline: float,
         base: str | None,
-        cast: str | None,
     ) -> Fetched:
         key = manifest.key
         origin = self._place(self.address, answer)
