@@ -74,9 +74,9 @@ class Binding:
         self.checkpoints = Checkpoints(spec, settings.data_dir, states, self.versions)
         self._residence = residence or Residence(device)
         self._suspension = Suspension(transfer, self._residence, job_id, policy)
-        # Fetched ahead of `resume`: the checksum of a suspended state, and a copy of it.
+        # Fetched ahead of `resume`: the key of a suspended state, and a copy of it.
         self._fetched: tuple[str, Luggage] | None = None
-        # The state that this went on from; and the step in whose middle that was.
+        # The key of the state that this went on from; and the step in whose middle that was.
         self.resumed_from = ""
         self.half: HalfStep | None = None
         # Where its state is while it holds no device.
@@ -182,8 +182,12 @@ class Binding:
 
     def prefetch(self, state: trainer_pb2.SuspendedState) -> None:
         """Do what `resume` needs and nobody has to wait for. Blocking, in any thread."""
-        if self._fetched is None or self._fetched[0] != state.checksum:
-            self._fetched = (state.checksum, self._suspension.fetch(state))
+        if self._fetched is not None and self._fetched[0] != state.key:
+            # It went on elsewhere from that one.
+            self._residence.give_back(self._fetched[1].tensors.values())
+            self._fetched = None
+        if self._fetched is None:
+            self._fetched = (state.key, self._suspension.fetch(state))
 
     def resume(self, state: trainer_pb2.SuspendedState, version: int, checksum: str) -> None:
         """Go on where `suspend` stopped, here or in another process. Blocking.
@@ -214,7 +218,7 @@ class Binding:
         self.versions.unpack(luggage)
         half = luggage.document["step"]
         self.half = None if half is None else HalfStep(**half)
-        self.resumed_from, self.suspended = state.checksum, None
+        self.resumed_from, self.suspended = state.key, None
         self._note_bytes()
         self._swapped(began)
 

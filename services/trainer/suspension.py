@@ -16,7 +16,7 @@ import torch
 
 from services.chassis.transfer import HostTransfer
 from services.trainer.residence import Residence
-from troupe.rpc import DataLoss, FailedPrecondition, NotFound
+from troupe.rpc import DataLoss, FailedPrecondition, NotFound, new_id
 from troupe.transfer import Corrupt, KeyNotFound, Manifest
 from troupe.v1 import trainer_pb2
 
@@ -75,8 +75,10 @@ class Suspension:
             "format": FORMAT,
             "step": None if half is None else asdict(half),
         }
+        # Every suspension has a key of its own: tensors alone do not tell two of one version apart.
+        # Samples without an advantage leave gradients as they were.
         manifest: Manifest = self._transfer.set(
-            f"{self._prefix}{version}",
+            f"{self._prefix}{version}-{new_id()}",
             self._residence.fetch(luggage.tensors),
             metadata={_DOCUMENT: json.dumps(document)},
         )

@@ -43,7 +43,8 @@ class Swaps:
             if key not in bindings.bound and parked is not None and parked.suspended is not None:
                 return parked.suspended
             binding, run = bindings.find(key), self._steps.running(key)
-            half = None if run is None else await run.suspend()
+            # A step that has not gone on yet since it came is as it came.
+            half = binding.half if run is None else await run.suspend()
             if binding.versions.dirty:
                 await self._compute.run(binding.versions.reset)
             binding.move(pb.BINDING_STATE_SUSPENDING)
@@ -73,7 +74,7 @@ class Swaps:
         bindings = self._bindings
         async with bindings.lock(key):
             old = bindings.bound.get(key)
-            if old is not None and old.resumed_from == state.checksum:
+            if old is not None and old.resumed_from == state.key:
                 return old
             await self._steps.cancel(key)
             binding = bindings.shell(key, spec, spec_json)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.training import make_rollout
 from tests.trainer.stage import Trainer, TrainingStage, fill_up
 from troupe.job import JobSpec
 from troupe.rpc import (
@@ -119,6 +120,65 @@ async def test_to_and_fro_on_one_worker_reuses_its_memory(stage: TrainingStage) 
     (status,) = await trainer.statuses()
     assert status.swaps == 6
     assert status.swap_seconds > 0
+
+
+async def test_a_state_that_was_fetched_ahead_is_not_taken_for_a_later_one(
+    stage: TrainingStage,
+) -> None:
+    """Their tensors are the same where samples changed no gradient; their claims are not."""
+    values = spec_of(stage, queries_per_step=4).model_dump()
+    values["policies"]["solver"]["paced"] = {"step_seconds": 0.0}
+    spec = JobSpec.model_validate(values)
+
+    async def play(query: str) -> None:
+        for number in range(4):
+            name = f"{query}-t{number}"
+            sample = make_rollout(query, name, reward=float(number % 2), version=0)
+            await stage.append(query, name, [sample])
+
+    here, there = await stage.trainer(), await stage.trainer(worker_id="there")
+    await here.bind(spec)
+    await stage.open(queries=("q0", "q1", "q2", "q3"))
+    await play("q0")
+    running = asyncio.create_task(here.events(0, 0))
+    await here.trained(3)
+    first = await here.suspend()
+    await asyncio.gather(running, return_exceptions=True)
+    await there.prefetch(spec, first)
+    # It is here that it goes on, after all.
+    await here.resume(spec, first)
+    await play("q1")
+    await play("q2")
+    running = asyncio.create_task(here.events(0, 0))
+    await here.trained(12)
+    second = await here.suspend()
+    await asyncio.gather(running, return_exceptions=True)
+    assert second.checksum == first.checksum, "else this says nothing"
+    await there.prefetch(spec, second)
+    await there.resume(spec, second)
+    await play("q3")
+    assert (await there.run(0, 0)).num_samples == 16
+    assert (await audited(stage)).trained == 16
+
+
+async def test_suspended_again_before_its_step_went_on_nothing_is_lost(
+    stage: TrainingStage,
+) -> None:
+    spec = spec_of(stage)
+    here, there = await stage.trainer(), await stage.trainer(worker_id="there")
+    running = await half_a_step(stage, here, spec)
+    first = await here.suspend()
+    await asyncio.gather(running, return_exceptions=True)
+    await there.resume(spec, first)
+    second = await there.suspend()
+    assert (second.step, second.samples, second.claimant) == (0, 3, first.claimant)
+    await here.resume(spec, second)
+    await rest(stage, spec)
+    events = await here.events(0, 0)
+    assert events[0].samples in (0, 3), "before it began, or where it was"
+    assert all(event.samples >= 3 for event in events[1:])
+    checksum = events[-1].commit.weights.checksum
+    assert checksum == (await undisturbed(stage, spec)).weights.checksum
 
 
 async def test_between_two_steps_there_is_no_step_to_go_on_with(stage: TrainingStage) -> None:

@@ -102,7 +102,7 @@ class SuspendedState(_message.Message):
     HOLDERS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
-    """`{job}/{policy}/training@{version}` in the transfer layer."""
+    """`{job}/{policy}/training@{version}-{id}` in the transfer layer."""
     checksum: _builtins.str
     """Of the state under `key`; another one there is not this state."""
     num_bytes: _builtins.int
