@@ -64,8 +64,11 @@ class StepRollout:
         self.joined = 0
         self.carried = 0
         self.seconds = 0.0
-        if before is not None:
-            before.after = self
+
+    def opened(self) -> None:
+        """The store knows the step: from now on queries of the one before may go on in it."""
+        if self._before is not None:
+            self._before.after = self
 
     async def run(self) -> None:
         """Raises `TroupeError`: a fault of the job, or the deadline saying what was missing."""

@@ -83,6 +83,7 @@ class StepRunner:
             {one: self._crew.trainers.policies[one].weights.version for one in self._committed},
             roster.wanted + (roster.spare if first else 0),
         )
+        self._rollout.opened()
         for policy in roster.commits:
             self._crew.committed[policy] = max(self._crew.committed[policy], self.step + 1)
         kept = await self._job.shared.trajectories.find(self._job.job_id, roster.ended)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator.roster import Roster
 from tests.support.cluster import Cluster, job_yaml
 from troupe.scheduling import admission
 from troupe.v1 import common_pb2 as pb
@@ -117,6 +118,29 @@ async def test_a_restart_takes_no_query_twice_and_leaves_none_out(
     kept = [one for ids in await index_sets(cluster, job_id, steps) for one in ids]
     assert len(set(kept)) == len(kept), "no query in two steps"
     assert set(kept) <= set(range(cursor))
+
+
+async def test_nothing_is_carried_to_a_step_that_is_still_being_opened(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_open = Roster.open
+
+    async def opens_slowly(self: Roster, *arguments: Any) -> None:
+        await asyncio.sleep(0.4)
+        await really_open(self, *arguments)
+
+    monkeypatch.setattr(Roster, "open", opens_slowly)
+    rollout = cluster.rollouts[0]
+    rollout.script.seconds = 0.03
+    rollout.script.slow = lambda ticket: 0.4 if ticket.index % 4 == 1 else 0.0
+    steps = 4
+    text = job_yaml(
+        pipeline__mode="async",
+        pipeline__alpha=2,
+        pipeline__over_sampling=1,
+        pipeline__steps=steps,
+    )
+    await finish(cluster, await cluster.submit(text), steps)
 
 
 async def test_async_goes_on_with_what_was_not_finished(cluster: Cluster) -> None:
