@@ -152,7 +152,7 @@ def test_ranks_that_do_not_come_are_counted(tokenizer: Path) -> None:
             late = [rank for rank in fresh if rank.environ().get("RANK") == "1"]
         late[0].send_signal(signal.SIGSTOP)
 
-    gangs = Gangs(TrainerSettings(gang_ranks=2, gang_start_seconds=25))
+    gangs = Gangs(TrainerSettings(gang_ranks=2, gang_start_seconds=60))
     threading.Thread(target=hold_back, daemon=True).start()
     with pytest.raises(DeadlineExceeded) as waited:
         together(gangs, gang_spec(tokenizer))

@@ -130,7 +130,7 @@ async def test_a_rank_that_dies_is_a_step_that_begins_again(stage: TrainingStage
     with pytest.raises(Aborted) as lost:
         await running
     assert lost.value.kind == "gang_lost"
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60  # not by the ranks' own patience of 120 s
     await gone(before)
     commit = await trainer.run(0, 0)
     assert (commit.num_samples, commit.metrics["samples"]) == (8, 8)
