@@ -120,7 +120,9 @@ def _root(imports: Sequence[str]) -> list[str]:
     for path in _CONFIGURATION:
         binds[path] = ["--ro-bind-try", path, path]
     wanted = [sys.base_prefix, sys.prefix, str(Path(worker.__file__)), *imports]
-    for path in dict.fromkeys(os.path.abspath(entry) for entry in wanted):
+    # Where links lead to, too; the outer before the inner, which would be covered by it.
+    paths = {place(entry) for entry in wanted for place in (os.path.abspath, os.path.realpath)}
+    for path in sorted(paths, key=lambda path: (path.count(os.sep), path)):
         if not _inside(path, binds):
             binds[path] = ["--ro-bind-try", path, path]
     return [word for words in binds.values() for word in words]
