@@ -1,0 +1,167 @@
+"""What an interface outside allows: calls per second and calls at once, shared by many callers.
+
+A token bucket with a bound on what is in use, and a line of those that wait: who asks first is
+served first, whatever the others ask for, so nobody starves. Pure: `now` is the caller's, in
+seconds. `services/reward/quota/quota.lua` is the same arithmetic for callers on several hosts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# A sum of many refills is not exactly what it should be.
+_EPSILON = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an interface allows: `rate` units per second, `burst` of them at once after a pause,
+    and `concurrency` in use at a time. 0: no such limit."""
+
+    rate: float = 0.0
+    burst: int = 1
+    concurrency: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.rate) and self.rate >= 0):
+            raise ValueError(f"rate = {self.rate} is not a number of 0 or more")
+        if self.burst < 1:
+            raise ValueError(f"burst = {self.burst} < 1: no call could ever begin")
+        if self.concurrency < 0:
+            raise ValueError(f"concurrency = {self.concurrency} is negative")
+
+    @property
+    def most(self) -> float:
+        """The most units that one call can ever have."""
+        return min(
+            self.burst if self.rate else math.inf,
+            self.concurrency if self.concurrency else math.inf,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The first `granted` wishes are the asker's. It may ask for the next after `wait` seconds,
+    or when somebody gives back (infinite: only then)."""
+
+    granted: int
+    wait: float
+
+
+@dataclass(slots=True)
+class _Hold:
+    """Units in use; forgotten after `until`, when their holder must have died."""
+
+    units: int
+    until: float
+
+
+@dataclass(slots=True)
+class _Place:
+    """A place in the line, by `turn`; lost after `until`. `units` is what it waits for."""
+
+    turn: int
+    until: float
+    units: int
+
+
+class Bucket:
+    """The state of one quota. Not thread-safe."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        """Full, and nothing in use."""
+        self.limits = limits
+        self._tokens = float(limits.burst)
+        # Up to when tokens have been counted; in the future while the quota is shut.
+        self._at = now
+        self._shut = -math.inf
+        self._holds: dict[str, _Hold] = {}
+        self._line: dict[str, _Place] = {}
+        self._turns = 0
+
+    def ask(self, holder: str, wishes: Sequence[int], now: float, patience: float) -> Answer:
+        """As many of `wishes`, units of one call each, as there are now, in their order.
+
+        None are granted while somebody who asked before waits. Without wishes a place in the line
+        is given up. What `holder` has and its place are forgotten when it is not heard of for
+        `patience` seconds. Raises ValueError for a wish that can never be granted.
+        """
+        if wishes and max(wishes) > self.limits.most:
+            raise ValueError(f"{max(wishes)} units wanted, at most {self.limits.most:g} ever")
+        self._pass(now)
+        if holder in self._holds:
+            self._holds[holder].until = now + patience
+        if not wishes:
+            self._line.pop(holder, None)
+            return Answer(0, 0.0)
+        place = self._line.get(holder)
+        turn = self._turns if place is None else place.turn
+        ahead = [place.units for place in self._line.values() if place.turn < turn]
+        granted = 0
+        if not ahead and now >= self._shut:
+            for units in wishes:
+                if not self._fits(units):
+                    break
+                self._take(holder, units, now + patience)
+                granted += 1
+        if granted == len(wishes):
+            self._line.pop(holder, None)
+            return Answer(granted, 0.0)
+        # Who got something goes behind those that came meanwhile.
+        units = wishes[granted]
+        self._line[holder] = _Place(self._turns if granted else turn, now + patience, units)
+        self._turns += 1
+        return Answer(granted, self._wait(sum(ahead) + units, now))
+
+    def give_back(self, holder: str, units: int, now: float, *, unused: int = 0) -> None:
+        """`units` are no longer in use; of these `unused` never were, and count as not taken."""
+        self._pass(now)
+        if hold := self._holds.get(holder):
+            hold.units -= units
+            if hold.units <= 0:
+                del self._holds[holder]
+        if self.limits.rate and now >= self._shut:
+            self._tokens = min(float(self.limits.burst), self._tokens + unused)
+
+    def shut(self, until: float, now: float) -> None:
+        """Nobody gets anything before `until`: the interface said so (HTTP 429, Retry-After).
+
+        It counts otherwise than we do, so what was saved up is gone.
+        """
+        self._pass(now)
+        if until > max(self._shut, now):
+            self._shut, self._at, self._tokens = until, until, 0.0
+
+    @property
+    def in_use(self) -> int:
+        """Units that somebody holds."""
+        return sum(hold.units for hold in self._holds.values())
+
+    def _pass(self, now: float) -> None:
+        """Count what came in until `now`, and forget who was not heard of."""
+        if now > self._at:
+            gained = self._tokens + (now - self._at) * self.limits.rate
+            self._tokens, self._at = min(float(self.limits.burst), gained), now
+        self._holds = {name: hold for name, hold in self._holds.items() if hold.until > now}
+        self._line = {name: place for name, place in self._line.items() if place.until > now}
+
+    def _fits(self, units: int) -> bool:
+        limits = self.limits
+        enough = not limits.rate or self._tokens + _EPSILON >= units
+        return enough and (not limits.concurrency or self.in_use + units <= limits.concurrency)
+
+    def _take(self, holder: str, units: int, until: float) -> None:
+        if self.limits.rate:
+            self._tokens -= units
+        hold = self._holds.setdefault(holder, _Hold(0, until))
+        hold.units, hold.until = hold.units + units, until
+
+    def _wait(self, units: int, now: float) -> float:
+        """Seconds until there could be tokens for `units`; infinite when a place is what lacks."""
+        shut = max(0.0, self._shut - now)
+        lacking = units - self._tokens if self.limits.rate else 0.0
+        if lacking > _EPSILON:
+            return max(0.0, self._at - now) + lacking / self.limits.rate
+        return shut or math.inf
