@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16troupe/v1/reward.proto\x12\ttroupe.v1\"\x89\x02\n\x0c\x46unctionSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nentrypoint\x18\x03 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x12\n\nmemory_mib\x18\x05 \x01(\x03\x12\x17\n\x0fmax_concurrency\x18\x06 \x01(\x05\x12\x12\n\x05\x63ores\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\tmax_cores\x18\x08 \x01(\x05\x12\x19\n\x11parallel_fraction\x18\t \x01(\x01\x12\x0f\n\x07sandbox\x18\n \x01(\t\x12\x11\n\tprocesses\x18\x0b \x01(\x05\x12\x10\n\x08\x64isk_mib\x18\x0c \x01(\x03\x42\x08\n\x06_cores\"X\n\x17RegisterFunctionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x08\x66unction\x18\x02 \x01(\x0b\x32\x17.troupe.v1.FunctionSpec\"\x1a\n\x18RegisterFunctionResponse\"\x16\n\x14ListFunctionsRequest\"E\n\x15ListFunctionsResponse\x12,\n\tfunctions\x18\x01 \x03(\x0b\x32\x19.troupe.v1.FunctionStatus\"\xc9\x01\n\x0e\x46unctionStatus\x12)\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x17.troupe.v1.FunctionSpec\x12\x13\n\x0binvocations\x18\x02 \x01(\x03\x12\x0e\n\x06\x65rrors\x18\x03 \x01(\x03\x12\x0f\n\x07running\x18\x04 \x01(\x03\x12\x0e\n\x06queued\x18\x05 \x01(\x03\x12\x14\n\x0cmean_seconds\x18\x06 \x01(\x01\x12\x16\n\x0eserial_seconds\x18\x07 \x01(\x01\x12\x18\n\x10parallel_seconds\x18\x08 \x01(\x01\"\x96\x01\n\rInvokeRequest\x12\x15\n\rinvocation_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x0e\n\x06job_id\x18\x05 \x01(\t\x12\x15\n\rtrajectory_id\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\"\x9a\x01\n\x0eInvokeResponse\x12\x15\n\x0bresult_json\x18\x01 \x01(\tH\x00\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1a.troupe.v1.InvocationErrorH\x00\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x13\n\x0brun_seconds\x18\x04 \x01(\x01\x12\r\n\x05\x63ores\x18\x05 \x01(\x05\x42\t\n\x07outcome\"\xa6\x02\n\x0fInvocationError\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.troupe.v1.InvocationError.Kind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x0e\n\x06output\x18\x04 \x01(\t\"\xaf\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_RAISED\x10\x01\x12\x10\n\x0cKIND_TIMEOUT\x10\x02\x12\x16\n\x12KIND_OUT_OF_MEMORY\x10\x03\x12\x14\n\x10KIND_WORKER_DIED\x10\x04\x12\x13\n\x0fKIND_BAD_RESULT\x10\x05\x12\x12\n\x0eKIND_CANCELLED\x10\x06\x12\x17\n\x13KIND_NOT_IMPORTABLE\x10\x07\"0\n\x17\x43\x61ncelInvocationRequest\x12\x15\n\rinvocation_id\x18\x01 \x01(\t\"-\n\x18\x43\x61ncelInvocationResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\x32\xd5\x02\n\x06Reward\x12[\n\x10RegisterFunction\x12\".troupe.v1.RegisterFunctionRequest\x1a#.troupe.v1.RegisterFunctionResponse\x12R\n\rListFunctions\x12\x1f.troupe.v1.ListFunctionsRequest\x1a .troupe.v1.ListFunctionsResponse\x12=\n\x06Invoke\x12\x18.troupe.v1.InvokeRequest\x1a\x19.troupe.v1.InvokeResponse\x12[\n\x10\x43\x61ncelInvocation\x12\".troupe.v1.CancelInvocationRequest\x1a#.troupe.v1.CancelInvocationResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16troupe/v1/reward.proto\x12\ttroupe.v1\"\xca\x04\n\x0c\x46unctionSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x12\n\nentrypoint\x18\x03 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x04 \x01(\x01\x12\x12\n\nmemory_mib\x18\x05 \x01(\x03\x12\x17\n\x0fmax_concurrency\x18\x06 \x01(\x05\x12\x12\n\x05\x63ores\x18\x07 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\tmax_cores\x18\x08 \x01(\x05\x12\x19\n\x11parallel_fraction\x18\t \x01(\x01\x12\x0f\n\x07sandbox\x18\n \x01(\t\x12\x11\n\tprocesses\x18\x0b \x01(\x05\x12\x10\n\x08\x64isk_mib\x18\x0c \x01(\x03\x12\x0c\n\x04kind\x18\r \x01(\t\x12\x0f\n\x07retries\x18\x0e \x01(\x05\x12\x15\n\rsource_sha256\x18\x0f \x01(\t\x12\x19\n\x0cidle_seconds\x18\x10 \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x0bmin_workers\x18\x11 \x01(\x05\x12\x12\n\nmax_queued\x18\x12 \x01(\x05\x12\x0c\n\x04gpus\x18\x13 \x01(\x05\x12\x15\n\rmodel_service\x18\x14 \x01(\t\x12\r\n\x05quota\x18\x15 \x01(\t\x12\x13\n\x0bquota_units\x18\x16 \x01(\x05\x12\x10\n\x08stateful\x18\x17 \x01(\x08\x12\x1c\n\x14sandbox_idle_seconds\x18\x18 \x01(\x01\x12\r\n\x05image\x18\x19 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x1a \x01(\t\x12\x17\n\x0fparameters_json\x18\x1b \x01(\tB\x08\n\x06_coresB\x0f\n\r_idle_seconds\"X\n\x17RegisterFunctionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x08\x66unction\x18\x02 \x01(\x0b\x32\x17.troupe.v1.FunctionSpec\"\x1a\n\x18RegisterFunctionResponse\"J\n\x15\x44\x65leteFunctionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\")\n\x16\x44\x65leteFunctionResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"O\n\x13UploadSourceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x15.troupe.v1.SourceFile\"+\n\nSourceFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"&\n\x14UploadSourceResponse\x12\x0e\n\x06sha256\x18\x01 \x01(\t\"\x16\n\x14ListFunctionsRequest\"j\n\x15ListFunctionsResponse\x12,\n\tfunctions\x18\x01 \x03(\x0b\x32\x19.troupe.v1.FunctionStatus\x12#\n\x04pool\x18\x02 \x01(\x0b\x32\x15.troupe.v1.PoolStatus\"\x83\x01\n\nPoolStatus\x12\x0f\n\x07workers\x18\x01 \x01(\x05\x12\x0c\n\x04\x62usy\x18\x02 \x01(\x05\x12\x13\n\x0bmax_workers\x18\x03 \x01(\x05\x12\x0e\n\x06queued\x18\x04 \x01(\x03\x12\x1b\n\x13provisioned_seconds\x18\x05 \x01(\x01\x12\x14\n\x0c\x62usy_seconds\x18\x06 \x01(\x01\"\xc5\x02\n\x0e\x46unctionStatus\x12)\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x17.troupe.v1.FunctionSpec\x12\x13\n\x0binvocations\x18\x02 \x01(\x03\x12\x0e\n\x06\x65rrors\x18\x03 \x01(\x03\x12\x0f\n\x07running\x18\x04 \x01(\x03\x12\x0e\n\x06queued\x18\x05 \x01(\x03\x12\x14\n\x0cmean_seconds\x18\x06 \x01(\x01\x12\x16\n\x0eserial_seconds\x18\x07 \x01(\x01\x12\x18\n\x10parallel_seconds\x18\x08 \x01(\x01\x12\x14\n\x0cwarm_workers\x18\t \x01(\x05\x12\x13\n\x0b\x63old_starts\x18\n \x01(\x03\x12\x1e\n\x16\x63old_start_p50_seconds\x18\x0b \x01(\x01\x12\x1e\n\x16\x63old_start_p99_seconds\x18\x0c \x01(\x01\x12\x0f\n\x07retried\x18\r \x01(\x03\"\xb7\x01\n\rInvokeRequest\x12\x15\n\rinvocation_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x04 \x01(\t\x12\x0e\n\x06job_id\x18\x05 \x01(\t\x12\x15\n\rtrajectory_id\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0f\n\x07waiters\x18\x08 \x01(\x05\x12\x0e\n\x06weight\x18\t \x01(\x01\"\xd6\x01\n\x0eInvokeResponse\x12\x15\n\x0bresult_json\x18\x01 \x01(\tH\x00\x12+\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1a.troupe.v1.InvocationErrorH\x00\x12\x15\n\rqueue_seconds\x18\x03 \x01(\x01\x12\x13\n\x0brun_seconds\x18\x04 \x01(\x01\x12\r\n\x05\x63ores\x18\x05 \x01(\x05\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\x05\x12\x1a\n\x12\x63old_start_seconds\x18\x07 \x01(\x01\x12\x0c\n\x04host\x18\x08 \x01(\tB\t\n\x07outcome\"\xd8\x02\n\x0fInvocationError\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.troupe.v1.InvocationError.Kind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x11\n\ttraceback\x18\x03 \x01(\t\x12\x0e\n\x06output\x18\x04 \x01(\t\"\xe1\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_RAISED\x10\x01\x12\x10\n\x0cKIND_TIMEOUT\x10\x02\x12\x16\n\x12KIND_OUT_OF_MEMORY\x10\x03\x12\x14\n\x10KIND_WORKER_DIED\x10\x04\x12\x13\n\x0fKIND_BAD_RESULT\x10\x05\x12\x12\n\x0eKIND_CANCELLED\x10\x06\x12\x17\n\x13KIND_NOT_IMPORTABLE\x10\x07\x12\x16\n\x12KIND_BAD_ARGUMENTS\x10\x08\x12\x18\n\x14KIND_QUOTA_EXHAUSTED\x10\t\"\x8a\x01\n\x12InvokeBatchRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12#\n\x05\x63\x61lls\x18\x03 \x03(\x0b\x32\x14.troupe.v1.BatchCall\x12\x0e\n\x06job_id\x18\x04 \x01(\t\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x0e\n\x06weight\x18\x06 \x01(\x01\"Q\n\tBatchCall\x12\x15\n\rinvocation_id\x18\x01 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x02 \x01(\t\x12\x15\n\rtrajectory_id\x18\x03 \x01(\t\"C\n\x13InvokeBatchResponse\x12,\n\tresponses\x18\x01 \x03(\x0b\x32\x19.troupe.v1.InvokeResponse\"\xba\x01\n\x0fInvocationEvent\x12-\n\x06queued\x18\x01 \x01(\x0b\x32\x1b.troupe.v1.InvocationQueuedH\x00\x12/\n\x07started\x18\x02 \x01(\x0b\x32\x1c.troupe.v1.InvocationStartedH\x00\x12\x10\n\x06output\x18\x03 \x01(\tH\x00\x12,\n\x07outcome\x18\x04 \x01(\x0b\x32\x19.troupe.v1.InvokeResponseH\x00\x42\x07\n\x05\x65vent\"!\n\x10InvocationQueued\x12\r\n\x05\x61head\x18\x01 \x01(\x03\"A\n\x11InvocationStarted\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x05\x12\r\n\x05\x63ores\x18\x02 \x01(\x05\x12\x0c\n\x04host\x18\x03 \x01(\t\"0\n\x17\x43\x61ncelInvocationRequest\x12\x15\n\rinvocation_id\x18\x01 \x01(\t\"-\n\x18\x43\x61ncelInvocationResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"v\n\x0fReadLogsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x15\n\rinvocation_id\x18\x04 \x01(\t\x12\r\n\x05lines\x18\x05 \x01(\x05\x12\x0e\n\x06\x66ollow\x18\x06 \x01(\x08\"w\n\x07LogLine\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0e\n\x06job_id\x18\x03 \x01(\t\x12\x15\n\rtrajectory_id\x18\x04 \x01(\t\x12\x15\n\rinvocation_id\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\"S\n\x16\x43loseTrajectoryRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06job_id\x18\x02 \x01(\t\x12\x15\n\rtrajectory_id\x18\x03 \x01(\t\")\n\x17\x43loseTrajectoryResponse\x12\x0e\n\x06\x63losed\x18\x01 \x01(\x05\x32\xab\x06\n\x06Reward\x12[\n\x10RegisterFunction\x12\".troupe.v1.RegisterFunctionRequest\x1a#.troupe.v1.RegisterFunctionResponse\x12R\n\rListFunctions\x12\x1f.troupe.v1.ListFunctionsRequest\x1a .troupe.v1.ListFunctionsResponse\x12U\n\x0e\x44\x65leteFunction\x12 .troupe.v1.DeleteFunctionRequest\x1a!.troupe.v1.DeleteFunctionResponse\x12O\n\x0cUploadSource\x12\x1e.troupe.v1.UploadSourceRequest\x1a\x1f.troupe.v1.UploadSourceResponse\x12=\n\x06Invoke\x12\x18.troupe.v1.InvokeRequest\x1a\x19.troupe.v1.InvokeResponse\x12L\n\x0bInvokeBatch\x12\x1d.troupe.v1.InvokeBatchRequest\x1a\x1e.troupe.v1.InvokeBatchResponse\x12\x46\n\x0cInvokeStream\x12\x18.troupe.v1.InvokeRequest\x1a\x1a.troupe.v1.InvocationEvent0\x01\x12[\n\x10\x43\x61ncelInvocation\x12\".troupe.v1.CancelInvocationRequest\x1a#.troupe.v1.CancelInvocationResponse\x12<\n\x08ReadLogs\x12\x1a.troupe.v1.ReadLogsRequest\x1a\x12.troupe.v1.LogLine0\x01\x12X\n\x0f\x43loseTrajectory\x12!.troupe.v1.CloseTrajectoryRequest\x1a\".troupe.v1.CloseTrajectoryResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,29 +32,61 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'troupe.v1.reward_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FUNCTIONSPEC']._serialized_start=38
-  _globals['_FUNCTIONSPEC']._serialized_end=303
-  _globals['_REGISTERFUNCTIONREQUEST']._serialized_start=305
-  _globals['_REGISTERFUNCTIONREQUEST']._serialized_end=393
-  _globals['_REGISTERFUNCTIONRESPONSE']._serialized_start=395
-  _globals['_REGISTERFUNCTIONRESPONSE']._serialized_end=421
-  _globals['_LISTFUNCTIONSREQUEST']._serialized_start=423
-  _globals['_LISTFUNCTIONSREQUEST']._serialized_end=445
-  _globals['_LISTFUNCTIONSRESPONSE']._serialized_start=447
-  _globals['_LISTFUNCTIONSRESPONSE']._serialized_end=516
-  _globals['_FUNCTIONSTATUS']._serialized_start=519
-  _globals['_FUNCTIONSTATUS']._serialized_end=720
-  _globals['_INVOKEREQUEST']._serialized_start=723
-  _globals['_INVOKEREQUEST']._serialized_end=873
-  _globals['_INVOKERESPONSE']._serialized_start=876
-  _globals['_INVOKERESPONSE']._serialized_end=1030
-  _globals['_INVOCATIONERROR']._serialized_start=1033
-  _globals['_INVOCATIONERROR']._serialized_end=1327
-  _globals['_INVOCATIONERROR_KIND']._serialized_start=1152
-  _globals['_INVOCATIONERROR_KIND']._serialized_end=1327
-  _globals['_CANCELINVOCATIONREQUEST']._serialized_start=1329
-  _globals['_CANCELINVOCATIONREQUEST']._serialized_end=1377
-  _globals['_CANCELINVOCATIONRESPONSE']._serialized_start=1379
-  _globals['_CANCELINVOCATIONRESPONSE']._serialized_end=1424
-  _globals['_REWARD']._serialized_start=1427
-  _globals['_REWARD']._serialized_end=1768
+  _globals['_FUNCTIONSPEC']._serialized_end=624
+  _globals['_REGISTERFUNCTIONREQUEST']._serialized_start=626
+  _globals['_REGISTERFUNCTIONREQUEST']._serialized_end=714
+  _globals['_REGISTERFUNCTIONRESPONSE']._serialized_start=716
+  _globals['_REGISTERFUNCTIONRESPONSE']._serialized_end=742
+  _globals['_DELETEFUNCTIONREQUEST']._serialized_start=744
+  _globals['_DELETEFUNCTIONREQUEST']._serialized_end=818
+  _globals['_DELETEFUNCTIONRESPONSE']._serialized_start=820
+  _globals['_DELETEFUNCTIONRESPONSE']._serialized_end=861
+  _globals['_UPLOADSOURCEREQUEST']._serialized_start=863
+  _globals['_UPLOADSOURCEREQUEST']._serialized_end=942
+  _globals['_SOURCEFILE']._serialized_start=944
+  _globals['_SOURCEFILE']._serialized_end=987
+  _globals['_UPLOADSOURCERESPONSE']._serialized_start=989
+  _globals['_UPLOADSOURCERESPONSE']._serialized_end=1027
+  _globals['_LISTFUNCTIONSREQUEST']._serialized_start=1029
+  _globals['_LISTFUNCTIONSREQUEST']._serialized_end=1051
+  _globals['_LISTFUNCTIONSRESPONSE']._serialized_start=1053
+  _globals['_LISTFUNCTIONSRESPONSE']._serialized_end=1159
+  _globals['_POOLSTATUS']._serialized_start=1162
+  _globals['_POOLSTATUS']._serialized_end=1293
+  _globals['_FUNCTIONSTATUS']._serialized_start=1296
+  _globals['_FUNCTIONSTATUS']._serialized_end=1621
+  _globals['_INVOKEREQUEST']._serialized_start=1624
+  _globals['_INVOKEREQUEST']._serialized_end=1807
+  _globals['_INVOKERESPONSE']._serialized_start=1810
+  _globals['_INVOKERESPONSE']._serialized_end=2024
+  _globals['_INVOCATIONERROR']._serialized_start=2027
+  _globals['_INVOCATIONERROR']._serialized_end=2371
+  _globals['_INVOCATIONERROR_KIND']._serialized_start=2146
+  _globals['_INVOCATIONERROR_KIND']._serialized_end=2371
+  _globals['_INVOKEBATCHREQUEST']._serialized_start=2374
+  _globals['_INVOKEBATCHREQUEST']._serialized_end=2512
+  _globals['_BATCHCALL']._serialized_start=2514
+  _globals['_BATCHCALL']._serialized_end=2595
+  _globals['_INVOKEBATCHRESPONSE']._serialized_start=2597
+  _globals['_INVOKEBATCHRESPONSE']._serialized_end=2664
+  _globals['_INVOCATIONEVENT']._serialized_start=2667
+  _globals['_INVOCATIONEVENT']._serialized_end=2853
+  _globals['_INVOCATIONQUEUED']._serialized_start=2855
+  _globals['_INVOCATIONQUEUED']._serialized_end=2888
+  _globals['_INVOCATIONSTARTED']._serialized_start=2890
+  _globals['_INVOCATIONSTARTED']._serialized_end=2955
+  _globals['_CANCELINVOCATIONREQUEST']._serialized_start=2957
+  _globals['_CANCELINVOCATIONREQUEST']._serialized_end=3005
+  _globals['_CANCELINVOCATIONRESPONSE']._serialized_start=3007
+  _globals['_CANCELINVOCATIONRESPONSE']._serialized_end=3052
+  _globals['_READLOGSREQUEST']._serialized_start=3054
+  _globals['_READLOGSREQUEST']._serialized_end=3172
+  _globals['_LOGLINE']._serialized_start=3174
+  _globals['_LOGLINE']._serialized_end=3293
+  _globals['_CLOSETRAJECTORYREQUEST']._serialized_start=3295
+  _globals['_CLOSETRAJECTORYREQUEST']._serialized_end=3378
+  _globals['_CLOSETRAJECTORYRESPONSE']._serialized_start=3380
+  _globals['_CLOSETRAJECTORYRESPONSE']._serialized_end=3421
+  _globals['_REWARD']._serialized_start=3424
+  _globals['_REWARD']._serialized_end=4235
 # @@protoc_insertion_point(module_scope)

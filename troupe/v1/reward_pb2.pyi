@@ -35,10 +35,25 @@ class FunctionSpec(_message.Message):
     SANDBOX_FIELD_NUMBER: _builtins.int
     PROCESSES_FIELD_NUMBER: _builtins.int
     DISK_MIB_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    RETRIES_FIELD_NUMBER: _builtins.int
+    SOURCE_SHA256_FIELD_NUMBER: _builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    MIN_WORKERS_FIELD_NUMBER: _builtins.int
+    MAX_QUEUED_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    MODEL_SERVICE_FIELD_NUMBER: _builtins.int
+    QUOTA_FIELD_NUMBER: _builtins.int
+    QUOTA_UNITS_FIELD_NUMBER: _builtins.int
+    STATEFUL_FIELD_NUMBER: _builtins.int
+    SANDBOX_IDLE_SECONDS_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.str
     entrypoint: _builtins.str
-    """"package.module:attribute", importable by the worker processes."""
+    """"package.module:attribute", importable by the worker processes or in the uploaded source."""
     timeout_seconds: _builtins.float
     memory_mib: _builtins.int
     """Address space a call may add to its worker process; 0: unlimited."""
@@ -51,11 +66,44 @@ class FunctionSpec(_message.Message):
     parallel_fraction: _builtins.float
     """Part of a call's time that more cores make shorter (Amdahl), until runs have shown it."""
     sandbox: _builtins.str
-    """"process" (also when empty), or "bubblewrap" for code that is not to be trusted."""
+    """"process" (also when empty), "bubblewrap" for code that is not to be trusted, "container"."""
     processes: _builtins.int
     """In a sandbox: processes and threads at once; 0: 64."""
     disk_mib: _builtins.int
     """In a sandbox: MiB of its private /tmp, and of a single file; 0: 256."""
+    kind: _builtins.str
+    """"reward" or "tool"; empty where nobody said."""
+    retries: _builtins.int
+    """Times that a call is begun again whose worker died or that took too long; 0: never. Only for
+    functions that may run twice.
+    """
+    source_sha256: _builtins.str
+    """What UploadSource returned; empty: the code is importable where the workers run."""
+    idle_seconds: _builtins.float
+    """How long a worker is kept warm for its next call; absent: as the service is set."""
+    min_workers: _builtins.int
+    """Workers that are started for it ahead of any call and are never idle for too long."""
+    max_queued: _builtins.int
+    """Calls that may wait; more are asked to come again. 0: as many as the service takes."""
+    gpus: _builtins.int
+    """Units of GPU that a call takes; 0: none."""
+    model_service: _builtins.str
+    """Model that the call needs resident on those GPUs."""
+    quota: _builtins.str
+    """Quota of an interface outside that a call takes units of; empty: none."""
+    quota_units: _builtins.int
+    """0: one."""
+    stateful: _builtins.bool
+    """All calls of one trajectory have one sandbox: files and processes stay from call to call,
+    with no cores between, until CloseTrajectory.
+    """
+    sandbox_idle_seconds: _builtins.float
+    """A stateful sandbox without calls for so long is ended; 0: as the service is set."""
+    image: _builtins.str
+    """Image of the sandbox "container"."""
+    description: _builtins.str
+    """For people and models: what it does, and the JSON schema of its arguments."""
+    parameters_json: _builtins.str
     def __init__(
         self,
         *,
@@ -71,14 +119,34 @@ class FunctionSpec(_message.Message):
         sandbox: _builtins.str = ...,
         processes: _builtins.int = ...,
         disk_mib: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        retries: _builtins.int = ...,
+        source_sha256: _builtins.str = ...,
+        idle_seconds: _builtins.float | None = ...,
+        min_workers: _builtins.int = ...,
+        max_queued: _builtins.int = ...,
+        gpus: _builtins.int = ...,
+        model_service: _builtins.str = ...,
+        quota: _builtins.str = ...,
+        quota_units: _builtins.int = ...,
+        stateful: _builtins.bool = ...,
+        sandbox_idle_seconds: _builtins.float = ...,
+        image: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "cores", b"cores"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "_idle_seconds", b"_idle_seconds", "cores", b"cores", "idle_seconds", b"idle_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "cores", b"cores", "disk_mib", b"disk_mib", "entrypoint", b"entrypoint", "max_concurrency", b"max_concurrency", "max_cores", b"max_cores", "memory_mib", b"memory_mib", "name", b"name", "parallel_fraction", b"parallel_fraction", "processes", b"processes", "sandbox", b"sandbox", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "_idle_seconds", b"_idle_seconds", "cores", b"cores", "description", b"description", "disk_mib", b"disk_mib", "entrypoint", b"entrypoint", "gpus", b"gpus", "idle_seconds", b"idle_seconds", "image", b"image", "kind", b"kind", "max_concurrency", b"max_concurrency", "max_cores", b"max_cores", "max_queued", b"max_queued", "memory_mib", b"memory_mib", "min_workers", b"min_workers", "model_service", b"model_service", "name", b"name", "parallel_fraction", b"parallel_fraction", "parameters_json", b"parameters_json", "processes", b"processes", "quota", b"quota", "quota_units", b"quota_units", "retries", b"retries", "sandbox", b"sandbox", "sandbox_idle_seconds", b"sandbox_idle_seconds", "source_sha256", b"source_sha256", "stateful", b"stateful", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cores: _TypeAlias = _typing.Literal["cores"]  # noqa: Y015
     _WhichOneofArgType__cores: _TypeAlias = _typing.Literal["_cores", b"_cores"]  # noqa: Y015
+    _WhichOneofReturnType__idle_seconds: _TypeAlias = _typing.Literal["idle_seconds"]  # noqa: Y015
+    _WhichOneofArgType__idle_seconds: _TypeAlias = _typing.Literal["_idle_seconds", b"_idle_seconds"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cores) -> _WhichOneofReturnType__cores | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__idle_seconds) -> _WhichOneofReturnType__idle_seconds | None: ...
 
 Global___FunctionSpec: _TypeAlias = FunctionSpec  # noqa: Y015
 
@@ -121,6 +189,117 @@ class RegisterFunctionResponse(_message.Message):
 Global___RegisterFunctionResponse: _TypeAlias = RegisterFunctionResponse  # noqa: Y015
 
 @_typing.final
+class DeleteFunctionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    name: _builtins.str
+    version: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "request_id", b"request_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteFunctionRequest: _TypeAlias = DeleteFunctionRequest  # noqa: Y015
+
+@_typing.final
+class DeleteFunctionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELETED_FIELD_NUMBER: _builtins.int
+    deleted: _builtins.bool
+    """False: there was none."""
+    def __init__(
+        self,
+        *,
+        deleted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteFunctionResponse: _TypeAlias = DeleteFunctionResponse  # noqa: Y015
+
+@_typing.final
+class UploadSourceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceFile]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        files: _abc.Iterable[Global___SourceFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UploadSourceRequest: _TypeAlias = UploadSourceRequest  # noqa: Y015
+
+@_typing.final
+class SourceFile(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Relative to the folder that modules are imported from, with "/": "rewards/exact.py"."""
+    content: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        content: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceFile: _TypeAlias = SourceFile  # noqa: Y015
+
+@_typing.final
+class UploadSourceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.str
+    """Of paths and contents, for `FunctionSpec.source_sha256`."""
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UploadSourceResponse: _TypeAlias = UploadSourceResponse  # noqa: Y015
+
+@_typing.final
 class ListFunctionsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -140,20 +319,62 @@ class ListFunctionsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FUNCTIONS_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def functions(self) -> _containers.RepeatedCompositeFieldContainer[Global___FunctionStatus]: ...
+    @_builtins.property
+    def pool(self) -> Global___PoolStatus: ...
     def __init__(
         self,
         *,
         functions: _abc.Iterable[Global___FunctionStatus] | None = ...,
+        pool: Global___PoolStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["functions", b"functions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["functions", b"functions", "pool", b"pool"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListFunctionsResponse: _TypeAlias = ListFunctionsResponse  # noqa: Y015
+
+@_typing.final
+class PoolStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    MAX_WORKERS_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    PROVISIONED_SECONDS_FIELD_NUMBER: _builtins.int
+    BUSY_SECONDS_FIELD_NUMBER: _builtins.int
+    workers: _builtins.int
+    """Worker processes that are there or being started, those of them that run a call, and the most
+    that there may be.
+    """
+    busy: _builtins.int
+    max_workers: _builtins.int
+    queued: _builtins.int
+    provisioned_seconds: _builtins.float
+    """Since the service started: seconds that workers were there, and that they ran calls."""
+    busy_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        workers: _builtins.int = ...,
+        busy: _builtins.int = ...,
+        max_workers: _builtins.int = ...,
+        queued: _builtins.int = ...,
+        provisioned_seconds: _builtins.float = ...,
+        busy_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "busy_seconds", b"busy_seconds", "max_workers", b"max_workers", "provisioned_seconds", b"provisioned_seconds", "queued", b"queued", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolStatus: _TypeAlias = PoolStatus  # noqa: Y015
 
 @_typing.final
 class FunctionStatus(_message.Message):
@@ -167,6 +388,11 @@ class FunctionStatus(_message.Message):
     MEAN_SECONDS_FIELD_NUMBER: _builtins.int
     SERIAL_SECONDS_FIELD_NUMBER: _builtins.int
     PARALLEL_SECONDS_FIELD_NUMBER: _builtins.int
+    WARM_WORKERS_FIELD_NUMBER: _builtins.int
+    COLD_STARTS_FIELD_NUMBER: _builtins.int
+    COLD_START_P50_SECONDS_FIELD_NUMBER: _builtins.int
+    COLD_START_P99_SECONDS_FIELD_NUMBER: _builtins.int
+    RETRIED_FIELD_NUMBER: _builtins.int
     invocations: _builtins.int
     errors: _builtins.int
     running: _builtins.int
@@ -175,6 +401,14 @@ class FunctionStatus(_message.Message):
     serial_seconds: _builtins.float
     """What the scheduler has learned: a call takes serial + parallel / cores seconds."""
     parallel_seconds: _builtins.float
+    warm_workers: _builtins.int
+    """Workers that have imported it and wait."""
+    cold_starts: _builtins.int
+    """Calls for which a worker had to be started or the code to be imported, and what that took."""
+    cold_start_p50_seconds: _builtins.float
+    cold_start_p99_seconds: _builtins.float
+    retried: _builtins.int
+    """Calls that were begun again after their worker died."""
     @_builtins.property
     def function(self) -> Global___FunctionSpec: ...
     def __init__(
@@ -188,10 +422,15 @@ class FunctionStatus(_message.Message):
         mean_seconds: _builtins.float = ...,
         serial_seconds: _builtins.float = ...,
         parallel_seconds: _builtins.float = ...,
+        warm_workers: _builtins.int = ...,
+        cold_starts: _builtins.int = ...,
+        cold_start_p50_seconds: _builtins.float = ...,
+        cold_start_p99_seconds: _builtins.float = ...,
+        retried: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["function", b"function"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["errors", b"errors", "function", b"function", "invocations", b"invocations", "mean_seconds", b"mean_seconds", "parallel_seconds", b"parallel_seconds", "queued", b"queued", "running", b"running", "serial_seconds", b"serial_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold_start_p50_seconds", b"cold_start_p50_seconds", "cold_start_p99_seconds", b"cold_start_p99_seconds", "cold_starts", b"cold_starts", "errors", b"errors", "function", b"function", "invocations", b"invocations", "mean_seconds", b"mean_seconds", "parallel_seconds", b"parallel_seconds", "queued", b"queued", "retried", b"retried", "running", b"running", "serial_seconds", b"serial_seconds", "warm_workers", b"warm_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -208,6 +447,8 @@ class InvokeRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    WAITERS_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
     invocation_id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -216,7 +457,11 @@ class InvokeRequest(_message.Message):
     job_id: _builtins.str
     trajectory_id: _builtins.str
     priority: _builtins.int
-    """Higher first; ties first come, first served."""
+    """Higher first; ties in turns by job, and of one job first come, first served."""
+    waiters: _builtins.int
+    """Trajectories that cannot go on without the result; 0: one."""
+    weight: _builtins.float
+    """Share of the job among the jobs that wait; 0: one."""
     def __init__(
         self,
         *,
@@ -227,10 +472,12 @@ class InvokeRequest(_message.Message):
         job_id: _builtins.str = ...,
         trajectory_id: _builtins.str = ...,
         priority: _builtins.int = ...,
+        waiters: _builtins.int = ...,
+        weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "invocation_id", b"invocation_id", "job_id", b"job_id", "name", b"name", "priority", b"priority", "trajectory_id", b"trajectory_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "invocation_id", b"invocation_id", "job_id", b"job_id", "name", b"name", "priority", b"priority", "trajectory_id", b"trajectory_id", "version", b"version", "waiters", b"waiters", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -245,11 +492,20 @@ class InvokeResponse(_message.Message):
     QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     RUN_SECONDS_FIELD_NUMBER: _builtins.int
     CORES_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    COLD_START_SECONDS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     result_json: _builtins.str
     queue_seconds: _builtins.float
     run_seconds: _builtins.float
     cores: _builtins.int
     """Cores that it had, where cores are handed out."""
+    attempts: _builtins.int
+    """Times that it was begun; 0: never."""
+    cold_start_seconds: _builtins.float
+    """Of the time before it ran: what it took to start a worker and to import the code; 0: warm."""
+    host: _builtins.str
+    """Where it ran; empty: the service's own host."""
     @_builtins.property
     def error(self) -> Global___InvocationError: ...
     def __init__(
@@ -260,10 +516,13 @@ class InvokeResponse(_message.Message):
         queue_seconds: _builtins.float = ...,
         run_seconds: _builtins.float = ...,
         cores: _builtins.int = ...,
+        attempts: _builtins.int = ...,
+        cold_start_seconds: _builtins.float = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "result_json", b"result_json"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cores", b"cores", "error", b"error", "outcome", b"outcome", "queue_seconds", b"queue_seconds", "result_json", b"result_json", "run_seconds", b"run_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cold_start_seconds", b"cold_start_seconds", "cores", b"cores", "error", b"error", "host", b"host", "outcome", b"outcome", "queue_seconds", b"queue_seconds", "result_json", b"result_json", "run_seconds", b"run_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["result_json", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
@@ -290,6 +549,10 @@ class InvocationError(_message.Message):
         """Not JSON, or not finite where a number is due."""
         KIND_CANCELLED: InvocationError._Kind.ValueType  # 6
         KIND_NOT_IMPORTABLE: InvocationError._Kind.ValueType  # 7
+        KIND_BAD_ARGUMENTS: InvocationError._Kind.ValueType  # 8
+        """Not a JSON object. (A single call of that kind fails as INVALID_ARGUMENT.)"""
+        KIND_QUOTA_EXHAUSTED: InvocationError._Kind.ValueType  # 9
+        """The quota of an interface outside did not come in time."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: InvocationError.Kind.ValueType  # 0
@@ -301,6 +564,10 @@ class InvocationError(_message.Message):
     """Not JSON, or not finite where a number is due."""
     KIND_CANCELLED: InvocationError.Kind.ValueType  # 6
     KIND_NOT_IMPORTABLE: InvocationError.Kind.ValueType  # 7
+    KIND_BAD_ARGUMENTS: InvocationError.Kind.ValueType  # 8
+    """Not a JSON object. (A single call of that kind fails as INVALID_ARGUMENT.)"""
+    KIND_QUOTA_EXHAUSTED: InvocationError.Kind.ValueType  # 9
+    """The quota of an interface outside did not come in time."""
 
     KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
@@ -327,6 +594,170 @@ class InvocationError(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InvocationError: _TypeAlias = InvocationError  # noqa: Y015
+
+@_typing.final
+class InvokeBatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    version: _builtins.str
+    job_id: _builtins.str
+    priority: _builtins.int
+    weight: _builtins.float
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchCall]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.str = ...,
+        calls: _abc.Iterable[Global___BatchCall] | None = ...,
+        job_id: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "job_id", b"job_id", "name", b"name", "priority", b"priority", "version", b"version", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InvokeBatchRequest: _TypeAlias = InvokeBatchRequest  # noqa: Y015
+
+@_typing.final
+class BatchCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INVOCATION_ID_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    invocation_id: _builtins.str
+    arguments_json: _builtins.str
+    trajectory_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        invocation_id: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+        trajectory_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "invocation_id", b"invocation_id", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchCall: _TypeAlias = BatchCall  # noqa: Y015
+
+@_typing.final
+class InvokeBatchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___InvokeResponse]:
+        """As many as there were calls."""
+
+    def __init__(
+        self,
+        *,
+        responses: _abc.Iterable[Global___InvokeResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InvokeBatchResponse: _TypeAlias = InvokeBatchResponse  # noqa: Y015
+
+@_typing.final
+class InvocationEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUED_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    output: _builtins.str
+    """What it printed since the event before."""
+    @_builtins.property
+    def queued(self) -> Global___InvocationQueued: ...
+    @_builtins.property
+    def started(self) -> Global___InvocationStarted: ...
+    @_builtins.property
+    def outcome(self) -> Global___InvokeResponse:
+        """The last event."""
+
+    def __init__(
+        self,
+        *,
+        queued: Global___InvocationQueued | None = ...,
+        started: Global___InvocationStarted | None = ...,
+        output: _builtins.str = ...,
+        outcome: Global___InvokeResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "outcome", b"outcome", "output", b"output", "queued", b"queued", "started", b"started"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "outcome", b"outcome", "output", b"output", "queued", b"queued", "started", b"started"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["queued", "started", "output", "outcome"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___InvocationEvent: _TypeAlias = InvocationEvent  # noqa: Y015
+
+@_typing.final
+class InvocationQueued(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AHEAD_FIELD_NUMBER: _builtins.int
+    ahead: _builtins.int
+    """Of the same function."""
+    def __init__(
+        self,
+        *,
+        ahead: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InvocationQueued: _TypeAlias = InvocationQueued  # noqa: Y015
+
+@_typing.final
+class InvocationStarted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """From 1 on; more than once where it is begun again."""
+    cores: _builtins.int
+    host: _builtins.str
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        cores: _builtins.int = ...,
+        host: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cores", b"cores", "host", b"host"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InvocationStarted: _TypeAlias = InvocationStarted  # noqa: Y015
 
 @_typing.final
 class CancelInvocationRequest(_message.Message):
@@ -365,3 +796,121 @@ class CancelInvocationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CancelInvocationResponse: _TypeAlias = CancelInvocationResponse  # noqa: Y015
+
+@_typing.final
+class ReadLogsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    INVOCATION_ID_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    version: _builtins.str
+    """Empty: all versions."""
+    job_id: _builtins.str
+    """Of this job or invocation only, where set."""
+    invocation_id: _builtins.str
+    lines: _builtins.int
+    """So many of the last lines first; 0: all that are kept."""
+    follow: _builtins.bool
+    """Do not end after them: go on with what comes."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        invocation_id: _builtins.str = ...,
+        lines: _builtins.int = ...,
+        follow: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "invocation_id", b"invocation_id", "job_id", b"job_id", "lines", b"lines", "name", b"name", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadLogsRequest: _TypeAlias = ReadLogsRequest  # noqa: Y015
+
+@_typing.final
+class LogLine(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    INVOCATION_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """Unix time of the call's end, or of the output where it is followed."""
+    version: _builtins.str
+    job_id: _builtins.str
+    trajectory_id: _builtins.str
+    invocation_id: _builtins.str
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        version: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        trajectory_id: _builtins.str = ...,
+        invocation_id: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["invocation_id", b"invocation_id", "job_id", b"job_id", "seconds", b"seconds", "text", b"text", "trajectory_id", b"trajectory_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
+
+@_typing.final
+class CloseTrajectoryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    trajectory_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        trajectory_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "request_id", b"request_id", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseTrajectoryRequest: _TypeAlias = CloseTrajectoryRequest  # noqa: Y015
+
+@_typing.final
+class CloseTrajectoryResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLOSED_FIELD_NUMBER: _builtins.int
+    closed: _builtins.int
+    """Sandboxes that were ended."""
+    def __init__(
+        self,
+        *,
+        closed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseTrajectoryResponse: _TypeAlias = CloseTrajectoryResponse  # noqa: Y015

@@ -44,15 +44,45 @@ class RewardStub:
                 request_serializer=troupe_dot_v1_dot_reward__pb2.ListFunctionsRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_reward__pb2.ListFunctionsResponse.FromString,
                 _registered_method=True)
+        self.DeleteFunction = channel.unary_unary(
+                '/troupe.v1.Reward/DeleteFunction',
+                request_serializer=troupe_dot_v1_dot_reward__pb2.DeleteFunctionRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_reward__pb2.DeleteFunctionResponse.FromString,
+                _registered_method=True)
+        self.UploadSource = channel.unary_unary(
+                '/troupe.v1.Reward/UploadSource',
+                request_serializer=troupe_dot_v1_dot_reward__pb2.UploadSourceRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_reward__pb2.UploadSourceResponse.FromString,
+                _registered_method=True)
         self.Invoke = channel.unary_unary(
                 '/troupe.v1.Reward/Invoke',
                 request_serializer=troupe_dot_v1_dot_reward__pb2.InvokeRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_reward__pb2.InvokeResponse.FromString,
                 _registered_method=True)
+        self.InvokeBatch = channel.unary_unary(
+                '/troupe.v1.Reward/InvokeBatch',
+                request_serializer=troupe_dot_v1_dot_reward__pb2.InvokeBatchRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_reward__pb2.InvokeBatchResponse.FromString,
+                _registered_method=True)
+        self.InvokeStream = channel.unary_stream(
+                '/troupe.v1.Reward/InvokeStream',
+                request_serializer=troupe_dot_v1_dot_reward__pb2.InvokeRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_reward__pb2.InvocationEvent.FromString,
+                _registered_method=True)
         self.CancelInvocation = channel.unary_unary(
                 '/troupe.v1.Reward/CancelInvocation',
                 request_serializer=troupe_dot_v1_dot_reward__pb2.CancelInvocationRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_reward__pb2.CancelInvocationResponse.FromString,
+                _registered_method=True)
+        self.ReadLogs = channel.unary_stream(
+                '/troupe.v1.Reward/ReadLogs',
+                request_serializer=troupe_dot_v1_dot_reward__pb2.ReadLogsRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_reward__pb2.LogLine.FromString,
+                _registered_method=True)
+        self.CloseTrajectory = channel.unary_unary(
+                '/troupe.v1.Reward/CloseTrajectory',
+                request_serializer=troupe_dot_v1_dot_reward__pb2.CloseTrajectoryRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_reward__pb2.CloseTrajectoryResponse.FromString,
                 _registered_method=True)
 
 
@@ -72,6 +102,20 @@ class RewardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteFunction(self, request, context):
+        """Forgets a function. What waits for it or runs is cancelled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UploadSource(self, request, context):
+        """Files that a function's code consists of, known by their hash from then on; no pickles.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Invoke(self, request, context):
         """One result or one typed error for every invocation; repeating an id runs it once.
         """
@@ -79,8 +123,36 @@ class RewardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def InvokeBatch(self, request, context):
+        """Many calls of one function in one message, one response for each, in their order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def InvokeStream(self, request, context):
+        """Like Invoke, and what happens until then: it waits, it runs, what it prints, how it ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelInvocation(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadLogs(self, request, context):
+        """What calls of a function printed last, and with `follow` what they print from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseTrajectory(self, request, context):
+        """Ends the sandboxes that a trajectory's stateful functions kept, and what waits for them.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -98,15 +170,45 @@ def add_RewardServicer_to_server(servicer, server):
                     request_deserializer=troupe_dot_v1_dot_reward__pb2.ListFunctionsRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_reward__pb2.ListFunctionsResponse.SerializeToString,
             ),
+            'DeleteFunction': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteFunction,
+                    request_deserializer=troupe_dot_v1_dot_reward__pb2.DeleteFunctionRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_reward__pb2.DeleteFunctionResponse.SerializeToString,
+            ),
+            'UploadSource': grpc.unary_unary_rpc_method_handler(
+                    servicer.UploadSource,
+                    request_deserializer=troupe_dot_v1_dot_reward__pb2.UploadSourceRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_reward__pb2.UploadSourceResponse.SerializeToString,
+            ),
             'Invoke': grpc.unary_unary_rpc_method_handler(
                     servicer.Invoke,
                     request_deserializer=troupe_dot_v1_dot_reward__pb2.InvokeRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_reward__pb2.InvokeResponse.SerializeToString,
             ),
+            'InvokeBatch': grpc.unary_unary_rpc_method_handler(
+                    servicer.InvokeBatch,
+                    request_deserializer=troupe_dot_v1_dot_reward__pb2.InvokeBatchRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_reward__pb2.InvokeBatchResponse.SerializeToString,
+            ),
+            'InvokeStream': grpc.unary_stream_rpc_method_handler(
+                    servicer.InvokeStream,
+                    request_deserializer=troupe_dot_v1_dot_reward__pb2.InvokeRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_reward__pb2.InvocationEvent.SerializeToString,
+            ),
             'CancelInvocation': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelInvocation,
                     request_deserializer=troupe_dot_v1_dot_reward__pb2.CancelInvocationRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_reward__pb2.CancelInvocationResponse.SerializeToString,
+            ),
+            'ReadLogs': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadLogs,
+                    request_deserializer=troupe_dot_v1_dot_reward__pb2.ReadLogsRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_reward__pb2.LogLine.SerializeToString,
+            ),
+            'CloseTrajectory': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseTrajectory,
+                    request_deserializer=troupe_dot_v1_dot_reward__pb2.CloseTrajectoryRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_reward__pb2.CloseTrajectoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +276,60 @@ class Reward:
             _registered_method=True)
 
     @staticmethod
+    def DeleteFunction(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Reward/DeleteFunction',
+            troupe_dot_v1_dot_reward__pb2.DeleteFunctionRequest.SerializeToString,
+            troupe_dot_v1_dot_reward__pb2.DeleteFunctionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadSource(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Reward/UploadSource',
+            troupe_dot_v1_dot_reward__pb2.UploadSourceRequest.SerializeToString,
+            troupe_dot_v1_dot_reward__pb2.UploadSourceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Invoke(request,
             target,
             options=(),
@@ -201,6 +357,60 @@ class Reward:
             _registered_method=True)
 
     @staticmethod
+    def InvokeBatch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Reward/InvokeBatch',
+            troupe_dot_v1_dot_reward__pb2.InvokeBatchRequest.SerializeToString,
+            troupe_dot_v1_dot_reward__pb2.InvokeBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def InvokeStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/troupe.v1.Reward/InvokeStream',
+            troupe_dot_v1_dot_reward__pb2.InvokeRequest.SerializeToString,
+            troupe_dot_v1_dot_reward__pb2.InvocationEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CancelInvocation(request,
             target,
             options=(),
@@ -217,6 +427,60 @@ class Reward:
             '/troupe.v1.Reward/CancelInvocation',
             troupe_dot_v1_dot_reward__pb2.CancelInvocationRequest.SerializeToString,
             troupe_dot_v1_dot_reward__pb2.CancelInvocationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/troupe.v1.Reward/ReadLogs',
+            troupe_dot_v1_dot_reward__pb2.ReadLogsRequest.SerializeToString,
+            troupe_dot_v1_dot_reward__pb2.LogLine.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseTrajectory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Reward/CloseTrajectory',
+            troupe_dot_v1_dot_reward__pb2.CloseTrajectoryRequest.SerializeToString,
+            troupe_dot_v1_dot_reward__pb2.CloseTrajectoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,9 +34,21 @@ class RewardStub:
     RegisterFunction: _grpc.UnaryUnaryMultiCallable[_reward_pb2.RegisterFunctionRequest, _reward_pb2.RegisterFunctionResponse]
     """Makes a function known. The same name and version with other content is refused."""
     ListFunctions: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListFunctionsRequest, _reward_pb2.ListFunctionsResponse]
+    DeleteFunction: _grpc.UnaryUnaryMultiCallable[_reward_pb2.DeleteFunctionRequest, _reward_pb2.DeleteFunctionResponse]
+    """Forgets a function. What waits for it or runs is cancelled."""
+    UploadSource: _grpc.UnaryUnaryMultiCallable[_reward_pb2.UploadSourceRequest, _reward_pb2.UploadSourceResponse]
+    """Files that a function's code consists of, known by their hash from then on; no pickles."""
     Invoke: _grpc.UnaryUnaryMultiCallable[_reward_pb2.InvokeRequest, _reward_pb2.InvokeResponse]
     """One result or one typed error for every invocation; repeating an id runs it once."""
+    InvokeBatch: _grpc.UnaryUnaryMultiCallable[_reward_pb2.InvokeBatchRequest, _reward_pb2.InvokeBatchResponse]
+    """Many calls of one function in one message, one response for each, in their order."""
+    InvokeStream: _grpc.UnaryStreamMultiCallable[_reward_pb2.InvokeRequest, _reward_pb2.InvocationEvent]
+    """Like Invoke, and what happens until then: it waits, it runs, what it prints, how it ended."""
     CancelInvocation: _grpc.UnaryUnaryMultiCallable[_reward_pb2.CancelInvocationRequest, _reward_pb2.CancelInvocationResponse]
+    ReadLogs: _grpc.UnaryStreamMultiCallable[_reward_pb2.ReadLogsRequest, _reward_pb2.LogLine]
+    """What calls of a function printed last, and with `follow` what they print from now on."""
+    CloseTrajectory: _grpc.UnaryUnaryMultiCallable[_reward_pb2.CloseTrajectoryRequest, _reward_pb2.CloseTrajectoryResponse]
+    """Ends the sandboxes that a trajectory's stateful functions kept, and what waits for them."""
 
 @_typing.type_check_only
 class RewardAsyncStub(RewardStub):
@@ -44,9 +56,21 @@ class RewardAsyncStub(RewardStub):
     RegisterFunction: _aio.UnaryUnaryMultiCallable[_reward_pb2.RegisterFunctionRequest, _reward_pb2.RegisterFunctionResponse]  # type: ignore[assignment]
     """Makes a function known. The same name and version with other content is refused."""
     ListFunctions: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListFunctionsRequest, _reward_pb2.ListFunctionsResponse]  # type: ignore[assignment]
+    DeleteFunction: _aio.UnaryUnaryMultiCallable[_reward_pb2.DeleteFunctionRequest, _reward_pb2.DeleteFunctionResponse]  # type: ignore[assignment]
+    """Forgets a function. What waits for it or runs is cancelled."""
+    UploadSource: _aio.UnaryUnaryMultiCallable[_reward_pb2.UploadSourceRequest, _reward_pb2.UploadSourceResponse]  # type: ignore[assignment]
+    """Files that a function's code consists of, known by their hash from then on; no pickles."""
     Invoke: _aio.UnaryUnaryMultiCallable[_reward_pb2.InvokeRequest, _reward_pb2.InvokeResponse]  # type: ignore[assignment]
     """One result or one typed error for every invocation; repeating an id runs it once."""
+    InvokeBatch: _aio.UnaryUnaryMultiCallable[_reward_pb2.InvokeBatchRequest, _reward_pb2.InvokeBatchResponse]  # type: ignore[assignment]
+    """Many calls of one function in one message, one response for each, in their order."""
+    InvokeStream: _aio.UnaryStreamMultiCallable[_reward_pb2.InvokeRequest, _reward_pb2.InvocationEvent]  # type: ignore[assignment]
+    """Like Invoke, and what happens until then: it waits, it runs, what it prints, how it ended."""
     CancelInvocation: _aio.UnaryUnaryMultiCallable[_reward_pb2.CancelInvocationRequest, _reward_pb2.CancelInvocationResponse]  # type: ignore[assignment]
+    ReadLogs: _aio.UnaryStreamMultiCallable[_reward_pb2.ReadLogsRequest, _reward_pb2.LogLine]  # type: ignore[assignment]
+    """What calls of a function printed last, and with `follow` what they print from now on."""
+    CloseTrajectory: _aio.UnaryUnaryMultiCallable[_reward_pb2.CloseTrajectoryRequest, _reward_pb2.CloseTrajectoryResponse]  # type: ignore[assignment]
+    """Ends the sandboxes that a trajectory's stateful functions kept, and what waits for them."""
 
 class RewardServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -65,6 +89,22 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_reward_pb2.ListFunctionsResponse, _abc.Awaitable[_reward_pb2.ListFunctionsResponse]]: ...
 
     @_abc_1.abstractmethod
+    def DeleteFunction(
+        self,
+        request: _reward_pb2.DeleteFunctionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reward_pb2.DeleteFunctionResponse, _abc.Awaitable[_reward_pb2.DeleteFunctionResponse]]:
+        """Forgets a function. What waits for it or runs is cancelled."""
+
+    @_abc_1.abstractmethod
+    def UploadSource(
+        self,
+        request: _reward_pb2.UploadSourceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reward_pb2.UploadSourceResponse, _abc.Awaitable[_reward_pb2.UploadSourceResponse]]:
+        """Files that a function's code consists of, known by their hash from then on; no pickles."""
+
+    @_abc_1.abstractmethod
     def Invoke(
         self,
         request: _reward_pb2.InvokeRequest,
@@ -73,10 +113,42 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         """One result or one typed error for every invocation; repeating an id runs it once."""
 
     @_abc_1.abstractmethod
+    def InvokeBatch(
+        self,
+        request: _reward_pb2.InvokeBatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reward_pb2.InvokeBatchResponse, _abc.Awaitable[_reward_pb2.InvokeBatchResponse]]:
+        """Many calls of one function in one message, one response for each, in their order."""
+
+    @_abc_1.abstractmethod
+    def InvokeStream(
+        self,
+        request: _reward_pb2.InvokeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_reward_pb2.InvocationEvent], _abc.AsyncIterator[_reward_pb2.InvocationEvent]]:
+        """Like Invoke, and what happens until then: it waits, it runs, what it prints, how it ended."""
+
+    @_abc_1.abstractmethod
     def CancelInvocation(
         self,
         request: _reward_pb2.CancelInvocationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.CancelInvocationResponse, _abc.Awaitable[_reward_pb2.CancelInvocationResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ReadLogs(
+        self,
+        request: _reward_pb2.ReadLogsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_reward_pb2.LogLine], _abc.AsyncIterator[_reward_pb2.LogLine]]:
+        """What calls of a function printed last, and with `follow` what they print from now on."""
+
+    @_abc_1.abstractmethod
+    def CloseTrajectory(
+        self,
+        request: _reward_pb2.CloseTrajectoryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reward_pb2.CloseTrajectoryResponse, _abc.Awaitable[_reward_pb2.CloseTrajectoryResponse]]:
+        """Ends the sandboxes that a trajectory's stateful functions kept, and what waits for them."""
 
 def add_RewardServicer_to_server(servicer: RewardServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
