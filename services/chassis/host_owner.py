@@ -27,6 +27,7 @@ from troupe.rpc import TroupeError
 log = structlog.get_logger("troupe.transfer")
 
 _CLOSE_SECONDS: Final = 3.0
+_SOCKET_NAME_BYTES: Final = 108
 
 
 class Process(Protocol):
@@ -47,11 +48,6 @@ class Place:
     local: str
     host_id: str
 
-    @property
-    def near(self) -> str:
-        """Where this process reaches it: containers may share memory and no loopback."""
-        return self.local if self.host_id == host_id() else self.address
-
 
 class HostOwnership:
     """Runs the host's owner process, or knows where it is. Safe to use from several threads."""
@@ -61,6 +57,10 @@ class HostOwnership:
         has to be, 0: where the one before it was, if that is free. Services of the same `mark`
         share an owner."""
         self._path = root / f".owner-{mark}"
+        socket = (root / f".socket-{mark}").absolute()
+        # Where the owner is reached by who shares the directory and no loopback, as containers do;
+        # the kernel takes no longer names.
+        self.socket = socket if len(os.fsencode(socket)) < _SOCKET_NAME_BYTES else None
         self._port = port
         self._start = start
         self._process: Process | None = None
@@ -80,6 +80,13 @@ class HostOwnership:
             return Place(**said)
         except (OSError, ValueError, TypeError):  # none yet, or it is being written
             return None
+
+    def near(self) -> str | None:
+        """Where this process reaches the owner, as far as is known now."""
+        place = self.place()
+        if place is None or place.host_id == host_id():
+            return None if place is None else place.local
+        return place.address if self.socket is None else f"unix:{self.socket}"
 
     def look(self) -> None:
         """Take over if nobody runs an owner. Blocks while it starts. Raises `TroupeError`."""

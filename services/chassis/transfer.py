@@ -173,9 +173,9 @@ class HostTransfer(Transfer):
         """
         deadline = min(deadline, time.monotonic() + _OWNER_SECONDS)
         while True:
-            place = None if self._owner is None else self._owner.place()
-            if place is not None:
-                return place.near
+            near = None if self._owner is None else self._owner.near()
+            if near is not None:
+                return near
             if time.monotonic() > deadline:
                 raise Unavailable(
                     f"no process of this host serves {self.roots[0]} to others",
@@ -212,6 +212,7 @@ class HostTransfer(Transfer):
             tls_key=settings.tls_key,
             tls_client_auth=settings.tls_client_auth,
             use_ucx=settings.transfer_ucx,
+            socket=None if self._owner is None else self._owner.socket,
             log_level=settings.log_level,
         )
 

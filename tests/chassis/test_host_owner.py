@@ -51,7 +51,7 @@ def test_one_runs_it_and_another_takes_over_at_the_same_port(tmp_path: Path) -> 
     place = second.place()
     assert place == first.place()
     assert place is not None
-    assert (place.address, place.near) == ("host:7001", "127.0.0.1:7001")
+    assert (place.address, second.near()) == ("host:7001", "127.0.0.1:7001")
     first.close()
     assert owners.running == []
     second.look()
@@ -95,13 +95,19 @@ def test_clusters_that_share_a_directory_have_owners_of_their_own(tmp_path: Path
     assert len(owners.running) == 2
 
 
-def test_containers_that_share_memory_use_the_address_for_others(
+def test_containers_that_share_memory_meet_at_a_socket_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = HostOwnership(tmp_path, "c", 0, Owners().start)
-    owner.look()
-    monkeypatch.setattr("services.chassis.host_owner.host_id", lambda: "another container")
-    place = owner.place()
-    assert place is not None
-    assert place.near == place.address
-    owner.close()
+    for root, near in (
+        (tmp_path / "d", f"unix:{tmp_path}/d/.socket-c"),
+        # Names of sockets are short.
+        (tmp_path / ("d" * 100), "host:7001"),
+    ):
+        root.mkdir(exist_ok=True)
+        owner = HostOwnership(root, "c", 0, Owners().start)
+        assert owner.near() is None
+        owner.look()
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr("services.chassis.host_owner.host_id", lambda: "another container")
+            assert owner.near() == near
+        owner.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -94,7 +95,9 @@ class House:
 async def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
     def launch(host: HostTransfer, port: int) -> Near:
         settings = host._settings
-        return Near(Owner(host, port=port, token=settings.token, use_ucx=False))
+        assert host._owner is not None
+        socket = host._owner.socket
+        return Near(Owner(host, port=port, token=settings.token, use_ucx=False, socket=socket))
 
     monkeypatch.setattr(HostTransfer, "_launch", launch)
     directory = Directory()
@@ -125,6 +128,17 @@ async def test_a_key_is_found_wherever_it_is(
     assert torch.equal(tensors["layer"], WEIGHTS["layer"])
     with pytest.raises(KeyNotFound):
         await in_thread(third.get, "job/solver/weights@2")
+
+
+async def test_one_owner_for_two_containers(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share a directory, and no loopback."""
+    right, _ = [await house.host(name) for name in ("right", "left")]
+    right.set(KEY, WEIGHTS)
+    monkeypatch.setattr("services.chassis.host_owner.host_id", lambda: "another container")
+    left = await house.process("left")
+    assert left.near_owner(time.monotonic() + 5).startswith("unix:")
+    tensors, _ = await in_thread(left.get, KEY)
+    assert torch.equal(tensors["layer"], WEIGHTS["layer"])
 
 
 async def test_a_hint_serves_while_the_directory_is_away(house: House) -> None:

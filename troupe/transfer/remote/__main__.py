@@ -77,6 +77,7 @@ def _owner(told: dict[str, Any]) -> Owner:
         credentials=_credentials(told, settings),
         settings=settings,
         use_ucx=told["use_ucx"],
+        socket=None if told["socket"] is None else Path(told["socket"]),
     )
 
 

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final
 
 import grpc
@@ -56,9 +57,11 @@ class Owner:
         settings: ClientSettings | None = None,
         use_ucx: bool = True,
         max_readers: int = 16,
+        socket: Path | None = None,
     ) -> None:
         """Serve at `host:port` (0: any free port), to who sends `token`; others reach it at the
-        host `advertise`. `settings`: of calls to other owners.
+        host `advertise`. `settings`: of calls to other owners. `socket`: for processes that share
+        its directory and not its loopback, as containers do.
 
         `credentials` turns TLS on for requests and checksums; bytes in UCX are in the clear and
         verified against those. Raises Unavailable when the port is taken.
@@ -88,12 +91,11 @@ class Owner:
             fetch=self._fetch,
         )
         rpc.add_TransferOwnerServicer_to_server(servicer, self._server)
-        place = f"{host}:{port}"
         try:
-            if credentials is None:
-                bound = self._server.add_insecure_port(place)
-            else:
-                bound = self._server.add_secure_port(place, credentials)
+            bound = self._listen(f"{host}:{port}", credentials)
+            if socket is not None:
+                # Who is let into its directory may read and write the states anyhow.
+                self._listen(f"unix:{socket}", credentials)
         except RuntimeError as error:
             raise Unavailable(
                 str(error), kind="port_taken", field="port", value=port, remedy="Choose another."
@@ -111,6 +113,11 @@ class Owner:
         for peer in self._peers.values():
             peer.close()
         self._lanes.close()
+
+    def _listen(self, place: str, credentials: grpc.ServerCredentials | None) -> int:
+        if credentials is None:
+            return self._server.add_insecure_port(place)
+        return self._server.add_secure_port(place, credentials)
 
     def _fetch(self, request: pb.FetchStateRequest, deadline: float) -> pb.FetchStateResponse:
         """From the first of the request's owners that has it."""

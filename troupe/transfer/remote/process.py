@@ -45,13 +45,15 @@ class OwnerProcess:
         tls_key: Path | None = None,
         tls_client_auth: bool = False,
         use_ucx: bool = True,
+        socket: Path | None = None,
         log_level: str = "info",
         ready_seconds: float = 60.0,
     ) -> None:
         """Start it and wait until it serves at `host:port` (0: any free port).
 
-        Others reach it at the host `advertise`. `settings`: the cluster's token and authority,
-        both for its callers and for its calls. `tls_cert` and `tls_key` (PEM) turn TLS on.
+        Others reach it at the host `advertise`, processes that share `roots` also at `socket`.
+        `settings`: the cluster's token and authority, both for its callers and for its calls.
+        `tls_cert` and `tls_key` (PEM) turn TLS on.
 
         Raises Unavailable when it does not serve within `ready_seconds`.
         """
@@ -68,6 +70,7 @@ class OwnerProcess:
             "tls_key": tls_key and str(tls_key),
             "tls_client_auth": tls_client_auth,
             "use_ucx": use_ucx,
+            "socket": socket and str(socket),
             "log_level": log_level.lower(),
         }
         self._ready_seconds = ready_seconds

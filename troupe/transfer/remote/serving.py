@@ -115,7 +115,8 @@ class Servicer(rpc.TransferOwnerServicer):
                     kind="transfer_not_from_here",
                     field="peer",
                     value=context.peer(),
-                    remedy="Ask the owner of your host, through its loopback address.",
+                    remedy="Ask the owner of your host: at its loopback address, or at the "
+                    "socket in its transfer_dir.",
                 )
             left = context.time_remaining()
             return self._fetch(request, time.monotonic() + (600.0 if left is None else left))
