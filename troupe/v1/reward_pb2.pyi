@@ -553,6 +553,8 @@ class InvocationError(_message.Message):
         """Not a JSON object. (A single call of that kind fails as INVALID_ARGUMENT.)"""
         KIND_QUOTA_EXHAUSTED: InvocationError._Kind.ValueType  # 9
         """The quota of an interface outside did not come in time."""
+        KIND_MODEL_UNAVAILABLE: InvocationError._Kind.ValueType  # 10
+        """The model that the call needs could not be restored or does not answer."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: InvocationError.Kind.ValueType  # 0
@@ -568,17 +570,24 @@ class InvocationError(_message.Message):
     """Not a JSON object. (A single call of that kind fails as INVALID_ARGUMENT.)"""
     KIND_QUOTA_EXHAUSTED: InvocationError.Kind.ValueType  # 9
     """The quota of an interface outside did not come in time."""
+    KIND_MODEL_UNAVAILABLE: InvocationError.Kind.ValueType  # 10
+    """The model that the call needs could not be restored or does not answer."""
 
     KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_SECONDS_FIELD_NUMBER: _builtins.int
     kind: Global___InvocationError.Kind.ValueType
     message: _builtins.str
     traceback: _builtins.str
     """Last lines of the function's traceback, for its author."""
     output: _builtins.str
     """The last that it printed."""
+    retry_after_seconds: _builtins.float
+    """An interface outside refused the call and takes none before so long (HTTP 429, Retry-After);
+    negative: it did not say when. 0: it is not about that.
+    """
     def __init__(
         self,
         *,
@@ -586,10 +595,11 @@ class InvocationError(_message.Message):
         message: _builtins.str = ...,
         traceback: _builtins.str = ...,
         output: _builtins.str = ...,
+        retry_after_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message", "output", b"output", "traceback", b"traceback"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "message", b"message", "output", b"output", "retry_after_seconds", b"retry_after_seconds", "traceback", b"traceback"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -914,3 +924,387 @@ class CloseTrajectoryResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseTrajectoryResponse: _TypeAlias = CloseTrajectoryResponse  # noqa: Y015
+
+@_typing.final
+class HostMessage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFER_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def offer(self) -> Global___HostOffer:
+        """The first message."""
+
+    @_builtins.property
+    def beat(self) -> Global___HostBeat:
+        """Every `HostWelcome.beat_seconds`; a host that is not heard of is given up."""
+
+    @_builtins.property
+    def outcome(self) -> Global___HostOutcome: ...
+    def __init__(
+        self,
+        *,
+        offer: Global___HostOffer | None = ...,
+        beat: Global___HostBeat | None = ...,
+        outcome: Global___HostOutcome | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "message", b"message", "offer", b"offer", "outcome", b"outcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "message", b"message", "offer", b"offer", "outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["offer", "beat", "outcome"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___HostMessage: _TypeAlias = HostMessage  # noqa: Y015
+
+@_typing.final
+class HostOffer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    WORKERS_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    MEMORY_MIB_FIELD_NUMBER: _builtins.int
+    SANDBOXES_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    host_id: _builtins.str
+    """Names the process; a restarted one has another id."""
+    workers: _builtins.int
+    """Calls at once."""
+    cores: _builtins.int
+    """Cores that it hands out; 0: none, calls take a worker and nothing else."""
+    memory_mib: _builtins.int
+    """Memory for calls; 0: it does not say."""
+    gpus: _builtins.int
+    @_builtins.property
+    def sandboxes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Levels of sandboxes that work there."""
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelOffer]: ...
+    def __init__(
+        self,
+        *,
+        host_id: _builtins.str = ...,
+        workers: _builtins.int = ...,
+        cores: _builtins.int = ...,
+        memory_mib: _builtins.int = ...,
+        sandboxes: _abc.Iterable[_builtins.str] | None = ...,
+        gpus: _builtins.int = ...,
+        models: _abc.Iterable[Global___ModelOffer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cores", b"cores", "gpus", b"gpus", "host_id", b"host_id", "memory_mib", b"memory_mib", "models", b"models", "sandboxes", b"sandboxes", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostOffer: _TypeAlias = HostOffer  # noqa: Y015
+
+@_typing.final
+class ModelOffer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    CONCURRENCY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    gpus: _builtins.int
+    """Devices that it takes while it is resident."""
+    concurrency: _builtins.int
+    """Calls at once."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        gpus: _builtins.int = ...,
+        concurrency: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrency", b"concurrency", "gpus", b"gpus", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelOffer: _TypeAlias = ModelOffer  # noqa: Y015
+
+@_typing.final
+class HostBeat(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAINING_FIELD_NUMBER: _builtins.int
+    RESIDENT_MODELS_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    """It takes no more calls and will leave."""
+    @_builtins.property
+    def resident_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        draining: _builtins.bool = ...,
+        resident_models: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "resident_models", b"resident_models"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostBeat: _TypeAlias = HostBeat  # noqa: Y015
+
+@_typing.final
+class HostOutcome(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    RESULT_JSON_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    COLD_START_SECONDS_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    BAD_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    result_json: _builtins.str
+    seconds: _builtins.float
+    """How long the function ran."""
+    cold_start_seconds: _builtins.float
+    output: _builtins.str
+    """The last that it printed."""
+    bad_arguments: _builtins.str
+    """The arguments are no JSON object: the caller's fault. Why."""
+    @_builtins.property
+    def error(self) -> Global___InvocationError: ...
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        result_json: _builtins.str = ...,
+        error: Global___InvocationError | None = ...,
+        seconds: _builtins.float = ...,
+        cold_start_seconds: _builtins.float = ...,
+        output: _builtins.str = ...,
+        bad_arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "result_json", b"result_json"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_arguments", b"bad_arguments", "cold_start_seconds", b"cold_start_seconds", "error", b"error", "outcome", b"outcome", "output", b"output", "result_json", b"result_json", "run_id", b"run_id", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["result_json", "error"]  # noqa: Y015
+    _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
+
+Global___HostOutcome: _TypeAlias = HostOutcome  # noqa: Y015
+
+@_typing.final
+class HostCommand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def welcome(self) -> Global___HostWelcome:
+        """The first command: the offer was accepted."""
+
+    @_builtins.property
+    def run(self) -> Global___HostRun: ...
+    @_builtins.property
+    def cancel(self) -> Global___HostCancel: ...
+    @_builtins.property
+    def source(self) -> Global___HostSource:
+        """Sent before the first run that needs it."""
+
+    def __init__(
+        self,
+        *,
+        welcome: Global___HostWelcome | None = ...,
+        run: Global___HostRun | None = ...,
+        cancel: Global___HostCancel | None = ...,
+        source: Global___HostSource | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "run", b"run", "source", b"source", "welcome", b"welcome"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "run", b"run", "source", b"source", "welcome", b"welcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["welcome", "run", "cancel", "source"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___HostCommand: _TypeAlias = HostCommand  # noqa: Y015
+
+@_typing.final
+class HostWelcome(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEAT_SECONDS_FIELD_NUMBER: _builtins.int
+    beat_seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        beat_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_seconds", b"beat_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostWelcome: _TypeAlias = HostWelcome  # noqa: Y015
+
+@_typing.final
+class HostRun(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    FUNCTION_FIELD_NUMBER: _builtins.int
+    REGISTRATIONS_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """Unique among all runs; an invocation that is begun again has another."""
+    registrations: _builtins.int
+    """With each, workers look anew whether its code was edited."""
+    arguments_json: _builtins.str
+    cores: _builtins.int
+    """Cores that it gets, where the host hands them out."""
+    job_id: _builtins.str
+    trajectory_id: _builtins.str
+    @_builtins.property
+    def function(self) -> Global___FunctionSpec: ...
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        function: Global___FunctionSpec | None = ...,
+        registrations: _builtins.int = ...,
+        arguments_json: _builtins.str = ...,
+        cores: _builtins.int = ...,
+        job_id: _builtins.str = ...,
+        trajectory_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["function", b"function"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "cores", b"cores", "function", b"function", "job_id", b"job_id", "registrations", b"registrations", "run_id", b"run_id", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostRun: _TypeAlias = HostRun  # noqa: Y015
+
+@_typing.final
+class HostCancel(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostCancel: _TypeAlias = HostCancel  # noqa: Y015
+
+@_typing.final
+class HostSource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.str
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceFile]: ...
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.str = ...,
+        files: _abc.Iterable[Global___SourceFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostSource: _TypeAlias = HostSource  # noqa: Y015
+
+@_typing.final
+class ListHostsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHostsRequest: _TypeAlias = ListHostsRequest  # noqa: Y015
+
+@_typing.final
+class ListHostsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOSTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostStatus]: ...
+    def __init__(
+        self,
+        *,
+        hosts: _abc.Iterable[Global___HostStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hosts", b"hosts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHostsResponse: _TypeAlias = ListHostsResponse  # noqa: Y015
+
+@_typing.final
+class HostStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFER_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    INVOCATIONS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    RESIDENT_MODELS_FIELD_NUMBER: _builtins.int
+    SECONDS_SINCE_HEARD_FIELD_NUMBER: _builtins.int
+    running: _builtins.int
+    invocations: _builtins.int
+    draining: _builtins.bool
+    seconds_since_heard: _builtins.float
+    @_builtins.property
+    def offer(self) -> Global___HostOffer: ...
+    @_builtins.property
+    def resident_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        offer: Global___HostOffer | None = ...,
+        running: _builtins.int = ...,
+        invocations: _builtins.int = ...,
+        draining: _builtins.bool = ...,
+        resident_models: _abc.Iterable[_builtins.str] | None = ...,
+        seconds_since_heard: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "invocations", b"invocations", "offer", b"offer", "resident_models", b"resident_models", "running", b"running", "seconds_since_heard", b"seconds_since_heard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostStatus: _TypeAlias = HostStatus  # noqa: Y015

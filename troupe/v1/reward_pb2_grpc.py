@@ -84,6 +84,16 @@ class RewardStub:
                 request_serializer=troupe_dot_v1_dot_reward__pb2.CloseTrajectoryRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_reward__pb2.CloseTrajectoryResponse.FromString,
                 _registered_method=True)
+        self.AttachHost = channel.stream_stream(
+                '/troupe.v1.Reward/AttachHost',
+                request_serializer=troupe_dot_v1_dot_reward__pb2.HostMessage.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_reward__pb2.HostCommand.FromString,
+                _registered_method=True)
+        self.ListHosts = channel.unary_unary(
+                '/troupe.v1.Reward/ListHosts',
+                request_serializer=troupe_dot_v1_dot_reward__pb2.ListHostsRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_reward__pb2.ListHostsResponse.FromString,
+                _registered_method=True)
 
 
 class RewardServicer:
@@ -157,6 +167,21 @@ class RewardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttachHost(self, request_iterator, context):
+        """A host that runs calls for this service, for as long as the stream is open. What it runs when
+        the stream ends is lost: the service has it run elsewhere, or says so.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListHosts(self, request, context):
+        """The hosts that are attached, and what they do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RewardServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -209,6 +234,16 @@ def add_RewardServicer_to_server(servicer, server):
                     servicer.CloseTrajectory,
                     request_deserializer=troupe_dot_v1_dot_reward__pb2.CloseTrajectoryRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_reward__pb2.CloseTrajectoryResponse.SerializeToString,
+            ),
+            'AttachHost': grpc.stream_stream_rpc_method_handler(
+                    servicer.AttachHost,
+                    request_deserializer=troupe_dot_v1_dot_reward__pb2.HostMessage.FromString,
+                    response_serializer=troupe_dot_v1_dot_reward__pb2.HostCommand.SerializeToString,
+            ),
+            'ListHosts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHosts,
+                    request_deserializer=troupe_dot_v1_dot_reward__pb2.ListHostsRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_reward__pb2.ListHostsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -481,6 +516,60 @@ class Reward:
             '/troupe.v1.Reward/CloseTrajectory',
             troupe_dot_v1_dot_reward__pb2.CloseTrajectoryRequest.SerializeToString,
             troupe_dot_v1_dot_reward__pb2.CloseTrajectoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachHost(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/troupe.v1.Reward/AttachHost',
+            troupe_dot_v1_dot_reward__pb2.HostMessage.SerializeToString,
+            troupe_dot_v1_dot_reward__pb2.HostCommand.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHosts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Reward/ListHosts',
+            troupe_dot_v1_dot_reward__pb2.ListHostsRequest.SerializeToString,
+            troupe_dot_v1_dot_reward__pb2.ListHostsResponse.FromString,
             options,
             channel_credentials,
             insecure,

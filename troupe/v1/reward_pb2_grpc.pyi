@@ -49,6 +49,12 @@ class RewardStub:
     """What calls of a function printed last, and with `follow` what they print from now on."""
     CloseTrajectory: _grpc.UnaryUnaryMultiCallable[_reward_pb2.CloseTrajectoryRequest, _reward_pb2.CloseTrajectoryResponse]
     """Ends the sandboxes that a trajectory's stateful functions kept, and what waits for them."""
+    AttachHost: _grpc.StreamStreamMultiCallable[_reward_pb2.HostMessage, _reward_pb2.HostCommand]
+    """A host that runs calls for this service, for as long as the stream is open. What it runs when
+    the stream ends is lost: the service has it run elsewhere, or says so.
+    """
+    ListHosts: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListHostsRequest, _reward_pb2.ListHostsResponse]
+    """The hosts that are attached, and what they do."""
 
 @_typing.type_check_only
 class RewardAsyncStub(RewardStub):
@@ -71,6 +77,12 @@ class RewardAsyncStub(RewardStub):
     """What calls of a function printed last, and with `follow` what they print from now on."""
     CloseTrajectory: _aio.UnaryUnaryMultiCallable[_reward_pb2.CloseTrajectoryRequest, _reward_pb2.CloseTrajectoryResponse]  # type: ignore[assignment]
     """Ends the sandboxes that a trajectory's stateful functions kept, and what waits for them."""
+    AttachHost: _aio.StreamStreamMultiCallable[_reward_pb2.HostMessage, _reward_pb2.HostCommand]  # type: ignore[assignment]
+    """A host that runs calls for this service, for as long as the stream is open. What it runs when
+    the stream ends is lost: the service has it run elsewhere, or says so.
+    """
+    ListHosts: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListHostsRequest, _reward_pb2.ListHostsResponse]  # type: ignore[assignment]
+    """The hosts that are attached, and what they do."""
 
 class RewardServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -150,5 +162,23 @@ class RewardServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.CloseTrajectoryResponse, _abc.Awaitable[_reward_pb2.CloseTrajectoryResponse]]:
         """Ends the sandboxes that a trajectory's stateful functions kept, and what waits for them."""
+
+    @_abc_1.abstractmethod
+    def AttachHost(
+        self,
+        request_iterator: _MaybeAsyncIterator[_reward_pb2.HostMessage],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_reward_pb2.HostCommand], _abc.AsyncIterator[_reward_pb2.HostCommand]]:
+        """A host that runs calls for this service, for as long as the stream is open. What it runs when
+        the stream ends is lost: the service has it run elsewhere, or says so.
+        """
+
+    @_abc_1.abstractmethod
+    def ListHosts(
+        self,
+        request: _reward_pb2.ListHostsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reward_pb2.ListHostsResponse, _abc.Awaitable[_reward_pb2.ListHostsResponse]]:
+        """The hosts that are attached, and what they do."""
 
 def add_RewardServicer_to_server(servicer: RewardServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
