@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Literal
 
 import grpc
@@ -12,8 +11,9 @@ from pydantic import Field
 from services.chassis.idempotency import IdempotencyCache
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
-from services.reward.cpu import CGROUPS, CoreManager, choose_backend, usable_cores
-from services.reward.fence import make_fence
+from services.reward.cpu import CoreManager, choose_backend, usable_cores
+from services.reward.fence import Fence
+from services.reward.groups import Groups, open_groups
 from services.reward.registry import Registry
 from services.reward.runtime import Runtime
 from services.reward.slot import Slot
@@ -46,8 +46,9 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     name = "troupe.v1.Reward"
 
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
-        cores = _core_manager(settings)
-        self._fence = fence = make_fence(CGROUPS, f"troupe-sandbox-{os.getpid()}")
+        groups = open_groups()
+        cores = _core_manager(settings, groups)
+        self._fence = fence = Fence(groups) if groups is not None else None
         slots = [
             Slot(settings.reward_import_seconds, f"worker-{i}", cores, fence)
             for i in range(settings.reward_workers)
@@ -111,13 +112,12 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         return pb.CancelInvocationResponse(cancelled=self._runtime.cancel(request.invocation_id))
 
 
-def _core_manager(settings: RewardSettings) -> CoreManager | None:
+def _core_manager(settings: RewardSettings, groups: Groups | None) -> CoreManager | None:
     if not settings.reward_cores:
         return None
-    group = f"troupe-reward-{os.getpid()}"
     try:
         nodes = usable_cores(settings.reward_cores)
-        manager = CoreManager(nodes, choose_backend(settings.reward_core_backend, group=group))
+        manager = CoreManager(nodes, choose_backend(groups, settings.reward_core_backend))
     except (ValueError, OSError) as error:
         raise InvalidArgument(
             str(error),

@@ -47,9 +47,14 @@ def fork_bomb(most: int) -> int:
 
 
 def memory_hog(mib: int, processes: int) -> list[int]:
-    """Exit codes of children that each take so much."""
-    program = f"x = b'x' * ({mib} << 20); import time; time.sleep(3)"
-    hogs = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(processes)]
+    """Exit codes of children that each take so much, all at once however slowly they start."""
+    program = f"x = b'x' * ({mib} << 20); print(len(x), flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    hogs = [subprocess.Popen([sys.executable, "-c", program], **pipes) for _ in range(processes)]
+    for hog in hogs:
+        hog.stdout.readline()  # it has what it wants, or is dead
+    for hog in hogs:
+        hog.stdin.close()
     return [hog.wait() for hog in hogs]
 
 

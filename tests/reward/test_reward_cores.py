@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,16 +16,14 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.cpu import CoreManager, choose_backend, usable_cores
+from services.reward.cpu import CoreManager, usable_cores
 from services.reward.cpu.affinity import Affinity
-from services.reward.cpu.cgroup import CgroupV2
 from services.reward.queues import Queues, Waiting
 from services.reward.registry import Function
 from tests.reward.test_reward_service import Client, client_of
 from troupe.rpc import InvalidArgument, new_id
 from troupe.v1 import reward_pb2 as pb
 
-CGROUPS = Path("/sys/fs/cgroup")
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
 
@@ -111,63 +108,6 @@ def test_affinity_reaches_children(spinner: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
     manager.grant(lease)  # of a process that is gone: nothing to be told, nobody to be harmed
-
-
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not (CGROUPS / "cpu" / "cpu.cfs_quota_us").exists(),
-    reason="no writable cgroup v1 here",
-)
-def test_cgroup1_for_real(spinner: subprocess.Popen[bytes]) -> None:
-    name = f"troupe-test-{new_id()}"
-    backend = choose_backend("cgroup1", group=name)
-    core = min(os.sched_getaffinity(0))
-    manager = CoreManager({0: [core]}, backend)
-    group = CGROUPS / "cpu" / name / "w"
-    try:
-        manager.adopt("w", [spinner.pid])
-        assert (group / "cgroup.procs").read_text().split() == [str(spinner.pid)]
-        lease = manager.take("w", 1)
-        manager.grant(lease)
-        assert os.sched_getaffinity(spinner.pid) == {core}
-        assert (group / "cpu.cfs_quota_us").read_text().strip() == "100000"
-        manager.give_back(lease)
-        assert (group / "cpu.cfs_quota_us").read_text().strip() == "1000"
-    finally:
-        for process in (*psutil.Process(spinner.pid).children(), spinner):
-            process.kill()
-            process.wait()
-        manager.forget("w")
-        manager.close()
-    assert not (CGROUPS / "cpu" / name).exists()
-    assert not (CGROUPS / "cpuset" / name).exists()
-
-
-def test_cgroup2_writes_what_the_kernel_documents(tmp_path: Path) -> None:
-    """There is none with a `cpu` controller on the machines that test this: a tree of files."""
-    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory\n")
-    (tmp_path / "cgroup.subtree_control").write_text("")
-    base = tmp_path / "troupe"
-    group = base / "w"
-    group.mkdir(parents=True)
-    for file in (base / "cgroup.subtree_control", *map(group.joinpath, FILES)):
-        file.write_text("")
-    backend = CgroupV2(tmp_path, "troupe")
-    assert (base / "cgroup.subtree_control").read_text() == "+cpu +cpuset"
-    backend.adopt("w", [42])
-    backend.grant("w", [3, 4])
-    assert [(group / name).read_text() for name in FILES] == ["42", "3,4", "200000 100000"]
-    backend.revoke("w")
-    assert (group / "cpu.max").read_text() == "1000 100000"
-
-
-FILES = ("cgroup.procs", "cpuset.cpus", "cpu.max")
-
-
-def test_without_its_controllers_cgroup2_is_not_used(tmp_path: Path) -> None:
-    (tmp_path / "cgroup.controllers").write_text("io memory\n")
-    with pytest.raises(OSError, match="no controller cpu, cpuset"):
-        choose_backend("cgroup2", root=tmp_path)
-    assert choose_backend("auto", root=tmp_path).name == "affinity"
 
 
 def test_more_cores_than_there_are() -> None:

@@ -84,7 +84,7 @@ async def test_a_fork_bomb_is_small(client: Client) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="control groups are root's")
 async def test_memory_is_that_of_all_processes_together(client: Client) -> None:
     """None of them takes more than one may: 10 x 60 MiB, of 128 + 256."""
-    result = await caged(client, "memory_hog", {"mib": 60, "processes": 10})
+    result = await caged(client, "memory_hog", {"mib": 60, "processes": 10}, timeout_seconds=60)
     # The kernel ends whom it likes: a child, or the function itself.
     if isinstance(result, pb.InvocationError):
         assert result.kind == Kind.KIND_WORKER_DIED

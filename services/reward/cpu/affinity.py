@@ -10,6 +10,8 @@ import psutil
 
 # Of a worker without an action: whatever its children still do, others go first.
 _IDLE_NICE = 19
+# Of an action that takes no cores: it waits for something else, and gets what others leave.
+_SHARE_NICE = 10
 
 
 class Affinity:
@@ -27,12 +29,12 @@ class Affinity:
         self._pids[group] = pids[0]
 
     def grant(self, group: str, cores: Sequence[int]) -> None:
-        """Bind them to `cores`."""
+        """Bind them to `cores`; without any to none, behind those who hold some."""
         for process in self._members(group):
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.cpu_affinity(list(cores))
+                process.cpu_affinity(list(cores) or sorted(os.sched_getaffinity(0)))
                 if self._may_renice:
-                    process.nice(0)
+                    process.nice(0 if cores else _SHARE_NICE)
 
     def revoke(self, group: str) -> None:
         """Leave them where they are, behind everybody else."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import structlog
 
 from services.reward.cpu.affinity import Affinity
-from services.reward.cpu.cgroup import CgroupV1, CgroupV2
+from services.reward.cpu.cgroup import CgroupCores
+from services.reward.groups import Groups
 
 log = structlog.get_logger("troupe.reward")
 
 _NODES = Path("/sys/devices/system/node")
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 class Backend(Protocol):
@@ -28,7 +28,7 @@ class Backend(Protocol):
         """From now on `group` is `pids`, a process and its descendants. Raises OSError."""
 
     def grant(self, group: str, cores: Sequence[int]) -> None:
-        """`group` may use exactly these cores. Raises OSError."""
+        """`group` may use exactly these cores; none: what others leave of any. Raises OSError."""
 
     def revoke(self, group: str) -> None:
         """`group` may use next to nothing, but goes on to exist: its memory and files stay."""
@@ -56,6 +56,8 @@ class CoreManager:
         self._free: dict[int, list[int]] = {n: sorted(cores) for n, cores in nodes.items()}
         self._node_of = {core: n for n, cores in nodes.items() for core in cores}
         self._backend = backend
+        # What calls that run now were granted, by group: a sandbox may run several.
+        self._granted: dict[str, list[Lease]] = {}
         self.kind = backend.name
 
     @property
@@ -88,9 +90,9 @@ class CoreManager:
         self._tell("adopt", group, pids)
 
     def grant(self, lease: Lease) -> None:
-        """Let the kernel know, just before the action runs."""
-        if lease.cores:
-            self._tell("grant", lease.group, lease.cores)
+        """Let the kernel know, just before the action runs; without cores it gets what is left."""
+        self._granted.setdefault(lease.group, []).append(lease)
+        self._apply(lease.group)
 
     def give_back(self, lease: Lease) -> None:
         """The action has ended."""
@@ -98,7 +100,17 @@ class CoreManager:
             self._free[self._node_of[core]].append(core)
         for cores in self._free.values():
             cores.sort()
-        self._tell("revoke", lease.group)
+        granted = self._granted.get(lease.group, [])
+        if lease in granted:
+            granted.remove(lease)
+        self._apply(lease.group)
+
+    def _apply(self, group: str) -> None:
+        if granted := self._granted.get(group):
+            self._tell("grant", group, sorted({core for one in granted for core in one.cores}))
+        else:
+            self._granted.pop(group, None)
+            self._tell("revoke", group)
 
     def _tell(self, what: str, group: str, *values: Any) -> None:
         try:
@@ -126,21 +138,25 @@ def usable_cores(count: int) -> dict[int, list[int]]:
     return nodes
 
 
-def choose_backend(name: str = "auto", *, root: Path = CGROUPS, group: str = "troupe") -> Backend:
-    """The strongest way that works here: cgroup v2, cgroup v1, else affinity and nice.
+def choose_backend(groups: Groups | None, name: str = "auto") -> Backend:
+    """The strongest way that works here: `groups`, else affinity and nice.
 
     With a `name` that one; raises OSError where it does not work.
     """
-    kinds: dict[str, Callable[[Path, str], Backend]] = {"cgroup2": CgroupV2, "cgroup1": CgroupV1}
-    if name in kinds:
-        return kinds[name](root, group)
-    if name == "auto":
-        for kind, make in kinds.items():
-            try:
-                return make(root, group)
-            except OSError as error:
-                log.info("cores are not given through it", kind=kind, reason=str(error))
-    return Affinity()
+    if name == "affinity":
+        return Affinity()
+    try:
+        if groups is None:
+            raise FileNotFoundError("no control groups can be written here")
+        backend = CgroupCores(groups)
+        if name not in ("auto", backend.name):
+            raise FileNotFoundError(f"control groups are {groups.version} here")
+    except OSError as error:
+        if name != "auto":
+            raise
+        log.info("cores are not given through control groups", reason=str(error))
+        return Affinity()
+    return backend
 
 
 def _node_of(core: int) -> int:
