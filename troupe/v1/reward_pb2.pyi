@@ -50,6 +50,8 @@ class FunctionSpec(_message.Message):
     IMAGE_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
+    WRITES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.str
     entrypoint: _builtins.str
@@ -104,6 +106,15 @@ class FunctionSpec(_message.Message):
     description: _builtins.str
     """For people and models: what it does, and the JSON schema of its arguments."""
     parameters_json: _builtins.str
+    @_builtins.property
+    def reads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In the sandbox "process", where the kernel has landlock: files and folders that it may read, or
+        read and write, besides the interpreter, the packages and its own temporary folder. Both
+        empty: whatever the service may.
+        """
+
+    @_builtins.property
+    def writes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -134,10 +145,12 @@ class FunctionSpec(_message.Message):
         image: _builtins.str = ...,
         description: _builtins.str = ...,
         parameters_json: _builtins.str = ...,
+        reads: _abc.Iterable[_builtins.str] | None = ...,
+        writes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "_idle_seconds", b"_idle_seconds", "cores", b"cores", "idle_seconds", b"idle_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "_idle_seconds", b"_idle_seconds", "cores", b"cores", "description", b"description", "disk_mib", b"disk_mib", "entrypoint", b"entrypoint", "gpus", b"gpus", "idle_seconds", b"idle_seconds", "image", b"image", "kind", b"kind", "max_concurrency", b"max_concurrency", "max_cores", b"max_cores", "max_queued", b"max_queued", "memory_mib", b"memory_mib", "min_workers", b"min_workers", "model_service", b"model_service", "name", b"name", "parallel_fraction", b"parallel_fraction", "parameters_json", b"parameters_json", "processes", b"processes", "quota", b"quota", "quota_units", b"quota_units", "retries", b"retries", "sandbox", b"sandbox", "sandbox_idle_seconds", b"sandbox_idle_seconds", "source_sha256", b"source_sha256", "stateful", b"stateful", "timeout_seconds", b"timeout_seconds", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "_idle_seconds", b"_idle_seconds", "cores", b"cores", "description", b"description", "disk_mib", b"disk_mib", "entrypoint", b"entrypoint", "gpus", b"gpus", "idle_seconds", b"idle_seconds", "image", b"image", "kind", b"kind", "max_concurrency", b"max_concurrency", "max_cores", b"max_cores", "max_queued", b"max_queued", "memory_mib", b"memory_mib", "min_workers", b"min_workers", "model_service", b"model_service", "name", b"name", "parallel_fraction", b"parallel_fraction", "parameters_json", b"parameters_json", "processes", b"processes", "quota", b"quota", "quota_units", b"quota_units", "reads", b"reads", "retries", b"retries", "sandbox", b"sandbox", "sandbox_idle_seconds", b"sandbox_idle_seconds", "source_sha256", b"source_sha256", "stateful", b"stateful", "timeout_seconds", b"timeout_seconds", "version", b"version", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cores: _TypeAlias = _typing.Literal["cores"]  # noqa: Y015
     _WhichOneofArgType__cores: _TypeAlias = _typing.Literal["_cores", b"_cores"]  # noqa: Y015
@@ -393,6 +406,7 @@ class FunctionStatus(_message.Message):
     COLD_START_P50_SECONDS_FIELD_NUMBER: _builtins.int
     COLD_START_P99_SECONDS_FIELD_NUMBER: _builtins.int
     RETRIED_FIELD_NUMBER: _builtins.int
+    CONFINEMENT_FIELD_NUMBER: _builtins.int
     invocations: _builtins.int
     errors: _builtins.int
     running: _builtins.int
@@ -411,6 +425,10 @@ class FunctionStatus(_message.Message):
     """Calls that were begun again after their worker died."""
     @_builtins.property
     def function(self) -> Global___FunctionSpec: ...
+    @_builtins.property
+    def confinement(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What confines its calls on the service's own host: "namespaces", "seccomp", "cgroups", ..."""
+
     def __init__(
         self,
         *,
@@ -427,10 +445,11 @@ class FunctionStatus(_message.Message):
         cold_start_p50_seconds: _builtins.float = ...,
         cold_start_p99_seconds: _builtins.float = ...,
         retried: _builtins.int = ...,
+        confinement: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["function", b"function"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold_start_p50_seconds", b"cold_start_p50_seconds", "cold_start_p99_seconds", b"cold_start_p99_seconds", "cold_starts", b"cold_starts", "errors", b"errors", "function", b"function", "invocations", b"invocations", "mean_seconds", b"mean_seconds", "parallel_seconds", b"parallel_seconds", "queued", b"queued", "retried", b"retried", "running", b"running", "serial_seconds", b"serial_seconds", "warm_workers", b"warm_workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold_start_p50_seconds", b"cold_start_p50_seconds", "cold_start_p99_seconds", b"cold_start_p99_seconds", "cold_starts", b"cold_starts", "confinement", b"confinement", "errors", b"errors", "function", b"function", "invocations", b"invocations", "mean_seconds", b"mean_seconds", "parallel_seconds", b"parallel_seconds", "queued", b"queued", "retried", b"retried", "running", b"running", "serial_seconds", b"serial_seconds", "warm_workers", b"warm_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,6 +468,7 @@ class InvokeRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     WAITERS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    SANDBOXES_FIELD_NUMBER: _builtins.int
     invocation_id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -462,6 +482,12 @@ class InvokeRequest(_message.Message):
     """Trajectories that cannot go on without the result; 0: one."""
     weight: _builtins.float
     """Share of the job among the jobs that wait; 0: one."""
+    @_builtins.property
+    def sandboxes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of a stateful function: sandboxes that the trajectory has had. When the one that the call
+        belongs in is among them and gone, the call ends with KIND_SANDBOX_GONE.
+        """
+
     def __init__(
         self,
         *,
@@ -474,10 +500,11 @@ class InvokeRequest(_message.Message):
         priority: _builtins.int = ...,
         waiters: _builtins.int = ...,
         weight: _builtins.float = ...,
+        sandboxes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "invocation_id", b"invocation_id", "job_id", b"job_id", "name", b"name", "priority", b"priority", "trajectory_id", b"trajectory_id", "version", b"version", "waiters", b"waiters", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "invocation_id", b"invocation_id", "job_id", b"job_id", "name", b"name", "priority", b"priority", "sandboxes", b"sandboxes", "trajectory_id", b"trajectory_id", "version", b"version", "waiters", b"waiters", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -495,6 +522,7 @@ class InvokeResponse(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     COLD_START_SECONDS_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    SANDBOX_FIELD_NUMBER: _builtins.int
     result_json: _builtins.str
     queue_seconds: _builtins.float
     run_seconds: _builtins.float
@@ -506,6 +534,8 @@ class InvokeResponse(_message.Message):
     """Of the time before it ran: what it took to start a worker and to import the code; 0: warm."""
     host: _builtins.str
     """Where it ran; empty: the service's own host."""
+    sandbox: _builtins.str
+    """The stateful sandbox that it ran in, or that is gone."""
     @_builtins.property
     def error(self) -> Global___InvocationError: ...
     def __init__(
@@ -519,10 +549,11 @@ class InvokeResponse(_message.Message):
         attempts: _builtins.int = ...,
         cold_start_seconds: _builtins.float = ...,
         host: _builtins.str = ...,
+        sandbox: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "result_json", b"result_json"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cold_start_seconds", b"cold_start_seconds", "cores", b"cores", "error", b"error", "host", b"host", "outcome", b"outcome", "queue_seconds", b"queue_seconds", "result_json", b"result_json", "run_seconds", b"run_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cold_start_seconds", b"cold_start_seconds", "cores", b"cores", "error", b"error", "host", b"host", "outcome", b"outcome", "queue_seconds", b"queue_seconds", "result_json", b"result_json", "run_seconds", b"run_seconds", "sandbox", b"sandbox"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["result_json", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
@@ -555,6 +586,10 @@ class InvocationError(_message.Message):
         """The quota of an interface outside did not come in time."""
         KIND_MODEL_UNAVAILABLE: InvocationError._Kind.ValueType  # 10
         """The model that the call needs could not be restored or does not answer."""
+        KIND_SANDBOX_GONE: InvocationError._Kind.ValueType  # 11
+        """The trajectory's sandbox is gone with all that was in it: it was idle for too long, or it or
+        the service died. The caller may start over: without naming it there is a new one.
+        """
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: InvocationError.Kind.ValueType  # 0
@@ -572,6 +607,10 @@ class InvocationError(_message.Message):
     """The quota of an interface outside did not come in time."""
     KIND_MODEL_UNAVAILABLE: InvocationError.Kind.ValueType  # 10
     """The model that the call needs could not be restored or does not answer."""
+    KIND_SANDBOX_GONE: InvocationError.Kind.ValueType  # 11
+    """The trajectory's sandbox is gone with all that was in it: it was idle for too long, or it or
+    the service died. The caller may start over: without naming it there is a new one.
+    """
 
     KIND_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
@@ -1066,6 +1105,7 @@ class HostOutcome(_message.Message):
     COLD_START_SECONDS_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     BAD_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    SANDBOX_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     result_json: _builtins.str
     seconds: _builtins.float
@@ -1075,6 +1115,8 @@ class HostOutcome(_message.Message):
     """The last that it printed."""
     bad_arguments: _builtins.str
     """The arguments are no JSON object: the caller's fault. Why."""
+    sandbox: _builtins.str
+    """As in InvokeResponse."""
     @_builtins.property
     def error(self) -> Global___InvocationError: ...
     def __init__(
@@ -1087,10 +1129,11 @@ class HostOutcome(_message.Message):
         cold_start_seconds: _builtins.float = ...,
         output: _builtins.str = ...,
         bad_arguments: _builtins.str = ...,
+        sandbox: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "result_json", b"result_json"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_arguments", b"bad_arguments", "cold_start_seconds", b"cold_start_seconds", "error", b"error", "outcome", b"outcome", "output", b"output", "result_json", b"result_json", "run_id", b"run_id", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_arguments", b"bad_arguments", "cold_start_seconds", b"cold_start_seconds", "error", b"error", "outcome", b"outcome", "output", b"output", "result_json", b"result_json", "run_id", b"run_id", "sandbox", b"sandbox", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["result_json", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
@@ -1166,6 +1209,7 @@ class HostRun(_message.Message):
     CORES_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    SANDBOXES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Unique among all runs; an invocation that is begun again has another."""
     registrations: _builtins.int
@@ -1177,6 +1221,10 @@ class HostRun(_message.Message):
     trajectory_id: _builtins.str
     @_builtins.property
     def function(self) -> Global___FunctionSpec: ...
+    @_builtins.property
+    def sandboxes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in InvokeRequest."""
+
     def __init__(
         self,
         *,
@@ -1187,10 +1235,11 @@ class HostRun(_message.Message):
         cores: _builtins.int = ...,
         job_id: _builtins.str = ...,
         trajectory_id: _builtins.str = ...,
+        sandboxes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["function", b"function"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "cores", b"cores", "function", b"function", "job_id", b"job_id", "registrations", b"registrations", "run_id", b"run_id", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "cores", b"cores", "function", b"function", "job_id", b"job_id", "registrations", b"registrations", "run_id", b"run_id", "sandboxes", b"sandboxes", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
