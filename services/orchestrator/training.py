@@ -23,6 +23,8 @@ from troupe.v1 import trainer_pb2 as tr
 
 # What a step says that was suspended.
 _SUSPENDED: Final = "step_suspended"
+# This worker cannot hold the policy; another may.
+_TOO_LARGE: Final = ("policy_too_large", "gang_too_large", "gang_uneven")
 # Writing a checkpoint is worth a few attempts, not the job.
 _CHECKPOINT_SECONDS: Final = 300.0
 
@@ -148,8 +150,9 @@ class PolicyTrainer:
                 except TroupeError as error:
                     if isinstance(error, Unavailable):
                         self._victims.note(worker)
-                    if error.kind == "policy_too_large":
-                        value = error.value or ""
+                    if error.kind in _TOO_LARGE:
+                        # Bytes; of a gang it is ranks.
+                        value = (error.value or "") if error.kind == "policy_too_large" else ""
                         if seat.too_large_for(worker, int(value) if value.isdigit() else 0):
                             raise
                         continue

@@ -16,6 +16,7 @@ from services.trainer.policy_model import (
     load_adapted,
     load_model,
     load_tokenizer,
+    outline,
 )
 from services.trainer.settings import TrainerSettings
 from troupe.job import JobSpec
@@ -33,19 +34,23 @@ def make_learner(
     """A learner with the policy's first weights, and its tokenizer. Blocking.
 
     Raises InvalidArgument for a model or tokenizer that cannot be used, FailedPrecondition of kind
-    "policy_too_large".
+    "policy_too_large", "gang_too_large" or "gang_uneven".
     """
     source = spec.policies[policy]
     paced = source.paced is not None
     gang = source.trainable and not paced and source.trainer.gang > 1
     model: Any
-    if paced or gang:
+    if paced:
         model = stand_in(policy, spec)
+    elif gang:
+        model = outline(policy, source)
     elif source.lora is not None:
         model = load_adapted(policy, source, spec.seed, device)
     else:
         model = load_model(policy, source, spec.seed)
-    _check_size(policy, model, source.trainable, memory_of(device, settings.trainer_memory_bytes))
+    ranks = source.trainer.gang if gang else 1
+    room = memory_of(device, settings.trainer_memory_bytes)
+    _check_size(policy, model, source.trainable, room, ranks)
     tokenizer = load_tokenizer(policy, source)
     check_tokenizer(policy, source, tokenizer, model)
     if paced:
@@ -62,15 +67,17 @@ def make_learner(
     return Learner(model, spec, policy, device=device, **options), tokenizer
 
 
-def _check_size(policy: str, model: Any, trainable: bool, room: int) -> None:
-    """Before any of it is on the device, which has `room` bytes; 0: not bounded."""
+def _check_size(policy: str, model: Any, trainable: bool, room: int, ranks: int) -> None:
+    """Before any of it is on the devices, which have `room` bytes each; 0: not bounded."""
     sizes = [(p.nbytes, p.requires_grad) for p in model.parameters()]
     # Gradients and both moments of what is trained.
     needed = sum(size * (4 if trained and trainable else 1) for size, trained in sizes)
+    needed = -(-needed // ranks)
+    each = f" on each of {ranks} devices" if ranks > 1 else ""
     if room and needed > room:
         raise FailedPrecondition(
-            f"policy {policy} needs {needed:,} bytes for its training state; this trainer has "
-            f"{room:,}",
+            f"policy {policy} needs {needed:,} bytes for its training state{each}; this trainer "
+            f"has {room:,}",
             kind="policy_too_large",
             field=f"policies.{policy}.model",
             value=needed,

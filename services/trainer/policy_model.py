@@ -101,6 +101,16 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
         raise _explain(policy, source.path, error) from error
 
 
+def outline(policy: str, spec: PolicySpec) -> Any:
+    """The model of `policy` without values: names, shapes and types of what it consists of, which
+    take no memory. Raises as `load_model`."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(policy, spec)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
 def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
     """The tokenizer of `policy`. Raises InvalidArgument of kind "tokenizer_not_found"."""
     from transformers import AutoTokenizer

@@ -110,6 +110,19 @@ async def test_a_policy_that_is_too_large_for_every_trainer_is_refused_at_once(
     assert ended.problem.remedy
 
 
+async def test_a_gang_goes_where_there_are_devices_for_it(house: Cluster) -> None:
+    small = FailedPrecondition(
+        "this worker leads gangs of at most 2 ranks", kind="gang_too_large", value=4
+    )
+    first = await house.add_trainer(TrainerScript(slots=1, bind_error=small))
+    second = await house.add_trainer(TrainerScript(slots=1))
+    job_id = await house.submit(job_yaml(policies=("alice",)))
+    ended = await house.wait(job_id, seconds=30)
+    assert ended.state == SUCCEEDED, ended.problem
+    assert first.calls["Bind"] <= 1
+    assert second.calls["Bind"] == 1
+
+
 async def test_idle_policies_give_their_trainer_back(house: Cluster) -> None:
     await house.add_trainer(TrainerScript(slots=1))
     cluster = await house.api.GetCluster(orch.GetClusterRequest())

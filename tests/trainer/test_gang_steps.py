@@ -181,6 +181,20 @@ async def test_a_gang_larger_than_the_worker_is_refused(stage: TrainingStage) ->
     assert await trainer.statuses() == []
 
 
+async def test_a_policy_that_is_too_large_for_the_devices_of_its_gang_is_refused(
+    stage: TrainingStage,
+) -> None:
+    needed = []
+    for size in (1, 2):
+        trainer = await stage.trainer(gang_ranks=2, trainer_memory_bytes=1000)
+        with pytest.raises(FailedPrecondition) as refused:
+            await trainer.bind(gang_spec(stage.tokenizer, size))
+        assert refused.value.kind == "policy_too_large"
+        assert refused.value.field == "policies.solver.model"
+        needed.append(int(refused.value.value or 0))
+    assert needed[0] == pytest.approx(2 * needed[1], rel=0.01)
+
+
 async def test_a_checkpoint_of_a_gangs_policy_is_a_model(stage: TrainingStage) -> None:
     from transformers import AutoModelForCausalLM
 
