@@ -123,11 +123,12 @@ def test_the_example_is_trained_through_the_panel(compose: Callable[..., str]) -
         reply = panel.post("/api/jobs", content=yaml.safe_dump(spec))
         assert reply.status_code == 201, reply.text
         url = f"/api/jobs/{reply.json()['job_id']}"
-        _wait(lambda: panel.get(url).json()["step"] >= 1, 300, "the first step")
+        _wait(lambda: _ended(panel, url) or panel.get(url).json()["step"] >= 1, 600, "a step")
+        assert not _ended(panel, url), panel.get(url).json()["problem"]
         # All rollout containers die at once; the job goes on when they are back.
         compose("kill", "-s", "KILL", "rollout")
         compose("up", "-d", "--no-build")
-        _wait(lambda: panel.get(url).json()["state"] in ("succeeded", "failed"), 600, "the end")
+        _wait(lambda: _ended(panel, url), 900, "the end")
         job = panel.get(url).json()
         logs = compose("logs", "--tail", "40", check=False)
         assert job["state"] == "succeeded", f"{job['problem']}\n{logs[-6000:]}"
@@ -145,6 +146,10 @@ def _alive(panel: httpx.Client) -> int:
     if cluster.status_code != 200:
         return 0
     return sum(worker["alive"] for worker in cluster.json()["workers"])
+
+
+def _ended(panel: httpx.Client, url: str) -> bool:
+    return panel.get(url).json()["state"] in ("succeeded", "failed")
 
 
 def _wait(condition: Callable[[], bool], seconds: float, what: str) -> None:

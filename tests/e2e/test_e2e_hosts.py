@@ -208,7 +208,7 @@ async def test_a_state_that_is_lost_is_said_to_be_lost(hosts: Hosts, models: Pat
         await reached(handle, lambda record: record.step >= 2)
         hosts.kill("trainer-0")
         hosts.start("trainer-1", "far", TROUPE_TRAINER_STATE_WAIT_SECONDS="2")
-        record = await handle.wait(timeout=120)
+        record = await handle.wait(timeout=300)
         assert record.state == "failed", record
         assert record.problem is not None
         assert record.problem.kind == "state_not_found"
