@@ -11,16 +11,21 @@ from troupe.scheduling.elastic.actions import (
 )
 from troupe.scheduling.elastic.curves import SpeedUp
 from troupe.scheduling.elastic.decision import Rules, decide
+from troupe.scheduling.elastic.hosts import Host, Placed, decide_over, nowhere
 
 __all__ = [
     "Action",
     "Amounts",
     "Elastic",
     "Grant",
+    "Host",
+    "Placed",
     "Rules",
     "Running",
     "SpeedUp",
     "decide",
+    "decide_over",
     "lacking",
+    "nowhere",
     "turn",
 ]

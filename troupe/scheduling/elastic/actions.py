@@ -7,6 +7,7 @@ most one of them is *elastic*: more of it makes the action shorter.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,12 +38,7 @@ class Elastic:
 
     def within(self, units: int) -> int:
         """Index of the highest level of at most `units`; the lowest where none is."""
-        found = 0
-        for index, level in enumerate(self.levels):
-            if level > units:
-                break
-            found = index
-        return found
+        return max(0, bisect.bisect_right(self.levels, units) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,8 @@ class Action:
 
     `needs` are the amounts that it takes whatever it is given of `elastic`, whose resource is not
     among them. `seconds` is its duration when nothing of it is elastic. `waiters` is how many
-    trajectories cannot go on without it.
+    trajectories cannot go on without it. `function` is what hosts are warm for, and `host` the
+    only one where it can run (its sandbox with files is there); both only matter to `decide_over`.
     """
 
     action_id: str
@@ -60,8 +57,12 @@ class Action:
     elastic: Elastic | None = None
     seconds: float = 1.0
     waiters: int = 1
+    function: str = ""
+    host: str | None = None
     least: Amounts = field(init=False, repr=False, compare=False)
     """The smallest vector of resources with which it can run."""
+    kind: object = field(init=False, repr=False, compare=False)
+    """Equal for actions that fit in the same places."""
 
     def __post_init__(self) -> None:
         vector = {resource: amount for resource, amount in self.needs.items() if amount}
@@ -73,6 +74,7 @@ class Action:
                 raise ValueError(f"{self.elastic.resource} is both fixed and elastic")
             vector[self.elastic.resource] = self.elastic.levels[0]
         object.__setattr__(self, "least", vector)
+        object.__setattr__(self, "kind", (self.host, *vector.items()))
 
     def on(self, resource: str) -> Elastic | None:
         """What it does with `resource`, be that elastic or one fixed level; None: it needs none."""

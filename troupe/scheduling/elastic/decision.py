@@ -16,10 +16,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Final
 
 from troupe.scheduling.elastic.actions import Action, Amounts, Grant, Running
 from troupe.scheduling.elastic.allocation import Split
 from troupe.scheduling.elastic.tail import waiting_seconds
+
+# So many times the horizon of those that wait are looked at for actions that want a resource.
+_SEEN: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +31,19 @@ class Rules:
     """Bounds of one decision's work.
 
     `depth`: how many of the actions that fit may be held back. `horizon`: of how many of those
-    that wait the ends are estimated one by one.
+    that wait the ends are estimated one by one. `cold_seconds`: what an action is expected to take
+    longer on a host where its function never ran (`hosts`).
     """
 
     depth: int = 8
     horizon: int = 32
+    cold_seconds: float = 0.5
 
     def __post_init__(self) -> None:
         if self.depth < 0 or self.horizon < 1:
             raise ValueError(f"depth = {self.depth} < 0, or horizon = {self.horizon} < 1")
+        if not self.cold_seconds >= 0:
+            raise ValueError(f"cold_seconds = {self.cold_seconds} is negative")
 
 
 def decide(
@@ -61,21 +69,45 @@ def decide(
     fitting, waiting = _fitting(queue, free, frozenset(quotas))
     left = dict(free)
     for action in fitting:
-        for resource, amount in action.needs.items():
-            left[resource] -= amount
-    levels: dict[str, int] = {}
-    ends = list(running)
-    for resource in dict.fromkeys(a.elastic.resource for a in fitting if a.elastic is not None):
-        members = [a for a in fitting if a.elastic is not None and a.elastic.resource == resource]
-        fixed = [(a.seconds, a.needs[resource]) for a in fitting if a.needs.get(resource)]
-        releases = [(max(0.0, r.ends - now), held) for r in ends if (held := r.holds.get(resource))]
-        releases += fixed
-        levels |= _share(resource, members, left[resource], releases, waiting, rules)
+        for resource, need in action.least.items():
+            left[resource] -= need
+    levels = split(fitting, left, running, waiting, now, rules)
     return [
-        _grant(action, levels.get(action.action_id))
+        grant(action, levels.get(action.action_id))
         for action in fitting
         if action.elastic is None or action.action_id in levels
     ]
+
+
+def split(
+    fitting: Sequence[Action],
+    left: dict[str, int],
+    running: Iterable[Running],
+    waiting: Sequence[Action],
+    now: float,
+    rules: Rules,
+) -> dict[str, int]:
+    """Levels, by action id, of the elastic ones of `fitting` that start.
+
+    `left` are the units of one host when each of `fitting` has its lowest level, and in the end
+    what nobody got. `waiting` are behind them.
+    """
+    levels: dict[str, int] = {}
+    ends: list[Running] | None = None
+    for resource in dict.fromkeys(a.elastic.resource for a in fitting if a.elastic is not None):
+        members = [a for a in fitting if a.elastic is not None and a.elastic.resource == resource]
+        ends = list(running) if ends is None else ends
+        releases = [(max(0.0, r.ends - now), held) for r in ends if (held := r.holds.get(resource))]
+        releases += [(a.seconds, a.needs[resource]) for a in fitting if a.needs.get(resource)]
+        units = left[resource] + sum(a.least[resource] for a in members)
+        chosen = _share(resource, members, units, releases, waiting, rules)
+        left[resource] = units - sum(chosen.values())
+        levels |= chosen
+    for action in fitting:
+        if action.elastic is not None and action.action_id not in levels:
+            for other in left.keys() & action.needs.keys():
+                left[other] += action.needs[other]
+    return levels
 
 
 def _fitting(
@@ -86,7 +118,12 @@ def _fitting(
     blocked: set[str] = {resource for resource, amount in free.items() if amount <= 0}
     fitting: list[Action] = []
     waiting: list[Action] = []
+    # What found nothing: the same once more finds nothing either, and blocks nothing new.
+    settled: set[object] = set()
     for place, action in enumerate(queue):
+        if action.kind in settled:
+            waiting.append(action)
+            continue
         if len(blocked) >= len(left):
             # Nobody can pass; what needs no resource at all would, and there is no such thing.
             waiting += queue[place:]
@@ -99,6 +136,7 @@ def _fitting(
                 left[resource] -= need
             continue
         waiting.append(action)
+        settled.add(action.kind)
         blocked.update(lacks if quotas.issuperset(lacks) else least)
         left.update({resource: 0 for resource in least if resource not in left})
     return fitting, waiting
@@ -117,7 +155,9 @@ def _share(
     lowest = [option.levels[0] for option in options]
     fewest = max(1, len(members) - rules.depth)
     split = Split(options, units - sum(lowest[:fewest]))
-    behind = (option for a in waiting if (option := a.on(resource)) is not None)
+    # The first of those that wait stand for all; most of them may want none of it.
+    ahead = islice(waiting, _SEEN * rules.horizon)
+    behind = (option for a in ahead if (option := a.on(resource)) is not None)
     queued = list(islice(behind, rules.horizon))
     beyond = len(waiting) - rules.horizon if len(queued) == rules.horizon else 0
     best: tuple[float, int, list[int]] | None = None
@@ -141,7 +181,8 @@ def _share(
     return {action.action_id: level for action, level in zip(started, best[2], strict=True)}
 
 
-def _grant(action: Action, level: int | None) -> Grant:
+def grant(action: Action, level: int | None) -> Grant:
+    """`action` with `level` units of what it is elastic in."""
     holds, seconds = dict(action.needs), action.seconds
     if action.elastic is not None and level is not None:
         holds[action.elastic.resource] = level
