@@ -1,0 +1,192 @@
+"""`@troupe.reward` and `@troupe.tool`: a function that says what its calls cost.
+
+The function stays what it was; a `Declaration` is attached to it. Jobs and deployments read it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypedDict, TypeVar, Unpack, overload
+
+from troupe.functions import signature
+
+F = TypeVar("F", bound=Callable[..., Any])
+Kind = Literal["reward", "tool"]
+
+ATTRIBUTE: Final = "__troupe__"
+NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+VERSION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
+SANDBOXES: Final = ("process", "bubblewrap", "container")
+# The least that a number may be.
+_LEAST: Final = {
+    "cores": 0,
+    "max_cores": 0,
+    "memory_mib": 0,
+    "gpus": 0,
+    "retries": 0,
+    "max_concurrency": 0,
+    "processes": 1,
+    "disk_mib": 1,
+}
+
+
+class DeclarationError(TypeError):
+    """A declaration that cannot work: `field` of it is `value`."""
+
+    def __init__(self, function: str, field: str, value: object, message: str, remedy: str) -> None:
+        super().__init__(f"{function}: {field} = {value!r} {message}. {remedy}")
+        self.function, self.field, self.value = function, field, value
+        self.message, self.remedy = message, remedy
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a function says of itself. `costs` holds what was said and nothing else, by the names
+    that a job's `rewards` and `tools` have for it."""
+
+    kind: Kind
+    name: str
+    version: str
+    description: str
+    costs: Mapping[str, Any]
+    function: Callable[..., Any] = field(repr=False)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """JSON schema of the arguments, derived from the type hints."""
+        return signature.schema(self.function)
+
+    def check(self) -> None:
+        """Raises `DeclarationError` for a signature that cannot work."""
+        try:
+            signature.check_parameters(self.function)
+            if self.kind == "reward":
+                signature.check_reward(self.function)
+        except signature.NotJson as error:
+            raise DeclarationError(
+                self.name, error.where, error.what, error.message, error.remedy
+            ) from error
+
+
+def declaration_of(function: Any) -> Declaration | None:
+    """What a decorated function declared; None for any other object."""
+    found = getattr(function, ATTRIBUTE, None)
+    return found if isinstance(found, Declaration) else None
+
+
+class Costs(TypedDict, total=False):
+    """What a call takes, by the names and with the meaning of a job's `rewards` and `tools`
+    (docs/job-reference.md). A job that names another value overrides it."""
+
+    timeout_seconds: float
+    memory_mib: int
+    max_concurrency: int
+    retries: int
+    cores: int
+    max_cores: int
+    parallel_fraction: float
+    gpus: int
+    quota: str
+    sandbox: str
+    processes: int
+    disk_mib: int
+
+
+class ToolCosts(Costs, total=False):
+    """Those of tools, which may keep files and processes between the calls of a trajectory."""
+
+    stateful: bool
+
+
+@overload
+def reward(function: F, /) -> F: ...
+@overload
+def reward(
+    *, name: str | None = None, version: str = "1", **costs: Unpack[Costs]
+) -> Callable[[F], F]: ...
+def reward(
+    function: Any = None, /, *, name: str | None = None, version: str = "1", **costs: Any
+) -> Any:
+    """Declares a reward: a function that returns a finite number, or a dict of them by agent.
+
+    Used bare, or with what its calls take (`Costs`). In a job it is called with the keywords
+    `query`, `turns` and `rewards`. `name` (default: the function's) and `version` are those under
+    which it is deployed. Raises `DeclarationError`.
+    """
+    return _decorator("reward", Costs, function, name, version, costs)
+
+
+@overload
+def tool(function: F, /) -> F: ...
+@overload
+def tool(
+    *, name: str | None = None, version: str = "1", **costs: Unpack[ToolCosts]
+) -> Callable[[F], F]: ...
+def tool(
+    function: Any = None, /, *, name: str | None = None, version: str = "1", **costs: Any
+) -> Any:
+    """Declares a tool: a function of JSON arguments that agents may call.
+
+    Used bare, or with what its calls take (`ToolCosts`). The parameters' type hints and the
+    docstring are what a model is told of it (`Tools.definitions`). Raises `DeclarationError`.
+    """
+    return _decorator("tool", ToolCosts, function, name, version, costs)
+
+
+def _decorator(
+    kind: Kind, known: Any, function: Any, name: str | None, version: str, costs: dict[str, Any]
+) -> Any:
+    def declare(target: F) -> F:
+        if not callable(target):
+            raise DeclarationError(
+                kind, "function", target, "cannot be called", f"Decorate a function: @{kind}."
+            )
+        called = getattr(target, "__name__", type(target).__name__)
+        names = known.__required_keys__ | known.__optional_keys__
+        for unknown in costs.keys() - names:
+            raise DeclarationError(
+                called,
+                unknown,
+                costs[unknown],
+                f"is nothing that a {kind} declares",
+                f"Known: {', '.join(sorted(names))}.",
+            )
+        chosen = called if name is None else name
+        _check(called, chosen, version, costs)
+        text = inspect.cleandoc(target.__doc__ or "")
+        made = Declaration(kind, chosen, version, text, dict(costs), target)
+        made.check()
+        setattr(target, ATTRIBUTE, made)
+        return target
+
+    return declare if function is None else declare(function)
+
+
+def _check(function: str, name: object, version: object, costs: Mapping[str, Any]) -> None:
+    def refuse(field: str, value: object, message: str, remedy: str) -> None:
+        raise DeclarationError(function, field, value, message, remedy)
+
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        refuse("name", name, "is no name", "Use letters, digits, '_', '-' and '.'.")
+    if not isinstance(version, str) or not VERSION.fullmatch(version):
+        refuse("version", version, "is no version", 'Write a short text, for example "1".')
+    for key, value in costs.items():
+        if key in _LEAST and (
+            not isinstance(value, int) or isinstance(value, bool) or value < _LEAST[key]
+        ):
+            refuse(key, value, f"is not a whole number from {_LEAST[key]} on", "Mend it.")
+    seconds = costs.get("timeout_seconds", 1.0)
+    if not isinstance(seconds, int | float) or not (math.isfinite(seconds) and seconds > 0):
+        refuse("timeout_seconds", seconds, "is not a positive number", "Every call must end.")
+    fraction = costs.get("parallel_fraction", 0.5)
+    if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+        refuse("parallel_fraction", fraction, "is not within 0 .. 1", "See `parallel_fraction`.")
+    if costs.get("sandbox", SANDBOXES[0]) not in SANDBOXES:
+        refuse("sandbox", costs["sandbox"], "is no sandbox", f"Known: {', '.join(SANDBOXES)}.")
+    most, least = costs.get("max_cores", 0), max(1, costs.get("cores", 1))
+    if most and most < least:
+        refuse("max_cores", most, f"is less than cores ({least})", "Leave it out, or raise it.")

@@ -1,0 +1,148 @@
+"""What the functions of a module declare, found by importing it in an interpreter of its own.
+
+Whoever asks is unharmed by what the import does, and keeps nothing of a module that is edited next.
+`describe` is itself a function that the reward service runs: what a job's entrypoint declares is
+asked where it can be imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from troupe.functions import signature
+from troupe.functions.declaration import declaration_of
+
+# Importing may load a model's libraries.
+IMPORT_SECONDS: Final = 60.0
+# With what a job calls its rewards.
+REWARD_KEYWORDS: Final = ("query", "turns", "rewards")
+
+
+class DescribeError(Exception):
+    """A module that does not import, or holds nothing by that name; the text says which."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """One function: what it declared, or an empty `kind` where it declared nothing."""
+
+    entrypoint: str
+    kind: str = ""
+    name: str = ""
+    version: str = "1"
+    description: str = ""
+    costs: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    # Why it cannot be a reward of a job; empty when it can.
+    no_reward: str = ""
+
+
+def describe(entrypoint: str) -> dict[str, Any]:
+    """What "package.module:attribute" declares, as a dict of `Described`.
+
+    Raises `DescribeError`.
+    """
+    return asdict(described(entrypoint)[0])
+
+
+def described(target: str, path: str | None = None) -> list[Described]:
+    """What "package.module:attribute", or every function that a module declares, says of itself.
+
+    `path` is a directory to import from before all others. Raises `DescribeError`.
+    """
+    command = [sys.executable, "-P", "-m", __name__, target]
+    folders = [folder for folder in (path, *sys.path) if folder]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    # What it prints while it is imported is not the answer: that has a file of its own.
+    with tempfile.TemporaryFile() as answer:
+        try:
+            ended = subprocess.run(
+                [*command, str(answer.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[answer.fileno()],
+                timeout=IMPORT_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise DescribeError(f"{target} was not imported within {IMPORT_SECONDS:g} s") from error
+        except OSError as error:
+            raise DescribeError(f"no interpreter could be started: {error}") from error
+        answer.seek(0)
+        text = answer.read()
+    if not text:
+        last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise DescribeError(f"importing {target} ended the interpreter: {' '.join(last)}")
+    found = json.loads(text)
+    if "error" in found:
+        raise DescribeError(found["error"])
+    return [Described(**one) for one in found["functions"]]
+
+
+def _answer(target: str) -> dict[str, Any]:
+    try:
+        return {"functions": [asdict(one) for one in _functions(target)]}
+    except BaseException as error:  # an import may raise anything, SystemExit included
+        text = (
+            str(error) if isinstance(error, DescribeError) else f"{type(error).__name__}: {error}"
+        )
+        return {"error": f"{target}: {text}"}
+
+
+def _functions(target: str) -> Iterator[Described]:
+    module_name, _, path = target.partition(":")
+    module = importlib.import_module(module_name)
+    if path:
+        found: Any = module
+        for name in path.split("."):
+            found = getattr(found, name)
+        if not callable(found):
+            raise DescribeError(f"is a {type(found).__name__}, not a function")
+        yield _describe(target, found)
+        return
+    nothing = True
+    for name, value in vars(module).items():
+        declared = declaration_of(value)
+        # What it imported from elsewhere is deployed from there.
+        if declared is not None and getattr(value, "__module__", module_name) == module_name:
+            nothing = False
+            yield _describe(f"{module_name}:{name}", value)
+    if nothing:
+        raise DescribeError(
+            "declares no function; decorate one with @troupe.reward or @troupe.tool"
+        )
+
+
+def _describe(entrypoint: str, function: Any) -> Described:
+    no_reward = signature.takes(function, dict.fromkeys(REWARD_KEYWORDS))
+    declared = declaration_of(function)
+    if declared is None:
+        name = entrypoint.rpartition(":")[2].rpartition(".")[2]
+        return Described(entrypoint, name=name, no_reward=no_reward)
+    return Described(
+        entrypoint,
+        declared.kind,
+        declared.name,
+        declared.version,
+        declared.description,
+        dict(declared.costs),
+        declared.parameters,
+        no_reward,
+    )
+
+
+if __name__ == "__main__":
+    with os.fdopen(int(sys.argv[2]), "w") as sending:
+        json.dump(_answer(sys.argv[1]), sending)
+        sending.flush()
+        # Threads that the module started keep nobody waiting.
+        os._exit(0)
