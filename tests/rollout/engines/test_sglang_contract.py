@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.rollout.engines.base import Generation, SamplingParams
 from services.rollout.engines.sglang.client import Refused, SglangClient
@@ -30,6 +31,7 @@ from tests.rollout.engines.models import (
 )
 from tests.rollout.engines.real_server import RealServer, running
 from tests.support.fake_sglang import FakeSglang, serve
+from troupe.checkpoints.merging import merge_in_place
 from troupe.v1 import common_pb2 as pb
 
 PROMPT = [5, 6]
@@ -79,6 +81,11 @@ async def fresh_greedy(model: PreTrainedModel, directory: Path) -> tuple[list[in
     """What a server that never held other weights says: tokens and log-probs."""
     place = directory / "fresh"
     model.save_pretrained(place / "model")
+    return await served_greedy(place)
+
+
+async def served_greedy(place: Path) -> tuple[list[int], list[float]]:
+    """What a server says that was started with the model in `place`: tokens and log-probs."""
     with running(place, load_format="auto") as server:
         client = SglangClient(server.url)
         meta = await client.generate("f", PROMPT, {"max_new_tokens": 8, "temperature": 0.0})
@@ -270,3 +277,23 @@ async def test_an_aborted_turn_returns_what_there_is(url: str, tmp_path: Path) -
     assert len(answer.token_ids) == len(answer.logprobs) < 240
     assert engine.load().running == 0
     await engine.stop()
+
+
+@pytest.mark.slow
+async def test_a_merged_adapter_is_a_model_that_it_serves(tmp_path: Path) -> None:
+    """What `troupe export --merged` leaves."""
+    base, place = tmp_path / "base", tmp_path / "served"
+    make_model(0).save_pretrained(base)
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        LoraConfig(
+            r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+        ),
+    )
+    adapted.save_pretrained(place / "model")
+    merge_in_place(place / "model")
+    model = AutoModelForCausalLM.from_pretrained(place / "model")
+    tokens, logprobs = await served_greedy(place)
+    assert tokens == greedy_tokens(model, PROMPT)
+    assert tokens != greedy_tokens(make_model(0), PROMPT), "the adapter says other things"
+    assert logprobs == pytest.approx(reference_logprobs(model, PROMPT, tokens), abs=1e-3)
