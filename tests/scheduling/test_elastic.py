@@ -22,7 +22,7 @@ from troupe.scheduling.elastic import (
     lacking,
     turn,
 )
-from troupe.scheduling.elastic.allocation import Split
+from troupe.scheduling.elastic.allocation import Gains, Table, best_split
 from troupe.scheduling.elastic.tail import waiting_seconds
 
 
@@ -114,7 +114,7 @@ def test_those_for_whom_many_wait_go_first_but_nobody_starves() -> None:
         lambda: SpeedUp(memory=0.0),
         lambda: SpeedUp().observed(0, 1.0),
         lambda: SpeedUp().observed(1, math.nan),
-        lambda: Split([amdahl(1.0, 0.5)], -1),
+        lambda: best_split([amdahl(1.0, 0.5)], -1),
     ],
 )
 def test_what_means_nothing_is_refused(make: Callable[[], object]) -> None:
@@ -182,7 +182,7 @@ options = st.builds(
 
 @given(st.lists(options, min_size=1, max_size=4), st.integers(0, 8))
 def test_property_the_split_is_optimal(members: list[Elastic], spare: int) -> None:
-    split = Split(members, spare)
+    split = best_split(members, spare)
     for count in range(len(members) + 1):
         budget = sum(option.levels[0] for option in members[:count]) + spare
         best = min(
@@ -195,6 +195,37 @@ def test_property_the_split_is_optimal(members: list[Elastic], spare: int) -> No
         assert split.seconds(count, spare) == best
         assert sum(o.seconds[o.levels.index(level)] for o, level in chosen) == best
         assert sum(levels) <= budget
+
+
+curves = st.builds(
+    lambda serial, parallel, levels: Elastic(
+        "cores", tuple(levels), tuple(max(1e-6, serial + parallel / m) for m in levels)
+    ),
+    st.floats(0.0, 10.0),
+    st.floats(0.0, 10.0),
+    st.tuples(st.integers(1, 4), st.integers(1, 9)).map(lambda lw: range(lw[0], sum(lw))),
+)
+
+
+@given(st.lists(curves, min_size=1, max_size=6), st.integers(0, 40))
+def test_property_gains_and_table_agree(members: list[Elastic], spare: int) -> None:
+    by_gains, by_table = best_split(members, spare), Table(members, spare)
+    assert isinstance(by_gains, Gains)
+    for count in range(len(members) + 1):
+        seconds, levels = by_gains.seconds(count, spare), by_gains.levels(count, spare)
+        assert seconds == pytest.approx(by_table.seconds(count, spare), abs=1e-6)
+        chosen = zip(members, levels, strict=False)
+        assert sum(o.seconds[o.levels.index(m)] for o, m in chosen) == pytest.approx(
+            seconds, abs=1e-6
+        )
+        assert sum(levels) <= spare + sum(option.levels[0] for option in members[:count])
+
+
+def test_levels_with_gaps_or_late_gains_take_the_table() -> None:
+    assert isinstance(best_split([amdahl(1.0, 0.5)], 8), Table)
+    late = Elastic("cores", (1, 2, 3), (8.0, 7.0, 1.0))
+    assert isinstance(best_split([late], 2), Table)
+    assert isinstance(best_split([late], 1), Gains)
 
 
 def test_the_tail_is_played_in_its_order() -> None:

@@ -61,7 +61,7 @@ class Action:
     host: str | None = None
     least: Amounts = field(init=False, repr=False, compare=False)
     """The smallest vector of resources with which it can run."""
-    kind: object = field(init=False, repr=False, compare=False)
+    kind: str = field(init=False, repr=False, compare=False)
     """Equal for actions that fit in the same places."""
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Action:
                 raise ValueError(f"{self.elastic.resource} is both fixed and elastic")
             vector[self.elastic.resource] = self.elastic.levels[0]
         object.__setattr__(self, "least", vector)
-        object.__setattr__(self, "kind", (self.host, *vector.items()))
+        object.__setattr__(self, "kind", repr((self.host, vector)))
 
     def on(self, resource: str) -> Elastic | None:
         """What it does with `resource`, be that elastic or one fixed level; None: it needs none."""

@@ -19,7 +19,7 @@ from itertools import islice
 from typing import Final
 
 from troupe.scheduling.elastic.actions import Action, Amounts, Grant, Running
-from troupe.scheduling.elastic.allocation import Split
+from troupe.scheduling.elastic.allocation import best_split
 from troupe.scheduling.elastic.tail import waiting_seconds
 
 # So many times the horizon of those that wait are looked at for actions that want a resource.
@@ -119,7 +119,7 @@ def _fitting(
     fitting: list[Action] = []
     waiting: list[Action] = []
     # What found nothing: the same once more finds nothing either, and blocks nothing new.
-    settled: set[object] = set()
+    settled: set[str] = set()
     for place, action in enumerate(queue):
         if action.kind in settled:
             waiting.append(action)
@@ -154,7 +154,7 @@ def _share(
     options = [action.elastic for action in members if action.elastic is not None]
     lowest = [option.levels[0] for option in options]
     fewest = max(1, len(members) - rules.depth)
-    split = Split(options, units - sum(lowest[:fewest]))
+    split = best_split(options, units - sum(lowest[:fewest]))
     # The first of those that wait stand for all; most of them may want none of it.
     ahead = islice(waiting, _SEEN * rules.horizon)
     behind = (option for a in ahead if (option := a.on(resource)) is not None)
@@ -168,7 +168,7 @@ def _share(
         if count < len(members) and idle >= lowest[count]:
             continue  # held back, and nobody gains what it would have taken
         starting = list(zip(options[:count], chosen, strict=True))
-        ends = [(o.seconds[o.levels.index(level)], level) for o, level in starting]
+        ends = [(o.seconds[o.within(level)], level) for o, level in starting]
         tail = [*options[count:], *queued]
         objective = split.seconds(count, spare) + waiting_seconds(
             tail, idle, [*releases, *ends], beyond=max(0, beyond)
@@ -186,5 +186,5 @@ def grant(action: Action, level: int | None) -> Grant:
     holds, seconds = dict(action.needs), action.seconds
     if action.elastic is not None and level is not None:
         holds[action.elastic.resource] = level
-        seconds = action.elastic.seconds[action.elastic.levels.index(level)]
+        seconds = action.elastic.seconds[action.elastic.within(level)]
     return Grant(action, holds, seconds)

@@ -95,6 +95,10 @@ class _Place:
         short = sum(max(0, need - self.left.get(r, 0)) for r, need in needs.items())
         return not self.blocked.isdisjoint(needs), short, self.index
 
+    def takes(self, action: Action) -> bool:
+        """Whether it may run here at all."""
+        return action.host is None or action.host == self.host.name
+
     def lacks(self, needs: Amounts) -> list[str]:
         """Those of `needs` that are not to be had here."""
         left, blocked = self.left, self.blocked
@@ -159,7 +163,8 @@ def decide_over(
     for order, action in sorted(held, key=lambda pair: pair[0]):
         assert action.elastic is not None  # others are not kept back
         needs = {r: need for r, need in action.least.items() if r not in shared}
-        found = _best(places, action, needs, rules)
+        fitting = [p for p in places if p.takes(action) and not p.lacks(needs)]
+        found = _best(fitting, action, needs, rules)
         if found is not None:
             index = action.elastic.within(found.left[action.elastic.resource])
             granted = grant(action, action.elastic.levels[index])
@@ -196,7 +201,8 @@ def _place(
     blocked = {resource for resource, amount in shared.items() if amount <= 0}
     waiting: list[Action] = []
     # What found nothing, and stands in nobody's way more than others before it do.
-    settled: set[object] = set()
+    settled: set[str] = set()
+    roomy: dict[str, list[_Place]] = {}
     for order, action in enumerate(queue):
         if action.kind in settled:
             waiting.append(action)
@@ -207,7 +213,12 @@ def _place(
         least = action.least
         missing = [r for r, n in least.items() if r in shared and (r in blocked or shared[r] < n)]
         needs = {r: n for r, n in least.items() if r not in shared} if shared else least
-        found = None if missing else _best(places, action, needs, rules)
+        # Where there was no room for its kind there will be none.
+        fitting = roomy.get(action.kind)
+        if fitting is None:
+            fitting = [place for place in places if place.takes(action)]
+        roomy[action.kind] = fitting = [place for place in fitting if not place.lacks(needs)]
+        found = None if missing else _best(fitting, action, needs, rules)
         if found is not None:
             found.put(order, action, needs)
             for resource, need in least.items():
@@ -220,18 +231,11 @@ def _place(
     return waiting
 
 
-def _best(places: Sequence[_Place], action: Action, needs: Amounts, rules: Rules) -> _Place | None:
-    """Where it is expected to end first."""
-    best, found = None, None
-    for place in places:
-        if action.host is not None and place.host.name != action.host:
-            continue
-        if place.lacks(needs):
-            continue
-        key = place.expected(action, needs, rules)
-        if best is None or key < best:
-            best, found = key, place
-    return found
+def _best(fitting: Sequence[_Place], action: Action, needs: Amounts, rules: Rules) -> _Place | None:
+    """Where it is expected to end first; the first of equal ones."""
+    if len(fitting) < 2:
+        return fitting[0] if fitting else None
+    return min(fitting, key=lambda place: place.expected(action, needs, rules))
 
 
 def _stand(
@@ -243,7 +247,7 @@ def _stand(
     quotas: frozenset[str],
 ) -> bool:
     """Block what `action` waits for; returns whether the same once more would block nothing new."""
-    able = [p for p in places if action.host is None or p.host.name == action.host]
+    able = [place for place in places if place.takes(action)]
     for place in able:
         lacks = place.lacks(needs)
         if quotas.issuperset(lacks) and quotas.issuperset(missing):
