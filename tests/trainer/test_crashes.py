@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
-
 import pytest
 
 from tests.trainer import dying
+from tests.trainer.doomed import doomed
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe.job import JobSpec
-from troupe.rpc import TroupeError, connect
+from troupe.rpc import TroupeError
 from troupe.v1 import experience_store_pb2 as store_pb
 
 COMMITTED = {"after the commit", "before old versions go", "after old versions went"}
@@ -35,30 +32,10 @@ async def _step(job: TrainingStage, trainer: Trainer, step: int) -> store_pb.Ste
 
 async def _die_in_first_step(stage: TrainingStage, store_address: str, point: str) -> str:
     """The checksum of version 0; returns once the process is dead."""
-    ports = stage.root / f"ports {point}"
-    environment = {
-        "TROUPE_EXPERIENCE_STORE_ADDRESS": store_address,
-        "TROUPE_ORCHESTRATOR_ADDRESS": "127.0.0.1:1",
-        "TROUPE_DATA_DIR": str(stage.root / "runs"),
-        "TROUPE_TRANSFER_DIR": str(stage.root / "transfer"),
-        "TROUPE_PORT_FILE": str(ports),
-        "TROUPE_PARENT_PID": str(os.getpid()),
-    }
-    process = dying.start(point, environment)
-    try:
-        async with asyncio.timeout(60):
-            while not ports.exists():
-                assert process.is_alive()
-                await asyncio.sleep(0.02)
-        async with connect(f"127.0.0.1:{ports.read_text().split()[0]}") as channel:
-            trainer = Trainer(None, channel, stage.job_id)
-            first = await trainer.bind(_spec(stage))
-            with pytest.raises(TroupeError):
-                await _step(stage, trainer, 0)
-        await asyncio.to_thread(process.join, 20)
-        assert process.exitcode == -signal.SIGKILL
-    finally:
-        process.kill()
+    async with doomed(stage, store_address, point) as trainer:
+        first = await trainer.bind(_spec(stage))
+        with pytest.raises(TroupeError):
+            await _step(stage, trainer, 0)
     return first.checksum
 
 

@@ -3,49 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from tests.trainer import dying
+from tests.trainer.doomed import doomed
 from tests.trainer.stage import Trainer, TrainingStage
 from tests.trainer.test_suspension import audited, half_a_step, rest, spec_of, undisturbed
 from troupe.job import JobSpec
-from troupe.rpc import NotFound, TroupeError, connect
+from troupe.rpc import NotFound, TroupeError
 from troupe.v1.trainer_pb2 import SuspendedState
 
 # Where the state is nobody's any more: whoever took it is dead.
 TAKEN = {"after the state was taken", "after the device is filled", "in the step that goes on"}
-
-
-@asynccontextmanager
-async def doomed(stage: TrainingStage, store_address: str, point: str) -> AsyncIterator[Trainer]:
-    """A trainer in a process of its own that dies at `point`; dead when this ends."""
-    ports = stage.root / f"ports {point}"
-    environment = {
-        "TROUPE_EXPERIENCE_STORE_ADDRESS": store_address,
-        "TROUPE_ORCHESTRATOR_ADDRESS": "127.0.0.1:1",
-        "TROUPE_DATA_DIR": str(stage.root / "runs"),
-        "TROUPE_TRANSFER_DIR": str(stage.root / "transfer"),
-        "TROUPE_TRAINER_CLAIM_WAIT_SECONDS": "0.2",
-        "TROUPE_PORT_FILE": str(ports),
-        "TROUPE_PARENT_PID": str(os.getpid()),
-    }
-    process = dying.start(point, environment)
-    try:
-        async with asyncio.timeout(120):
-            while not ports.exists():
-                assert process.is_alive()
-                await asyncio.sleep(0.02)
-        async with connect(f"127.0.0.1:{ports.read_text().split()[0]}") as channel:
-            yield Trainer(None, channel, stage.job_id)
-        await asyncio.to_thread(process.join, 30)
-        assert process.exitcode == -signal.SIGKILL
-    finally:
-        process.kill()
 
 
 @pytest.mark.slow

@@ -1,0 +1,40 @@
+"""A trainer in a process of its own that dies at a point of `dying`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.trainer import dying
+from tests.trainer.stage import Trainer, TrainingStage
+from troupe.rpc import connect
+
+
+@asynccontextmanager
+async def doomed(stage: TrainingStage, store_address: str, point: str) -> AsyncIterator[Trainer]:
+    """The trainer; it dies at `point`, and is dead when this ends."""
+    ports = stage.root / f"ports {point}"
+    environment = {
+        "TROUPE_EXPERIENCE_STORE_ADDRESS": store_address,
+        "TROUPE_ORCHESTRATOR_ADDRESS": "127.0.0.1:1",
+        "TROUPE_DATA_DIR": str(stage.root / "runs"),
+        "TROUPE_TRANSFER_DIR": str(stage.root / "transfer"),
+        "TROUPE_TRAINER_CLAIM_WAIT_SECONDS": "0.2",
+        "TROUPE_PORT_FILE": str(ports),
+        "TROUPE_PARENT_PID": str(os.getpid()),
+    }
+    process = dying.start(point, environment)
+    try:
+        async with asyncio.timeout(120):
+            while not ports.exists():
+                assert process.is_alive()
+                await asyncio.sleep(0.02)
+        async with connect(f"127.0.0.1:{ports.read_text().split()[0]}") as channel:
+            yield Trainer(None, channel, stage.job_id)
+        await asyncio.to_thread(process.join, 60)
+        assert process.exitcode == -signal.SIGKILL
+    finally:
+        process.kill()
