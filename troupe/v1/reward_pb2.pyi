@@ -971,6 +971,8 @@ class HostMessage(_message.Message):
     OFFER_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offer(self) -> Global___HostOffer:
         """The first message."""
@@ -981,18 +983,28 @@ class HostMessage(_message.Message):
 
     @_builtins.property
     def outcome(self) -> Global___HostOutcome: ...
+    @_builtins.property
+    def output(self) -> Global___HostOutput:
+        """What a call printed."""
+
+    @_builtins.property
+    def end(self) -> Global___HostRunEnd:
+        """Of these calls there will be no more outcomes: those without one did not begin."""
+
     def __init__(
         self,
         *,
         offer: Global___HostOffer | None = ...,
         beat: Global___HostBeat | None = ...,
         outcome: Global___HostOutcome | None = ...,
+        output: Global___HostOutput | None = ...,
+        end: Global___HostRunEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "message", b"message", "offer", b"offer", "outcome", b"outcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "end", b"end", "message", b"message", "offer", b"offer", "outcome", b"outcome", "output", b"output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "message", b"message", "offer", b"offer", "outcome", b"outcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "end", b"end", "message", b"message", "offer", b"offer", "outcome", b"outcome", "output", b"output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["offer", "beat", "outcome"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["offer", "beat", "outcome", "output", "end"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1018,6 +1030,7 @@ class HostOffer(_message.Message):
     memory_mib: _builtins.int
     """Memory for calls; 0: it does not say."""
     gpus: _builtins.int
+    """Devices that models are put on."""
     @_builtins.property
     def sandboxes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Levels of sandboxes that work there."""
@@ -1075,65 +1088,86 @@ class HostBeat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DRAINING_FIELD_NUMBER: _builtins.int
-    RESIDENT_MODELS_FIELD_NUMBER: _builtins.int
+    RESIDENTS_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
     draining: _builtins.bool
     """It takes no more calls and will leave."""
+    processes: _builtins.int
+    """Worker processes that are there."""
     @_builtins.property
-    def resident_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def residents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelResidence]:
+        """Where each model is that is on devices."""
+
     def __init__(
         self,
         *,
         draining: _builtins.bool = ...,
-        resident_models: _abc.Iterable[_builtins.str] | None = ...,
+        residents: _abc.Iterable[Global___ModelResidence] | None = ...,
+        processes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "resident_models", b"resident_models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "processes", b"processes", "residents", b"residents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HostBeat: _TypeAlias = HostBeat  # noqa: Y015
 
 @_typing.final
+class ModelResidence(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FIRST_DEVICE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    first_device: _builtins.int
+    """Its devices are `first_device` and those after it."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        first_device: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_device", b"first_device", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelResidence: _TypeAlias = ModelResidence  # noqa: Y015
+
+@_typing.final
 class HostOutcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     RESULT_JSON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     COLD_START_SECONDS_FIELD_NUMBER: _builtins.int
-    OUTPUT_FIELD_NUMBER: _builtins.int
-    BAD_ARGUMENTS_FIELD_NUMBER: _builtins.int
-    SANDBOX_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
+    index: _builtins.int
+    """Which of `HostRun.calls`."""
     result_json: _builtins.str
     seconds: _builtins.float
     """How long the function ran."""
     cold_start_seconds: _builtins.float
-    output: _builtins.str
-    """The last that it printed."""
-    bad_arguments: _builtins.str
-    """The arguments are no JSON object: the caller's fault. Why."""
-    sandbox: _builtins.str
-    """As in InvokeResponse."""
     @_builtins.property
     def error(self) -> Global___InvocationError: ...
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
+        index: _builtins.int = ...,
         result_json: _builtins.str = ...,
         error: Global___InvocationError | None = ...,
         seconds: _builtins.float = ...,
         cold_start_seconds: _builtins.float = ...,
-        output: _builtins.str = ...,
-        bad_arguments: _builtins.str = ...,
-        sandbox: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "result_json", b"result_json"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_arguments", b"bad_arguments", "cold_start_seconds", b"cold_start_seconds", "error", b"error", "outcome", b"outcome", "output", b"output", "result_json", b"result_json", "run_id", b"run_id", "sandbox", b"sandbox", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold_start_seconds", b"cold_start_seconds", "error", b"error", "index", b"index", "outcome", b"outcome", "result_json", b"result_json", "run_id", b"run_id", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["result_json", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
@@ -1142,12 +1176,57 @@ class HostOutcome(_message.Message):
 Global___HostOutcome: _TypeAlias = HostOutcome  # noqa: Y015
 
 @_typing.final
+class HostOutput(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    index: _builtins.int
+    text: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        index: _builtins.int = ...,
+        text: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "run_id", b"run_id", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostOutput: _TypeAlias = HostOutput  # noqa: Y015
+
+@_typing.final
+class HostRunEnd(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostRunEnd: _TypeAlias = HostRunEnd  # noqa: Y015
+
+@_typing.final
 class HostCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    DROP_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___HostWelcome:
@@ -1156,7 +1235,13 @@ class HostCommand(_message.Message):
     @_builtins.property
     def run(self) -> Global___HostRun: ...
     @_builtins.property
-    def cancel(self) -> Global___HostCancel: ...
+    def cancel(self) -> Global___HostCancel:
+        """What runs now is ended."""
+
+    @_builtins.property
+    def drop(self) -> Global___HostDrop:
+        """A call that need not be begun."""
+
     @_builtins.property
     def source(self) -> Global___HostSource:
         """Sent before the first run that needs it."""
@@ -1167,13 +1252,14 @@ class HostCommand(_message.Message):
         welcome: Global___HostWelcome | None = ...,
         run: Global___HostRun | None = ...,
         cancel: Global___HostCancel | None = ...,
+        drop: Global___HostDrop | None = ...,
         source: Global___HostSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "run", b"run", "source", b"source", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "drop", b"drop", "run", b"run", "source", b"source", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "run", b"run", "source", b"source", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "command", b"command", "drop", b"drop", "run", b"run", "source", b"source", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["welcome", "run", "cancel", "source"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["welcome", "run", "cancel", "drop", "source"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -1200,50 +1286,66 @@ Global___HostWelcome: _TypeAlias = HostWelcome  # noqa: Y015
 
 @_typing.final
 class HostRun(_message.Message):
+    """Calls of one function that one worker runs one after the other."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     FUNCTION_FIELD_NUMBER: _builtins.int
     REGISTRATIONS_FIELD_NUMBER: _builtins.int
-    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
     CORES_FIELD_NUMBER: _builtins.int
-    JOB_ID_FIELD_NUMBER: _builtins.int
-    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
-    SANDBOXES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
-    """Unique among all runs; an invocation that is begun again has another."""
+    """Unique among all runs; what is begun again has another."""
     registrations: _builtins.int
     """With each, workers look anew whether its code was edited."""
-    arguments_json: _builtins.str
     cores: _builtins.int
-    """Cores that it gets, where the host hands them out."""
-    job_id: _builtins.str
-    trajectory_id: _builtins.str
+    """Cores that they get, where the host hands them out."""
     @_builtins.property
     def function(self) -> Global___FunctionSpec: ...
     @_builtins.property
-    def sandboxes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """As in InvokeRequest."""
-
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostCall]: ...
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         function: Global___FunctionSpec | None = ...,
         registrations: _builtins.int = ...,
-        arguments_json: _builtins.str = ...,
+        calls: _abc.Iterable[Global___HostCall] | None = ...,
         cores: _builtins.int = ...,
-        job_id: _builtins.str = ...,
-        trajectory_id: _builtins.str = ...,
-        sandboxes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["function", b"function"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "cores", b"cores", "function", b"function", "job_id", b"job_id", "registrations", b"registrations", "run_id", b"run_id", "sandboxes", b"sandboxes", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cores", b"cores", "function", b"function", "registrations", b"registrations", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HostRun: _TypeAlias = HostRun  # noqa: Y015
+
+@_typing.final
+class HostCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    arguments_json: _builtins.str
+    job_id: _builtins.str
+    trajectory_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        arguments_json: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        trajectory_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "job_id", b"job_id", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostCall: _TypeAlias = HostCall  # noqa: Y015
 
 @_typing.final
 class HostCancel(_message.Message):
@@ -1263,6 +1365,28 @@ class HostCancel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HostCancel: _TypeAlias = HostCancel  # noqa: Y015
+
+@_typing.final
+class HostDrop(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    index: _builtins.int
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostDrop: _TypeAlias = HostDrop  # noqa: Y015
 
 @_typing.final
 class HostSource(_message.Message):
@@ -1330,7 +1454,7 @@ class HostStatus(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     INVOCATIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
-    RESIDENT_MODELS_FIELD_NUMBER: _builtins.int
+    RESIDENTS_FIELD_NUMBER: _builtins.int
     SECONDS_SINCE_HEARD_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     invocations: _builtins.int
@@ -1339,7 +1463,7 @@ class HostStatus(_message.Message):
     @_builtins.property
     def offer(self) -> Global___HostOffer: ...
     @_builtins.property
-    def resident_models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def residents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelResidence]: ...
     def __init__(
         self,
         *,
@@ -1347,12 +1471,12 @@ class HostStatus(_message.Message):
         running: _builtins.int = ...,
         invocations: _builtins.int = ...,
         draining: _builtins.bool = ...,
-        resident_models: _abc.Iterable[_builtins.str] | None = ...,
+        residents: _abc.Iterable[Global___ModelResidence] | None = ...,
         seconds_since_heard: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["offer", b"offer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "invocations", b"invocations", "offer", b"offer", "resident_models", b"resident_models", "running", b"running", "seconds_since_heard", b"seconds_since_heard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "invocations", b"invocations", "offer", b"offer", "residents", b"residents", "running", b"running", "seconds_since_heard", b"seconds_since_heard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
