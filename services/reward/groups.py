@@ -124,6 +124,16 @@ class Groups:
                 self._file(name, "memory", "memory.limit_in_bytes"), str((memory_mib << 20) or -1)
             )
 
+    def memory_kills(self, name: str) -> int:
+        """Processes that the kernel ended because the group's memory was used up; 0 where it does
+        not count them."""
+        file = "memory.events" if self._unified else "memory.oom_control"
+        try:
+            counts = _read(self._file(name, "memory", file)).splitlines()
+        except OSError:
+            return 0
+        return sum(int(line.split()[1]) for line in counts if line.startswith("oom_kill "))
+
     def freeze(self, name: str) -> None:
         """Nothing of it runs until it thaws. Raises TimeoutError when something does not stop."""
         if self._unified:

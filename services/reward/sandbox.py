@@ -4,7 +4,8 @@
 the team's own. `bubblewrap`: for code that a model wrote. Namespaces of its own for processes,
 network, users and the rest; a root of nothing but the interpreter, the packages and system
 libraries, all read-only; a private /tmp of limited size; user 65534; no environment of the
-service's; limits on processes and files that it cannot raise.
+service's; limits on processes and files that it cannot raise. `container`: for an image of the
+team's own, see `services/reward/sandboxes/container.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from troupe.v1 import reward_pb2 as pb
 
 PROCESS: Final = "process"
 BUBBLEWRAP: Final = "bubblewrap"
+CONTAINER: Final = "container"
 LEVELS: Final = (PROCESS, BUBBLEWRAP)
 
 _NOBODY: Final = 65534
@@ -46,35 +48,55 @@ class Cage:
     level: str = PROCESS
     processes: int = 0
     disk_mib: int = 0
+    memory_mib: int = 0
+    image: str = ""
 
     @classmethod
     def of(cls, spec: pb.FunctionSpec) -> Cage:
         """What a function asks for."""
         if spec.sandbox in ("", PROCESS):
             return cls()
-        return cls(spec.sandbox, spec.processes or 64, spec.disk_mib or 256)
+        return cls(
+            spec.sandbox, spec.processes or 64, spec.disk_mib or 256, spec.memory_mib, spec.image
+        )
 
     def launch(self) -> tuple[list[str], dict[str, str]]:
         """Command and environment of a worker. Raises FailedPrecondition ("no_sandbox")."""
-        imports = [entry for entry in sys.path if entry]
-        program = [sys.executable, "-P", worker.__file__]
         if self.level == PROCESS:
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(imports)}
-            return [*program, str(os.getpid())], environment
-        wrapper = find_bubblewrap()
-        limits = [f"--{name}={value}" for name, value in self._limits().items()]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_imports())}
+            return [sys.executable, "-P", worker.__file__, str(os.getpid())], environment
+        return self.wrap([worker.__file__, "0"])
+
+    def wrap(
+        self, program: Sequence[str], *, first: bool = False
+    ) -> tuple[list[str], dict[str, str]]:
+        """How a Python program (a file and its arguments) of ours is started in bubblewrap, with
+        its limits as further arguments; `first`: as the sandbox's first process.
+
+        Raises FailedPrecondition ("no_sandbox").
+        """
+        files = [word for word in program if os.path.isabs(word)]
         environment = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": "/tmp",
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(imports),
+            "PYTHONPATH": os.pathsep.join(_imports()),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-        command = [wrapper, *_namespaces(), *_root(imports), *self._private(), *program, "0"]
-        return [*command, *limits], environment
+        command = [
+            find_bubblewrap(),
+            *_namespaces(),
+            *(["--as-pid-1"] if first else []),
+            *_root([*files, *_imports()]),
+            *self._private(),
+            *(sys.executable, "-P", *program),
+            *(f"--{name}={value}" for name, value in self.limits().items()),
+        ]
+        return command, environment
 
-    def _limits(self) -> dict[str, int]:
+    def limits(self) -> dict[str, int]:
+        """Of every process: resources as `setrlimit` names them."""
         return {"nproc": self.processes, "fsize": self.disk_mib << 20, "nofile": _FILES, "core": 0}
 
     def _private(self) -> list[str]:
@@ -85,6 +107,10 @@ class Cage:
             *("--size", size, "--tmpfs", "/dev/shm"),
             *("--remount-ro", "/", "--chdir", "/tmp"),
         ]
+
+
+def _imports() -> list[str]:
+    return [entry for entry in sys.path if entry]
 
 
 def find_bubblewrap() -> str:
@@ -109,7 +135,7 @@ def _namespaces() -> list[str]:
     ]
 
 
-def _root(imports: Sequence[str]) -> list[str]:
+def _root(paths: Sequence[str]) -> list[str]:
     """Read-only views of what a Python program needs, and of nothing else."""
     binds: dict[str, list[str]] = {}
     for path in _SYSTEM:
@@ -119,10 +145,10 @@ def _root(imports: Sequence[str]) -> list[str]:
             binds[path] = ["--ro-bind", path, path]
     for path in _CONFIGURATION:
         binds[path] = ["--ro-bind-try", path, path]
-    wanted = [sys.base_prefix, sys.prefix, str(Path(worker.__file__)), *imports]
+    wanted = [sys.base_prefix, sys.prefix, *paths]
     # Where links lead to, too; the outer before the inner, which would be covered by it.
-    paths = {place(entry) for entry in wanted for place in (os.path.abspath, os.path.realpath)}
-    for path in sorted(paths, key=lambda path: (path.count(os.sep), path)):
+    every = {place(entry) for entry in wanted for place in (os.path.abspath, os.path.realpath)}
+    for path in sorted(every, key=lambda path: (path.count(os.sep), path)):
         if not _inside(path, binds):
             binds[path] = ["--ro-bind-try", path, path]
     return [word for words in binds.values() for word in words]

@@ -113,3 +113,38 @@ def forges(text: str) -> None:
         except OSError:
             continue
     time.sleep(5)
+
+
+def counts_in_background(path: str) -> None:
+    """Leaves a process in a session of its own that counts for ever in a file."""
+    ready, told = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        _call_myself("ticker")
+        count = 0
+        while True:
+            count += 1
+            Path(path).write_text(str(count))
+            if count == 1:
+                os.write(told, b"x")
+    os.read(ready, 1)
+
+
+def waits_for(path: str) -> str:
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return Path(path).read_text()
+
+
+def attacks_its_supervisor() -> list[str]:
+    """What came of reading its memory and its files; a signal comes to nothing."""
+    os.kill(1, signal.SIGKILL)
+    os.kill(1, signal.SIGTERM)
+    found = []
+    for path in ("mem", "environ", "fd/0"):
+        try:
+            Path("/proc/1", path).read_bytes()
+            found.append("done")
+        except OSError as error:
+            found.append(type(error).__name__)
+    return found

@@ -58,6 +58,8 @@ class CoreManager:
         self._backend = backend
         # What calls that run now were granted, by group: a sandbox may run several.
         self._granted: dict[str, list[Lease]] = {}
+        # The kernel is told of these only: a container's engine is told by others.
+        self._adopted: set[str] = set()
         self.kind = backend.name
 
     @property
@@ -87,11 +89,16 @@ class CoreManager:
 
     def adopt(self, group: str, pids: Sequence[int]) -> None:
         """`pids`, a new worker and what it consists of, is `group` from now on."""
+        self._adopted.add(group)
         self._tell("adopt", group, pids)
+        if group in self._granted:  # it succeeds one that died with a call
+            self._apply(group)
 
     def grant(self, lease: Lease) -> None:
         """Let the kernel know, just before the action runs; without cores it gets what is left."""
-        self._granted.setdefault(lease.group, []).append(lease)
+        granted = self._granted.setdefault(lease.group, [])
+        if not any(one is lease for one in granted):
+            granted.append(lease)
         self._apply(lease.group)
 
     def give_back(self, lease: Lease) -> None:
@@ -100,17 +107,22 @@ class CoreManager:
             self._free[self._node_of[core]].append(core)
         for cores in self._free.values():
             cores.sort()
+        self.withdraw(lease)
+
+    def withdraw(self, lease: Lease) -> None:
+        """Take back what was granted; the cores stay with whoever holds the lease."""
         granted = self._granted.get(lease.group, [])
-        if lease in granted:
-            granted.remove(lease)
+        granted[:] = [one for one in granted if one is not lease]
         self._apply(lease.group)
 
     def _apply(self, group: str) -> None:
-        if granted := self._granted.get(group):
+        granted = self._granted.get(group)
+        if granted and group in self._adopted:
             self._tell("grant", group, sorted({core for one in granted for core in one.cores}))
-        else:
+        elif not granted:
             self._granted.pop(group, None)
-            self._tell("revoke", group)
+            if group in self._adopted:
+                self._tell("revoke", group)
 
     def _tell(self, what: str, group: str, *values: Any) -> None:
         try:
@@ -120,6 +132,7 @@ class CoreManager:
 
     def forget(self, group: str) -> None:
         """The worker of `group` is gone for good."""
+        self._adopted.discard(group)
         self._backend.forget(group)
 
     def close(self) -> None:

@@ -1,0 +1,91 @@
+"""A sandbox on this host: bubblewrap around the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Sequence
+
+import psutil
+
+from services.reward import worker
+from services.reward.cpu import CoreManager, Lease
+from services.reward.fence import Fence
+from services.reward.groups import Groups
+from services.reward.sandbox import Cage
+from services.reward.sandboxes import supervisor
+
+
+class BubblewrapHome:
+    """Frozen by control groups, else by signals to all that descend from it."""
+
+    def __init__(
+        self, name: str, cage: Cage, groups: Groups | None, cores: CoreManager | None
+    ) -> None:
+        """`groups` limit what it takes as a whole, if there are any; `cores` hands cores out."""
+        self._name, self._cage = name, cage
+        self._groups, self._cores = groups, cores
+        self._fence = Fence(groups) if groups is not None else None
+        self._pids: Sequence[int] = ()
+
+    def launch(self) -> tuple[Sequence[str], dict[str, str], bytes]:
+        """Raises FailedPrecondition ("no_sandbox")."""
+        files = [supervisor.__file__, worker.__file__]
+        command, environment = self._cage.wrap(files, first=True)
+        return command, environment, b""
+
+    async def entered(self, pids: Sequence[int]) -> None:
+        """Put it into its group."""
+        self._pids = pids
+        if self._cores is not None:
+            self._cores.adopt(self._name, pids)
+        if self._fence is not None:
+            self._fence.adopt(self._name, pids, self._cage.processes, self._cage.memory_mib)
+
+    async def grant(self, lease: Lease) -> None:
+        """Tell whoever hands cores out."""
+        if self._cores is not None:
+            self._cores.grant(lease)
+
+    async def withdraw(self, lease: Lease) -> None:
+        """Tell whoever hands cores out."""
+        if self._cores is not None:
+            self._cores.withdraw(lease)
+
+    def memory_kills(self) -> int:
+        """What the kernel counts, where it does."""
+        return self._groups.memory_kills(self._name) if self._groups is not None else 0
+
+    async def freeze(self) -> None:
+        """Raises OSError or TimeoutError where something goes on running."""
+        if self._groups is not None and "freezer" in self._groups.controllers:
+            await asyncio.to_thread(self._groups.freeze, self._name)
+        else:
+            await asyncio.to_thread(self._signal, signal.SIGSTOP)
+
+    async def thaw(self) -> None:
+        """Raises OSError."""
+        if self._groups is not None and "freezer" in self._groups.controllers:
+            if self._groups.frozen(self._name):
+                self._groups.thaw(self._name)
+        else:
+            await asyncio.to_thread(self._signal, signal.SIGCONT)
+
+    async def ended(self) -> None:
+        """Its group goes with it."""
+        if self._cores is not None:
+            self._cores.forget(self._name)
+        if self._fence is not None:
+            self._fence.forget(self._name)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To all but bubblewrap itself, until no new ones are found: they may be forking."""
+        told: set[int] = set()
+        with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+            outer = psutil.Process(self._pids[0])
+            while new := {p.pid for p in outer.children(recursive=True)} - told:
+                for pid in sorted(new):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        psutil.Process(pid).send_signal(number)
+                told |= new

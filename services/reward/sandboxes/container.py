@@ -1,0 +1,142 @@
+"""A sandbox in a container: an image of the team's own, run by docker or podman.
+
+The engine may be on another machine, or not see our files: what runs inside is sent to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from services.reward import worker
+from services.reward.cpu import Lease
+from services.reward.fence import BASE_MIB
+from services.reward.sandbox import CONTAINER, Cage
+from services.reward.sandboxes import supervisor
+from troupe.rpc import FailedPrecondition
+
+ENGINES: Final = ("docker", "podman")
+_COMMAND_SECONDS: Final = 30.0
+_USER: Final = "65534:65534"
+
+# Reads no further than what was fed: the supervisor reads on from there.
+_BOOT: Final = """
+import json, os, sys
+sys.path[:] = [path for path in sys.path if path]
+def take(size):
+    text = b""
+    while len(text) < size:
+        part = os.read(0, size - len(text))
+        if not part:
+            sys.exit(1)
+        text += part
+    return text
+fed = json.loads(take(int.from_bytes(take(4), "big")))
+code = {"__name__": "troupe_supervisor"}
+exec(compile(fed["supervisor"], "supervisor.py", "exec"), code)
+code["main"](fed["worker"], "worker.py", fed["limits"])
+"""
+
+
+class ContainerHome:
+    """One container; its engine freezes it, and gives it cores."""
+
+    def __init__(self, name: str, cage: Cage) -> None:
+        """`name` is unique among the engine's containers."""
+        self._name, self._cage = name, cage
+        self._frozen = False
+
+    def launch(self) -> tuple[Sequence[str], dict[str, str] | None, bytes]:
+        """Raises FailedPrecondition ("no_sandbox")."""
+        cage = self._cage
+        memory = f"{BASE_MIB + cage.memory_mib}m" if cage.memory_mib else "0"
+        command = [
+            *(find_engine(), "run", "--interactive", "--rm", "--name", self._name),
+            *("--network", "none", "--read-only", "--cap-drop", "ALL"),
+            *("--security-opt", "no-new-privileges", "--user", _USER, "--hostname", "sandbox"),
+            *("--tmpfs", f"/tmp:rw,exec,nosuid,nodev,mode=1777,size={cage.disk_mib}m"),
+            *("--shm-size", f"{cage.disk_mib}m", "--workdir", "/tmp"),
+            *("--pids-limit", str(cage.processes), "--memory", memory, "--memory-swap", memory),
+            *("--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1"),
+            *("--env", "OMP_NUM_THREADS=1", "--entrypoint", "python3"),
+            *(cage.image, "-c", _BOOT),
+        ]
+        limits = {k: v for k, v in cage.limits().items() if k != "nproc"}  # of the engine's own
+        fed = json.dumps(
+            {
+                "supervisor": Path(supervisor.__file__).read_text(),
+                "worker": Path(worker.__file__).read_text(),
+                "limits": [f"--{name}={value}" for name, value in limits.items()],
+            }
+        ).encode()
+        return command, None, struct.pack(">I", len(fed)) + fed
+
+    async def entered(self, pids: Sequence[int]) -> None:
+        """What was started is the engine's client, and of no concern."""
+
+    async def grant(self, lease: Lease) -> None:
+        """So much of these cores; none: as it is."""
+        if lease.cores:
+            cores = ",".join(map(str, lease.cores))
+            update = ("update", "--cpus", str(len(lease.cores)), "--cpuset-cpus", cores)
+            await _engine(*update, self._name)
+
+    async def withdraw(self, lease: Lease) -> None:
+        """It is frozen between calls."""
+
+    def memory_kills(self) -> int:
+        """The engine does not say."""
+        return 0
+
+    async def freeze(self) -> None:
+        """Raises OSError."""
+        await _engine("pause", self._name)
+        self._frozen = True
+
+    async def thaw(self) -> None:
+        """Raises OSError."""
+        if self._frozen:
+            await _engine("unpause", self._name)
+            self._frozen = False
+
+    async def ended(self) -> None:
+        """Raises OSError when the engine does not remove it."""
+        await _engine("rm", "--force", self._name)
+
+
+def find_engine() -> str:
+    """The program. Raises FailedPrecondition of kind "no_sandbox"."""
+    for name in ENGINES:
+        if found := shutil.which(name):
+            return found
+    raise FailedPrecondition(
+        "neither docker nor podman is installed where the reward service runs",
+        kind="no_sandbox",
+        field="function.sandbox",
+        value=CONTAINER,
+        remedy="Install one and let the service use its engine (DOCKER_HOST), or declare "
+        "`sandbox: bubblewrap`.",
+    )
+
+
+async def _engine(*arguments: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        find_engine(),
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_COMMAND_SECONDS):
+            _, said = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        raise TimeoutError(f"{arguments[0]} of a container: {_COMMAND_SECONDS:g} s") from None
+    if process.returncode:
+        raise OSError(said.decode(errors="replace").strip()[-500:])

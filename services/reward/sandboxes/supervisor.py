@@ -1,0 +1,292 @@
+"""What runs as the first process of a sandbox: each call in a child, everything else left alone.
+
+Standard library only, and run as a file, or from text where a container cannot see this one. It
+reads frames (four bytes of length, JSON) from standard input:
+
+    {"id": 1, "call": "ready"}
+    {"id": 2, "call": "prepare", "entrypoint": "package.module:function"}
+    {"id": 3, "call": "invoke", "entrypoint": .., "arguments_json": .., "memory_mib": ..}
+    {"id": 3, "call": "kill"}
+
+and answers each but the last with {"id": .., "answer": [kind, text, traceback], "output": ".."},
+as they end: calls may overlap. It ends, and all with it, when standard input does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import selectors
+import signal
+import struct
+import sys
+import types
+from typing import Any, Final
+
+WORK: Final = "/tmp/work"
+
+_HEADER: Final = struct.Struct(">I")
+_READ_BYTES: Final = 1 << 16
+_OUTPUT_BYTES: Final = 16 << 10
+# An answer is a result of at most 16 MiB, or a short account.
+_ANSWER_BYTES: Final = 20 << 20
+# Outputs of calls that have ended, which their background processes still write to.
+_BACKGROUNDS: Final = 32
+_PR_SET_DUMPABLE: Final = 4
+# Of calls, before the supervisor, where memory runs out.
+_OOM_SCORE: Final = "500"
+
+DIED: Final = "died"
+NO_ROOM: Final = "no_room"
+
+
+class Call:
+    """One child: its answer and its output as far as they have come."""
+
+    def __init__(self, call_id: int, pid: int, answer: int, output: int) -> None:
+        self.call_id, self.pid = call_id, pid
+        self.answer_fd, self.output_fd = answer, output
+        self.answer, self.output = bytearray(), bytearray()
+        self.done = False
+
+    def complete(self) -> bytes | None:
+        """The answer's JSON, when all of it is there."""
+        if len(self.answer) < _HEADER.size:
+            return None
+        (size,) = _HEADER.unpack(self.answer[: _HEADER.size])
+        end = _HEADER.size + size
+        return bytes(self.answer[_HEADER.size : end]) if len(self.answer) >= end else None
+
+
+class Supervisor:
+    """Frames in, children, frames out; one thread."""
+
+    def __init__(self, worker: types.ModuleType) -> None:
+        self._worker = worker
+        self._select = selectors.DefaultSelector()
+        self._questions, self._answers = os.dup(0), os.dup(1)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        # What an imported module reads or prints gets between no frames.
+        os.dup2(nothing, 0)
+        os.dup2(2, 1)
+        self._buffer = bytearray()
+        # Calls that have not been answered, by id; and all whose output is still open, by file.
+        self._calls: dict[int, Call] = {}
+        self._open: dict[int, Call] = {}
+        self._awake, self._waker = os.pipe()
+        os.set_blocking(self._waker, False)
+        os.set_blocking(self._awake, False)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _dumpable(False)
+
+    def serve(self) -> None:
+        """Until standard input ends."""
+        os.makedirs(WORK, exist_ok=True)
+        self._select.register(self._questions, selectors.EVENT_READ)
+        self._select.register(self._awake, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._select.select():
+                if key.fd == self._questions:
+                    if not self._hear():
+                        return
+                elif key.fd == self._awake:
+                    with contextlib.suppress(BlockingIOError):
+                        while os.read(self._awake, _READ_BYTES):
+                            pass
+                else:
+                    self._read(key.fd)
+            self._reap()
+
+    def _hear(self) -> bool:
+        part = os.read(self._questions, _READ_BYTES)
+        self._buffer += part
+        while len(self._buffer) >= _HEADER.size:
+            (size,) = _HEADER.unpack(self._buffer[: _HEADER.size])
+            end = _HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            frame = json.loads(self._buffer[_HEADER.size : end])
+            del self._buffer[:end]
+            self._obey(frame)
+        return bool(part)
+
+    def _obey(self, frame: dict[str, Any]) -> None:
+        call_id, what = frame.pop("id"), frame.pop("call")
+        if what == "kill":
+            if call_id in self._calls:
+                _kill_group(self._calls[call_id].pid)
+        elif what == "invoke":
+            try:
+                self._invoke(call_id, frame)
+            except OSError as error:  # processes or files have run out
+                self._say(call_id, [NO_ROOM, f"no process could be started: {error}", ""])
+        else:
+            self._say(call_id, list(getattr(self._worker, what)(**frame)))
+
+    def _invoke(self, call_id: int, frame: dict[str, Any]) -> None:
+        answer, answer_end = os.pipe()
+        output, output_end = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError:
+            for descriptor in (answer, answer_end, output, output_end):
+                os.close(descriptor)
+            raise
+        if pid == 0:
+            self._child(frame, answer_end, output_end)
+        os.close(answer_end)
+        os.close(output_end)
+        call = self._calls[call_id] = Call(call_id, pid, answer, output)
+        for descriptor in (answer, output):
+            os.set_blocking(descriptor, False)
+            self._open[descriptor] = call
+            self._select.register(descriptor, selectors.EVENT_READ)
+
+    def _child(self, frame: dict[str, Any], answers: int, output: int) -> None:
+        """Run the call; never returns."""
+        try:
+            signal.set_wakeup_fd(-1)
+            for name in (signal.SIGCHLD, signal.SIGINT):
+                signal.signal(name, signal.SIG_DFL)
+            os.setsid()
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            # Nothing of the supervisor's, nor of other calls.
+            mine = (self._questions, self._answers, self._awake, self._waker)
+            for descriptor in (*mine, *self._open):
+                os.close(descriptor)
+            self._select.close()
+            _dumpable(True)
+            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+                score.write(_OOM_SCORE)
+            os.chdir(WORK)
+            answer = self._worker.invoke(**frame)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # closed or replaced: they are the function's
+                    stream.flush()
+            body = json.dumps(answer).encode()
+            with os.fdopen(answers, "wb") as file:
+                file.write(_HEADER.pack(len(body)) + body)
+        finally:
+            os._exit(0)
+
+    def _read(self, descriptor: int) -> None:
+        call = self._open.get(descriptor)
+        if call is None:
+            return
+        try:
+            part = os.read(descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not part:
+            self._close(call, descriptor)
+        elif descriptor == call.output_fd:
+            call.output += part
+            del call.output[:-_OUTPUT_BYTES]
+        else:
+            call.answer += part
+            if len(call.answer) > _ANSWER_BYTES:
+                _kill_group(call.pid)
+                self._close(call, descriptor)
+            elif (body := call.complete()) is not None:
+                self._end(call, body)
+
+    def _reap(self) -> None:
+        """Answer for calls that died, and bury whoever has nobody else."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            for call in list(self._calls.values()):
+                if call.pid == pid:
+                    self._died(call, os.waitstatus_to_exitcode(status))
+
+    def _died(self, call: Call, status: int) -> None:
+        while self._open.get(call.answer_fd) is call:  # what it wrote before
+            before = len(call.answer)
+            self._read(call.answer_fd)
+            if len(call.answer) == before:
+                break
+        if call.done:
+            return
+        how = f"exited with status {status}"
+        if status < 0:
+            with contextlib.suppress(ValueError):
+                how = f"was killed by {signal.Signals(-status).name}"
+        self._end(call, json.dumps([DIED, f"the call's process {how}", ""]).encode())
+
+    def _end(self, call: Call, body: bytes) -> None:
+        call.done = True
+        for _ in range(2):  # all that it printed itself, though others may print for ever
+            if self._open.get(call.output_fd) is call:
+                self._read(call.output_fd)
+        self._close(call, call.answer_fd)
+        del self._calls[call.call_id]
+        text = bytes(call.output).decode(errors="replace")
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError):
+            answer = [DIED, "the call wrote what is no answer", ""]
+        self._say(call.call_id, answer, text)
+        over = [one for one in self._open.values() if one.done]
+        for old in over[: max(0, len(over) - _BACKGROUNDS)]:
+            self._close(old, old.output_fd)
+
+    def _say(self, call_id: int, answer: list[Any], output: str = "") -> None:
+        body = json.dumps({"id": call_id, "answer": answer, "output": output}).encode()
+        view = memoryview(_HEADER.pack(len(body)) + body)
+        while view:
+            view = view[os.write(self._answers, view) :]
+
+    def _close(self, call: Call, descriptor: int) -> None:
+        if self._open.get(descriptor) is call:  # its number may be another's by now
+            del self._open[descriptor]
+            self._select.unregister(descriptor)
+            os.close(descriptor)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # before it had made its group
+
+
+def _dumpable(may: bool) -> None:
+    """Whether others of this user may look into this process: its memory, its files."""
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(may), 0, 0, 0)
+
+
+def confine(limits: list[str]) -> None:
+    """Set `--{resource}={limit}` for good: nothing that runs here can raise one again."""
+    for limit in limits:
+        name, _, value = limit.removeprefix("--").partition("=")
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), (int(value), int(value)))
+
+
+def load(name: str, source: str, path: str) -> types.ModuleType:
+    """A module from its text."""
+    module = types.ModuleType(name)
+    module.__file__ = path
+    sys.modules[name] = module
+    exec(compile(source, path, "exec"), module.__dict__)
+    return module
+
+
+def main(worker_source: str, worker_path: str, limits: list[str]) -> None:
+    """Serve with the worker's code, which knows how a function is called."""
+    confine(limits)
+    Supervisor(load("troupe_worker", worker_source, worker_path)).serve()
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], encoding="utf-8") as text:
+        main(text.read(), sys.argv[1], sys.argv[2:])
