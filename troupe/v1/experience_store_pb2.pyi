@@ -688,6 +688,114 @@ class SampleFilled(_message.Message):
 Global___SampleFilled: _TypeAlias = SampleFilled  # noqa: Y015
 
 @_typing.final
+class WriteRequest(_message.Message):
+    """Each part is taken by itself, in any order, as if it came in a call of its own: it keeps its
+    `request_id`, by which it may come again in another call.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ENDINGS_FIELD_NUMBER: _builtins.int
+    FILLS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    @_builtins.property
+    def endings(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppendTrajectoryRequest]: ...
+    @_builtins.property
+    def fills(self) -> _containers.RepeatedCompositeFieldContainer[Global___FillColumnsRequest]: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        endings: _abc.Iterable[Global___AppendTrajectoryRequest] | None = ...,
+        fills: _abc.Iterable[Global___FillColumnsRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "fills", b"fills", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteRequest: _TypeAlias = WriteRequest  # noqa: Y015
+
+@_typing.final
+class WriteResponse(_message.Message):
+    """One per part, in their order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDINGS_FIELD_NUMBER: _builtins.int
+    FILLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def endings(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndingWritten]: ...
+    @_builtins.property
+    def fills(self) -> _containers.RepeatedCompositeFieldContainer[Global___FillWritten]: ...
+    def __init__(
+        self,
+        *,
+        endings: _abc.Iterable[Global___EndingWritten] | None = ...,
+        fills: _abc.Iterable[Global___FillWritten] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings", b"endings", "fills", b"fills"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriteResponse: _TypeAlias = WriteResponse  # noqa: Y015
+
+@_typing.final
+class EndingWritten(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    error: _builtins.bytes
+    """A serialized google.rpc.Status, as a call of its own would have failed."""
+    @_builtins.property
+    def response(self) -> Global___AppendTrajectoryResponse: ...
+    def __init__(
+        self,
+        *,
+        response: Global___AppendTrajectoryResponse | None = ...,
+        error: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["response", "error"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___EndingWritten: _TypeAlias = EndingWritten  # noqa: Y015
+
+@_typing.final
+class FillWritten(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    error: _builtins.bytes
+    @_builtins.property
+    def response(self) -> Global___FillColumnsResponse: ...
+    def __init__(
+        self,
+        *,
+        response: Global___FillColumnsResponse | None = ...,
+        error: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "response", b"response", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["response", "error"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___FillWritten: _TypeAlias = FillWritten  # noqa: Y015
+
+@_typing.final
 class ClaimMicroBatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -60,6 +60,11 @@ class ExperienceStoreStub:
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.FillColumnsRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_experience__store__pb2.FillColumnsResponse.FromString,
                 _registered_method=True)
+        self.Write = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/Write',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.WriteRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.WriteResponse.FromString,
+                _registered_method=True)
         self.ClaimMicroBatch = channel.unary_unary(
                 '/troupe.v1.ExperienceStore/ClaimMicroBatch',
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.ClaimMicroBatchRequest.SerializeToString,
@@ -151,6 +156,13 @@ class ExperienceStoreServicer:
 
     def FillColumns(self, request, context):
         """Fills columns of one sample that arrive late (rewards, reference log-probs).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Write(self, request, context):
+        """Several of both in one call: what comes at about the same time need not travel one by one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -258,6 +270,11 @@ def add_ExperienceStoreServicer_to_server(servicer, server):
                     servicer.FillColumns,
                     request_deserializer=troupe_dot_v1_dot_experience__store__pb2.FillColumnsRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_experience__store__pb2.FillColumnsResponse.SerializeToString,
+            ),
+            'Write': grpc.unary_unary_rpc_method_handler(
+                    servicer.Write,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.WriteRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.WriteResponse.SerializeToString,
             ),
             'ClaimMicroBatch': grpc.unary_unary_rpc_method_handler(
                     servicer.ClaimMicroBatch,
@@ -451,6 +468,33 @@ class ExperienceStore:
             '/troupe.v1.ExperienceStore/FillColumns',
             troupe_dot_v1_dot_experience__store__pb2.FillColumnsRequest.SerializeToString,
             troupe_dot_v1_dot_experience__store__pb2.FillColumnsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Write(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/Write',
+            troupe_dot_v1_dot_experience__store__pb2.WriteRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.WriteResponse.FromString,
             options,
             channel_credentials,
             insecure,

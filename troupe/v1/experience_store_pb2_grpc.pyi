@@ -43,6 +43,8 @@ class ExperienceStoreStub:
     """Ends one trajectory: its rows for every policy, or the reason why it has none."""
     FillColumns: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.FillColumnsRequest, _experience_store_pb2.FillColumnsResponse]
     """Fills columns of one sample that arrive late (rewards, reference log-probs)."""
+    Write: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.WriteRequest, _experience_store_pb2.WriteResponse]
+    """Several of both in one call: what comes at about the same time need not travel one by one."""
     ClaimMicroBatch: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ClaimMicroBatchRequest, _experience_store_pb2.ClaimMicroBatchResponse]
     """Leases ready samples of one policy and step; waits until some are ready."""
     RenewClaims: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.RenewClaimsRequest, _experience_store_pb2.RenewClaimsResponse]
@@ -80,6 +82,8 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     """Ends one trajectory: its rows for every policy, or the reason why it has none."""
     FillColumns: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.FillColumnsRequest, _experience_store_pb2.FillColumnsResponse]  # type: ignore[assignment]
     """Fills columns of one sample that arrive late (rewards, reference log-probs)."""
+    Write: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.WriteRequest, _experience_store_pb2.WriteResponse]  # type: ignore[assignment]
+    """Several of both in one call: what comes at about the same time need not travel one by one."""
     ClaimMicroBatch: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ClaimMicroBatchRequest, _experience_store_pb2.ClaimMicroBatchResponse]  # type: ignore[assignment]
     """Leases ready samples of one policy and step; waits until some are ready."""
     RenewClaims: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.RenewClaimsRequest, _experience_store_pb2.RenewClaimsResponse]  # type: ignore[assignment]
@@ -144,6 +148,14 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.FillColumnsResponse, _abc.Awaitable[_experience_store_pb2.FillColumnsResponse]]:
         """Fills columns of one sample that arrive late (rewards, reference log-probs)."""
+
+    @_abc_1.abstractmethod
+    def Write(
+        self,
+        request: _experience_store_pb2.WriteRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.WriteResponse, _abc.Awaitable[_experience_store_pb2.WriteResponse]]:
+        """Several of both in one call: what comes at about the same time need not travel one by one."""
 
     @_abc_1.abstractmethod
     def ClaimMicroBatch(
