@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from services.rollout.clock import TrajectoryClock
+from services.rollout.declared import describe, register_describer
+from troupe.functions.costs import to_spec
+from troupe.functions.definitions import definition
+from troupe.functions.describing import IMPORT_SECONDS, Described
 from troupe.job import FunctionSpec, JobSpec
 from troupe.rpc import RetryPolicy
 from troupe.rpc.errors import DeadlineExceeded, Internal, NotFound, TroupeError, Unavailable
@@ -27,6 +31,9 @@ log = structlog.get_logger(__name__)
 
 _CANCEL_SECONDS = 2.0
 _ANNOUNCE_SECONDS = 2.0
+_DESCRIBE_SECONDS = IMPORT_SECONDS + 30.0
+# Looks for a deployed function that the service does not know (any more): some ten seconds.
+_FORGOTTEN = 8
 # A reward function whose worker process dies this often kills it by itself; and a call that the
 # service fails this often does not only fail because its connection was cut.
 LIVES = 3
@@ -51,8 +58,24 @@ class JobFunctions:
             **{f"tools/{name}": function for name, function in spec.tools.items()},
             **{f"rewards/{name}": function for name, function in spec.rewards.items()},
         }
+        self._described: dict[str, Described] = {}
         self._registering: asyncio.Task[None] | None = None
         self._jitter = random.Random()
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """The job's tools as OpenAI's API describes tools to models; those that nobody has
+        described yet are not among them."""
+        return [
+            definition(
+                name.removeprefix("tools/"),
+                described.description,
+                described.parameters,
+                without=self._functions[name].arguments,
+            )
+            for name, described in self._described.items()
+            if name.startswith("tools/")
+        ]
 
     async def announce(self) -> None:
         """Register early, so that a bad function is known before anything runs.
@@ -61,31 +84,45 @@ class JobFunctions:
         """
         try:
             async with asyncio.timeout(_ANNOUNCE_SECONDS):
+                await register_describer(self._stub)
+            async with asyncio.timeout(_DESCRIBE_SECONDS):
                 await self.register()
         except (TimeoutError, Unavailable, DeadlineExceeded):
             log.info("the reward service is away", job_id=self._job_id)
 
     async def register(self) -> None:
-        """Make the functions known to the reward service. Raises `TroupeError`."""
-        for name, function in self._functions.items():
-            request = pb.RegisterFunctionRequest(
-                request_id=new_id("register"),
-                function=pb.FunctionSpec(
-                    name=f"{self._job_id}/{name}",
-                    version=function.version,
-                    entrypoint=function.entrypoint,
-                    timeout_seconds=function.timeout_seconds,
-                    memory_mib=function.memory_mib,
-                    max_concurrency=function.max_concurrency,
-                    cores=function.cores,
-                    max_cores=function.max_cores,
-                    parallel_fraction=function.parallel_fraction,
-                    sandbox=function.sandbox,
-                    processes=function.processes,
-                    disk_mib=function.disk_mib,
-                ),
+        """Make the functions known to the reward service, with what the job says of them and what
+        they declare. Raises `TroupeError`."""
+        own = {n: f.entrypoint for n, f in self._functions.items() if f.entrypoint is not None}
+        missing = sorted({e for name, e in own.items() if name not in self._described})
+        if missing:
+            described = await describe(self._stub, missing)
+            self._described |= {n: described[e] for n, e in own.items() if e in described}
+        for name, entrypoint in own.items():
+            function, declared = self._functions[name], self._described[name]
+            spec = to_spec(
+                f"{self._job_id}/{name}",
+                self._version(name),
+                entrypoint,
+                function.costs,
+                declared=declared.costs,
+                kind="reward" if name.startswith("rewards/") else "tool",
+                description=declared.description,
+                parameters=declared.parameters,
             )
-            await self._stub.RegisterFunction(request)
+            await self._stub.RegisterFunction(
+                pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
+            )
+
+    def _version(self, name: str) -> str:
+        declared = self._described.get(name)
+        return self._functions[name].version or (declared.version if declared else "1")
+
+    def _key(self, name: str) -> tuple[str, str]:
+        """Name and version that the reward service knows it by."""
+        if self._functions[name].function is not None:
+            return self._functions[name].deployed
+        return f"{self._job_id}/{name}", self._version(name)
 
     async def call(
         self, name: str, arguments_json: str, *, trajectory_id: str, timeout: float
@@ -97,9 +134,7 @@ class JobFunctions:
         invocation.
         """
         request = pb.InvokeRequest(
-            name=f"{self._job_id}/{name}",
-            version=self._functions[name].version,
-            arguments_json=arguments_json,
+            arguments_json=self._with_own(name, arguments_json),
             job_id=self._job_id,
             trajectory_id=trajectory_id,
         )
@@ -126,12 +161,12 @@ class JobFunctions:
             ) from error
         if response.HasField("error"):
             kind = pb.InvocationError.Kind.Name(response.error.kind)
-            entrypoint = self._functions[name].entrypoint
+            function = self._functions[name]
             raise ToolError(
                 f"{name}: {response.error.message}",
                 kind=kind.removeprefix("KIND_").lower(),
                 field=name.replace("/", "."),
-                value=entrypoint,
+                value=function.entrypoint or function.function,
                 remedy=_REMEDIES.get(response.error.kind),
                 traceback=response.error.traceback,
             )
@@ -143,12 +178,21 @@ class JobFunctions:
         """The answer of the function itself, good or bad."""
         # Reward functions are declared stateless. A tool whose worker died may have done its deed.
         lives = LIVES if name.startswith("rewards/") else 1
+        forgotten = 0
         for attempt in itertools.count(1):
             # The service may remember how a former invocation ended: as broken as we saw it.
             request.invocation_id = new_id("invoke")
+            request.name, request.version = self._key(name)
             try:
                 response = await self._stub.Invoke(request, timeout=timeout)
-            except NotFound:
+            except NotFound as error:
+                if self._functions[name].function is not None:
+                    # The orchestrator brings deployed functions back after a restart.
+                    forgotten += 1
+                    if forgotten > _FORGOTTEN:
+                        raise
+                    await asyncio.sleep(_BACKOFF.backoff(forgotten, error, self._jitter))
+                    continue
                 await self._register_anew()
                 continue
             except (Unavailable, Internal) as error:
@@ -167,6 +211,11 @@ class JobFunctions:
             if kind != pb.InvocationError.KIND_CANCELLED:
                 return response
         raise AssertionError("the count has no end")
+
+    def _with_own(self, name: str, arguments_json: str) -> str:
+        """The arguments with those that the job gives to every call."""
+        own = self._functions[name].arguments
+        return json.dumps({**json.loads(arguments_json), **own}) if own else arguments_json
 
     async def _register_anew(self) -> None:
         """The service was restarted. Of all the calls that notice, one registers."""

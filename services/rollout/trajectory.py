@@ -168,7 +168,9 @@ class Trajectory:
             query = Query(ticket.query_id, ticket.split, ticket.index, data)
             backend.domain = str(data.get("domain", ""))
             waits_for = "the workflow"
-            toolbox = Tools(job.spec.tools, seat.tools(tools) if seat else tools)
+            toolbox = Tools(
+                job.spec.tools, seat.tools(tools) if seat else tools, job.functions.definitions
+            )
             given = await call_workflow(job.workflow, ticket.trajectory_id, query, agents, toolbox)
             return query, given
 

@@ -100,14 +100,12 @@ def test_a_module_is_described_by_an_interpreter_of_its_own() -> None:
     assert set(found) == {"exact", "search", "edit"}
     assert found["search"].entrypoint == f"{HERE}:look_up"
     assert found["search"].costs == of(declared.look_up).costs
-    assert found["exact"].no_reward == ""
-    assert "files" in found["edit"].no_reward
 
 
 def test_what_declares_nothing_can_be_described_by_name(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text("def score(query, turns, rewards):\n    return 1.0\n")
     (one,) = described("alone:score", str(tmp_path))
-    assert (one.kind, one.name, one.costs, one.no_reward) == ("", "score", {}, "")
+    assert (one.kind, one.name, one.costs) == ("", "score", {})
     with pytest.raises(DescribeError, match="declares no function"):
         described("alone", str(tmp_path))
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 
+from tests.functions.declared import look_up
+from troupe.functions.definitions import definition_of
 from troupe.workflow import Query, ToolError, Tools, WorkflowError
+from troupe.workflow.messages import parse_tools
+from troupe.workflow.toolcalls import ToolCall
 
 
 class Adder:
@@ -62,3 +67,43 @@ async def test_a_failed_call_tells_its_kind(
     with pytest.raises(ToolError) as caught:
         await Tools(["add"], Adder()).call(name, **arguments)
     assert caught.value.kind == kind
+
+
+class Doubler:
+    async def invoke(self, name: str, arguments_json: str) -> str:
+        arguments = json.loads(arguments_json)
+        if "times" not in arguments:
+            raise ToolError("tools/double: it raised", kind="raised")
+        if arguments["times"] > 9:
+            raise ToolError("tools/double: the service is away", kind="deadline")
+        return json.dumps({"double": 2 * arguments["times"]})
+
+
+@pytest.mark.parametrize(
+    ("call", "content"),
+    [
+        (ToolCall("a", "double", '{"times": 2}'), '{"double": 4}'),
+        (ToolCall("a", "double", "{}"), "error: tools/double: it raised"),
+        (ToolCall("a", "triple", "{}"), "error: the job has no tool 'triple'; known: double"),
+        (ToolCall("a", "double", "[2]"), "error: the arguments are no JSON object: a JSON object"),
+        (ToolCall("a", "double", "{"), "error: the arguments are no JSON object: Expecting"),
+    ],
+)
+async def test_a_reply_s_call_is_answered_with_a_message(call: ToolCall, content: str) -> None:
+    message = await Tools(["double"], Doubler()).run(call)
+    assert message["content"].startswith(content)
+    assert (message["role"], message["tool_call_id"]) == ("tool", "a")
+
+
+async def test_what_is_not_the_model_s_fault_is_not_told_to_it() -> None:
+    with pytest.raises(ToolError, match="away"):
+        await Tools(["double"], Doubler()).run(ToolCall("a", "double", '{"times": 10}'))
+
+
+def test_a_declared_tool_is_offered_as_openai_describes_tools() -> None:
+    (offered,) = [definition_of("find", partial(look_up, order="old"))]
+    assert offered["function"]["name"] == "find"
+    assert offered["function"]["description"] == "Finds pages."
+    assert set(offered["function"]["parameters"]["properties"]) == {"words", "limit"}
+    assert parse_tools([offered]).given[0]["function"]["name"] == "find"
+    assert definition_of("plain", len)["function"]["parameters"]["properties"] == {}

@@ -10,6 +10,7 @@ from typing import Any, Final
 from troupe.chaos.schedule import DELAY, DUPLICATE, FULL_QUEUE, KINDS, PARTITION
 from troupe.cluster import ClusterSettings
 from troupe.cluster.settings import default_transfer_dir
+from troupe.functions.costs import DEFAULTS
 from troupe.job import JobSpec, parse_job
 from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.faults import VARIABLE, FaultSettings
@@ -95,7 +96,9 @@ def prepared(spec: JobSpec) -> tuple[JobSpec, list[str]]:
             changes[f"limits.{name}"] = seconds
     for section in ("tools", "rewards"):
         for name, function in getattr(spec, section).items():
-            if function.timeout_seconds < _FUNCTION_SECONDS:
+            given = function.timeout_seconds or DEFAULTS["timeout_seconds"]
+            # A deployed function has the time that it was deployed with.
+            if function.entrypoint is not None and given < _FUNCTION_SECONDS:
                 changes[f"{section}.{name}.timeout_seconds"] = _FUNCTION_SECONDS
     # Elsewhere the content of a step depends on time, and the specification says so.
     pipeline = spec.pipeline

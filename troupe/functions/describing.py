@@ -17,13 +17,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from troupe.functions import signature
 from troupe.functions.declaration import declaration_of
 
 # Importing may load a model's libraries.
 IMPORT_SECONDS: Final = 60.0
-# With what a job calls its rewards.
-REWARD_KEYWORDS: Final = ("query", "turns", "rewards")
 
 
 class DescribeError(Exception):
@@ -41,8 +38,6 @@ class Described:
     description: str = ""
     costs: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, Any] = field(default_factory=dict)
-    # Why it cannot be a reward of a job; empty when it can.
-    no_reward: str = ""
 
 
 def describe(entrypoint: str) -> dict[str, Any]:
@@ -123,11 +118,10 @@ def _functions(target: str) -> Iterator[Described]:
 
 
 def _describe(entrypoint: str, function: Any) -> Described:
-    no_reward = signature.takes(function, dict.fromkeys(REWARD_KEYWORDS))
     declared = declaration_of(function)
     if declared is None:
         name = entrypoint.rpartition(":")[2].rpartition(".")[2]
-        return Described(entrypoint, name=name, no_reward=no_reward)
+        return Described(entrypoint, name=name)
     return Described(
         entrypoint,
         declared.kind,
@@ -136,7 +130,6 @@ def _describe(entrypoint: str, function: Any) -> Described:
         declared.description,
         dict(declared.costs),
         declared.parameters,
-        no_reward,
     )
 
 

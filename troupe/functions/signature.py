@@ -73,15 +73,6 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
     return _plain(model.model_json_schema())
 
 
-def takes(function: Callable[..., Any], keywords: Mapping[str, Any]) -> str:
-    """Why it cannot be called with these keywords; empty when it can."""
-    try:
-        inspect.signature(function).bind(**keywords)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
 def _json(hint: Any) -> bool:
     """Whether values of this type arrive as they are: nothing converts arguments."""
     if hint in (Any, object, None, type(None), str, int, float, bool, list, dict):

@@ -4,6 +4,7 @@ from troupe.job.affinity import AffinitySpec, PoolSpec
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
 from troupe.job.critic import CriticSpec
+from troupe.job.functions import FunctionSpec
 from troupe.job.loading import JobSpecError, load_job, parse_job
 from troupe.job.lora import LoraSpec
 from troupe.job.policy import EngineSpec, ModelSpec, OptimizerSpec, PacedSpec, PolicySpec
@@ -12,7 +13,6 @@ from troupe.job.sections import (
     AgentSpec,
     CheckpointSpec,
     EvaluationSpec,
-    FunctionSpec,
     LimitsSpec,
     LoggingSpec,
     PipelineSpec,

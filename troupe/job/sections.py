@@ -1,4 +1,4 @@
-"""Sections of a job besides its policies: agents, functions, tasks, pipeline, limits.
+"""Sections of a job besides its policies and functions: agents, tasks, pipeline, limits.
 
 The docstring under a field is its documentation: `troupe job schema`, the job reference
 and editors show it.
@@ -7,9 +7,9 @@ and editors show it.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from troupe.job.section import COLUMN, Section, check_entrypoint, check_json
 
@@ -38,50 +38,6 @@ class AgentSpec(Section):
     """How its tokens are drawn."""
     system_prompt: str | None = None
     """Put before every conversation of this agent that has no system message of its own."""
-
-
-class FunctionSpec(Section):
-    """A reward or tool that the reward service runs in a worker process."""
-
-    entrypoint: str
-    """`package.module:attribute`, importable where the reward service runs."""
-    version: str = "1"
-    """Changes whenever the function's behaviour does."""
-    timeout_seconds: float = Field(default=30, gt=0)
-    """Longest run of one call; then it is killed and the call fails with a timeout."""
-    memory_mib: int = Field(default=512, ge=0)
-    """Memory that a call may take in its worker process; 0: unlimited."""
-    max_concurrency: int = Field(default=0, ge=0)
-    """Calls at once; 0: as many as there are worker processes."""
-    cores: int = Field(default=1, ge=0)
-    """Cores that a call takes while it runs; 0 for one that waits for something else. They count
-    where the reward service hands cores out (`TROUPE_REWARD_CORES`)."""
-    max_cores: int = Field(default=0, ge=0)
-    """Cores that a call can make use of; 0: `cores`. How many it gets, up to that, the scheduler
-    decides anew for every call. The function finds them in `os.sched_getaffinity(0)`."""
-    parallel_fraction: float = Field(default=0.9, ge=0, le=1)
-    """Part of a call's time that more cores make shorter. A first guess: it is learned from calls
-    that ran with different numbers of cores."""
-
-    sandbox: Literal["process", "bubblewrap"] = "process"
-    """What its worker processes are confined to. `process`: nothing but `memory_mib`, for code of
-    your own. `bubblewrap`: for calls that run what a model wrote; no network, no files but the
-    interpreter's and the packages', read-only, a private /tmp, no environment, user 65534."""
-    processes: int = Field(default=64, gt=0)
-    """`bubblewrap`: processes and threads at once."""
-    disk_mib: int = Field(default=256, gt=0)
-    """`bubblewrap`: size of its private /tmp."""
-
-    _entrypoint = field_validator("entrypoint")(check_entrypoint)
-
-    @model_validator(mode="after")
-    def _cores_ascend(self) -> Self:
-        if self.max_cores and self.max_cores < max(1, self.cores):
-            raise ValueError(
-                f"`max_cores` is {self.max_cores}, less than `cores` ({self.cores}); leave it out, "
-                "or raise it"
-            )
-        return self
 
 
 class TasksSpec(Section):

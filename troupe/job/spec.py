@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from troupe.job.algorithm import AlgorithmSpec, Correction
 from troupe.job.balancing import BalancingSpec
+from troupe.job.functions import FunctionSpec
 from troupe.job.policy import PolicySpec, server_of
 from troupe.job.routing import RoutingSpec
 from troupe.job.section import NAME, Section, check_entrypoint
@@ -16,7 +17,6 @@ from troupe.job.sections import (
     AgentSpec,
     CheckpointSpec,
     EvaluationSpec,
-    FunctionSpec,
     LimitsSpec,
     LoggingSpec,
     PipelineSpec,

@@ -3,20 +3,58 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from troupe.workflow import numbering
 from troupe.workflow.backend import ToolBackend
 from troupe.workflow.errors import ToolError
+from troupe.workflow.toolcalls import ToolCall
+
+# What a tool did with what it was given, rather than what became of the service.
+_FOR_THE_MODEL: Final = frozenset(
+    {"unknown_tool", "bad_arguments", "raised", "timeout", "out_of_memory", "bad_result"}
+)
 
 
 class Tools:
     """The tools of one trajectory; what they do happens in the reward service's processes."""
 
-    def __init__(self, names: Iterable[str], backend: ToolBackend) -> None:
+    def __init__(
+        self,
+        names: Iterable[str],
+        backend: ToolBackend,
+        definitions: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
         self._names = frozenset(names)
         self._backend = backend
+        self._definitions = definitions
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        """The tools as `Agent.chat(..., tools=...)` takes them: name, docstring, and the JSON
+        schema that the type hints of a `@troupe.tool` give."""
+        return [dict(one) for one in self._definitions]
+
+    async def run(self, call: ToolCall) -> dict[str, Any]:
+        """Do what a reply asks for; returns the message that tells its agent the result.
+
+        What the model got wrong (a tool that there is not, arguments that are none, a call that
+        failed) is told to it, for it may do better next. Other `ToolError`s are raised.
+        """
+        try:
+            arguments = json.loads(call.arguments or "{}")
+            if not isinstance(arguments, dict):
+                raise ValueError(f"a JSON object is needed, not {type(arguments).__name__}")
+            told = await self.call(call.name, **arguments)
+        except ValueError as error:
+            told = f"error: the arguments are no JSON object: {error}"
+        except ToolError as error:
+            if error.kind not in _FOR_THE_MODEL:
+                raise
+            told = f"error: {error.message}"
+        content = told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)
+        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
     async def call(self, name: str, /, **arguments: Any) -> Any:
         """Run a tool and return its JSON value.

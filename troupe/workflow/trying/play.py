@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from troupe.functions.definitions import definition_of
 from troupe.workflow import scoring
 from troupe.workflow.agent import Agent
 from troupe.workflow.agents import Agents
@@ -76,7 +77,8 @@ class Trial:
         self._backend.agents = self.agents
         self._rewards = tuple(rewards or ())
         self._functions = functions or LocalFunctions(tools or {}, rewards or {}, seconds=seconds)
-        self._tools = Tools(tools or (), self._functions)
+        offered = [definition_of(name, function) for name, function in (tools or {}).items()]
+        self._tools = Tools(tools or (), self._functions, offered)
         self._trained = trained
         self._group_by = group_by
         self._seconds = seconds

@@ -7,9 +7,12 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from troupe.functions import declaration_of
+from troupe.functions.costs import DEFAULTS
 from troupe.job import FunctionSpec, JobSpec, load_job
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.workflow.backend import Sampling
@@ -68,6 +71,7 @@ class Setting:
         sections = {"tools": self.spec.tools, "rewards": self.spec.rewards}
         return {
             f"{section}/{name}": function.timeout_seconds
+            or _declared(self, section, name).get("timeout_seconds", DEFAULTS["timeout_seconds"])
             for section, functions in sections.items()
             for name, function in functions.items()
         }
@@ -157,6 +161,13 @@ def _functions(specs: Mapping[str, FunctionSpec], section: str) -> dict[str, Cal
     functions = {}
     for name, spec in specs.items():
         where = f"{section}.{name}.entrypoint"
+        if spec.entrypoint is None:
+            raise InvalidArgument(
+                "a deployed function runs in a cluster, and there is none here",
+                field=f"{section}.{name}.function",
+                value=spec.function,
+                remedy="Name its `entrypoint` to try the workflow.",
+            )
         function = load_attribute(spec.entrypoint, where)
         if not callable(function):
             raise EntrypointError(
@@ -165,8 +176,15 @@ def _functions(specs: Mapping[str, FunctionSpec], section: str) -> dict[str, Cal
                 value=spec.entrypoint,
                 remedy="Name a function.",
             )
-        functions[name] = function
+        functions[name] = partial(function, **spec.arguments) if spec.arguments else function
     return functions
+
+
+def _declared(setting: Setting, section: str, name: str) -> Mapping[str, Any]:
+    """What the function declares of its costs."""
+    function = getattr(setting, section)[name]
+    found = declaration_of(getattr(function, "func", function))
+    return {} if found is None else found.costs
 
 
 def _entrypoint(source: str) -> str:

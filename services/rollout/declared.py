@@ -1,0 +1,65 @@
+"""What a job's functions declare of themselves, asked of the service that runs them: only there
+must they be importable."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from troupe import __version__
+from troupe.functions.costs import to_spec
+from troupe.functions.describing import IMPORT_SECONDS, Described
+from troupe.rpc.ids import new_id
+from troupe.v1 import reward_pb2 as pb
+
+if TYPE_CHECKING:
+    from troupe.v1.reward_pb2_grpc import RewardAsyncStub
+
+log = structlog.get_logger(__name__)
+
+_NAME: Final = "troupe/describe"
+_ENTRYPOINT: Final = "troupe.functions.describing:describe"
+# Nothing of a job begins before; it is short beside what waits.
+_PRIORITY: Final = 1_000_000
+
+
+async def register_describer(stub: RewardAsyncStub) -> None:
+    """Make the function known that describes others. Raises `TroupeError`."""
+    costs = {"cores": 0, "memory_mib": 0, "timeout_seconds": IMPORT_SECONDS + 10}
+    spec = to_spec(_NAME, __version__, _ENTRYPOINT, costs)
+    await stub.RegisterFunction(
+        pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
+    )
+
+
+async def describe(stub: RewardAsyncStub, entrypoints: Collection[str]) -> dict[str, Described]:
+    """What they declare, by entrypoint; of one that cannot be described, nothing: its first call
+    says why. Raises `TroupeError` when the service cannot be asked."""
+    await register_describer(stub)
+    found = await asyncio.gather(*(_describe(stub, entrypoint) for entrypoint in entrypoints))
+    return dict(zip(entrypoints, found, strict=True))
+
+
+async def _describe(stub: RewardAsyncStub, entrypoint: str) -> Described:
+    response = await stub.Invoke(
+        pb.InvokeRequest(
+            invocation_id=new_id("describe"),
+            name=_NAME,
+            version=__version__,
+            arguments_json=json.dumps({"entrypoint": entrypoint}),
+            priority=_PRIORITY,
+        ),
+        timeout=2 * IMPORT_SECONDS,
+    )
+    if response.HasField("error"):
+        log.info(
+            "a function could not be described",
+            entrypoint=entrypoint,
+            error=response.error.message,
+        )
+        return Described(entrypoint)
+    return Described(**json.loads(response.result_json))

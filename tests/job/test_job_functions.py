@@ -1,0 +1,52 @@
+"""Rewards and tools of a job: which code, and what the job says of its costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import job_yaml
+from troupe.functions.costs import DEFAULTS, costs_of, to_spec
+from troupe.job import FunctionSpec, JobSpecError, parse_job
+
+
+def test_what_a_job_leaves_out_is_left_to_the_function() -> None:
+    given = FunctionSpec(entrypoint="tasks:score", cores=2, quota="judge")
+    assert given.costs == {"cores": 2, "quota": "judge"}
+
+
+def test_the_job_goes_before_the_declaration_and_that_before_the_defaults() -> None:
+    declared = {"cores": 4, "timeout_seconds": 7.0, "stateful": True}
+    spec = to_spec("score", "1", "tasks:score", {"cores": 0}, declared=declared)
+    assert (spec.cores, spec.timeout_seconds, spec.stateful) == (0, 7.0, True)
+    assert spec.memory_mib == DEFAULTS["memory_mib"]
+    assert not spec.HasField("idle_seconds")
+    assert costs_of(spec) == {**DEFAULTS, **declared, "cores": 0}
+
+
+def test_every_cost_of_a_job_has_a_place_on_the_wire() -> None:
+    costs = set(FunctionSpec.model_fields) - {"entrypoint", "function", "arguments", "version"}
+    from troupe.v1 import reward_pb2 as pb
+
+    assert costs <= set(pb.FunctionSpec.DESCRIPTOR.fields_by_name)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ({}, "exactly one of `entrypoint` and `function`"),
+        ({"entrypoint": "a:b", "function": "c@1"}, "exactly one of `entrypoint` and `function`"),
+        ({"function": "c"}, "must look like 'name@version'"),
+        ({"function": "c@1", "cores": 2}, "`cores` of a deployed function"),
+        ({"function": "c@1", "version": "2"}, "`version` of a deployed function"),
+        ({"entrypoint": "a:b", "cores": 3, "max_cores": 2}, "less than `cores`"),
+        ({"entrypoint": "a:b", "arguments": {"x": float("inf")}}, "JSON"),
+    ],
+)
+def test_a_function_that_cannot_work_is_refused_by_name(
+    function: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(JobSpecError, match=said) as refused:
+        parse_job(job_yaml(rewards={"score": function}))
+    assert refused.value.problems[0].field.startswith("rewards.score")

@@ -1,0 +1,137 @@
+"""A reward or tool of a job: where its code is, and what a call of it takes.
+
+What a job leaves out is as the function declares it (`@troupe.reward`, `@troupe.tool`), else as
+`troupe.functions.costs.DEFAULTS` says.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from troupe.job.section import Section, check_entrypoint, check_json
+
+_DEPLOYED: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}@[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
+
+
+class FunctionSpec(Section):
+    """A reward or tool that the reward service runs in a worker process. What is left out is as
+    the function declares it (`@troupe.reward`, `@troupe.tool`), else the default named."""
+
+    entrypoint: str | None = None
+    """`package.module:attribute`, importable where the reward service runs. This or `function`."""
+    function: str | None = None
+    """`name@version` of a deployed function (`troupe functions deploy`), with the costs that it was
+    deployed with; only `arguments` can be given besides."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of every call, besides those of the caller; models do not see them."""
+    version: str | None = Field(default=None, min_length=1)
+    """Changes whenever the function's behaviour does. Default: "1"."""
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """Longest run of one call; then it is killed and the call fails with a timeout. Default: 30."""
+    memory_mib: int | None = Field(default=None, ge=0)
+    """Memory that a call may take in its worker process; 0: unlimited. Default: 512."""
+    max_concurrency: int | None = Field(default=None, ge=0)
+    """Calls at once; 0: as many as there are worker processes. Default: 0."""
+    max_queued: int | None = Field(default=None, ge=0)
+    """Calls that may wait; more are asked to come again. 0: as many as the service takes.
+    Default: 0."""
+    retries: int | None = Field(default=None, ge=0, le=100)
+    """Times that a call is begun again whose worker died or that took too long; only for functions
+    that may run twice. Default: 0."""
+    cores: int | None = Field(default=None, ge=0)
+    """Cores that a call takes while it runs; 0 for one that waits for something else. They count
+    where the reward service hands cores out (`TROUPE_REWARD_CORES`). Default: 1."""
+    max_cores: int | None = Field(default=None, ge=0)
+    """Cores that a call can make use of; 0: `cores`. How many it gets, up to that, the scheduler
+    decides anew for every call. The function finds them in `os.sched_getaffinity(0)`. Default: 0.
+    """
+    parallel_fraction: float | None = Field(default=None, ge=0, le=1)
+    """Part of a call's time that more cores make shorter. A first guess: it is learned from calls
+    that ran with different numbers of cores. Default: 0.9."""
+    gpus: int | None = Field(default=None, ge=0)
+    """Units of GPU that a call takes. Default: 0."""
+    model_service: str | None = None
+    """Model that a call needs resident on those GPUs. Default: none."""
+    quota: str | None = None
+    """Quota of an interface outside that a call takes `quota_units` of. Default: none."""
+    quota_units: int | None = Field(default=None, ge=1)
+    """Default: 1."""
+    sandbox: Literal["process", "bubblewrap", "container"] | None = None
+    """What its worker processes are confined to. `process`: `memory_mib`, `reads` and `writes`, for
+    code of your own. `bubblewrap`: for calls that run what a model wrote; no network, no files but
+    the interpreter's and the packages', read-only, a private /tmp, no environment, user 65534.
+    `container`: a container of `image`. Default: process."""
+    stateful: bool | None = None
+    """All calls of one trajectory have one sandbox: files and processes stay from call to call,
+    with no cores between. Default: false."""
+    sandbox_idle_seconds: float | None = Field(default=None, ge=0)
+    """`stateful`: a sandbox without calls for so long is ended; 0: as the service is set.
+    Default: 0."""
+    image: str | None = None
+    """`container`: its image."""
+    processes: int | None = Field(default=None, gt=0)
+    """In a sandbox: processes and threads at once. Default: 64."""
+    disk_mib: int | None = Field(default=None, gt=0)
+    """In a sandbox: size of its private /tmp. Default: 256."""
+    reads: list[str] | None = None
+    """`process`, where the kernel has landlock: files and folders that it may read besides the
+    interpreter, the packages and its own temporary folder. Default: whatever the service may."""
+    writes: list[str] | None = None
+    """The same for reading and writing."""
+    idle_seconds: float | None = Field(default=None, ge=0)
+    """How long a worker is kept warm for its next call. Default: as the service is set."""
+    min_workers: int | None = Field(default=None, ge=0)
+    """Workers that are started ahead of any call and kept. Default: 0."""
+
+    _json = field_validator("arguments")(check_json)
+
+    @field_validator("entrypoint")
+    @classmethod
+    def _entrypoint(cls, value: str | None) -> str | None:
+        return value if value is None else check_entrypoint(value)
+
+    @field_validator("function")
+    @classmethod
+    def _function(cls, value: str | None) -> str | None:
+        if value is not None and not _DEPLOYED.fullmatch(value):
+            raise ValueError("must look like 'name@version'; `troupe functions list` shows them")
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.entrypoint is None) == (self.function is None):
+            raise ValueError("give exactly one of `entrypoint` and `function`")
+        if self.function is not None:
+            for name in ("version", *self.costs):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"`{name}` of a deployed function is what it was deployed with; remove it, "
+                        "or deploy the function with another"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _cores_ascend(self) -> Self:
+        least = 1 if self.cores is None else max(1, self.cores)
+        if self.max_cores and self.cores is not None and self.max_cores < least:
+            raise ValueError(
+                f"`max_cores` is {self.max_cores}, less than `cores` ({self.cores}); leave it out, "
+                "or raise it"
+            )
+        return self
+
+    @property
+    def deployed(self) -> tuple[str, str]:
+        """Name and version of a deployed function; empty where it has an entrypoint."""
+        name, _, version = (self.function or "").partition("@")
+        return name, version
+
+    @property
+    def costs(self) -> dict[str, Any]:
+        """What the job says of a call's costs, and nothing else."""
+        return self.model_dump(
+            exclude_none=True, exclude={"entrypoint", "function", "arguments", "version"}
+        )
