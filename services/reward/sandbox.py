@@ -10,6 +10,7 @@ team's own, see `services/reward/sandboxes/container.py`.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from services.reward import worker
+from services.reward.sandboxes.seccomp import filter_path
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import reward_pb2 as pb
 
@@ -50,12 +52,15 @@ class Cage:
     disk_mib: int = 0
     memory_mib: int = 0
     image: str = ""
+    # Files and folders that it may read, or read and write; both empty: whatever it may anyway.
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, spec: pb.FunctionSpec) -> Cage:
         """What a function asks for."""
         if spec.sandbox in ("", PROCESS):
-            return cls()
+            return cls(reads=tuple(spec.reads), writes=tuple(spec.writes))
         return cls(
             spec.sandbox, spec.processes or 64, spec.disk_mib or 256, spec.memory_mib, spec.image
         )
@@ -64,7 +69,11 @@ class Cage:
         """Command and environment of a worker. Raises FailedPrecondition ("no_sandbox")."""
         if self.level == PROCESS:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_imports())}
-            return [sys.executable, "-P", worker.__file__, str(os.getpid())], environment
+            command = [sys.executable, "-P", worker.__file__, str(os.getpid())]
+            if self.reads or self.writes:
+                programs = [sys.base_prefix, sys.prefix, worker.__file__, *_imports()]
+                command.append(f"--landlock={json.dumps([self.reads, self.writes, programs])}")
+            return command, environment
         return self.wrap([worker.__file__, "0"])
 
     def wrap(
@@ -84,8 +93,12 @@ class Cage:
             "PYTHONPATH": os.pathsep.join(_imports()),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
+        filtered = filter_path()
         command = [
+            # It reads the filter from a file that it finds open.
+            *(["/bin/sh", "-c", 'exec "$@" 9<"$0"', filtered] if filtered else []),
             find_bubblewrap(),
+            *(["--seccomp", "9"] if filtered else []),
             *_namespaces(),
             *(["--as-pid-1"] if first else []),
             *_root([*files, *_imports()]),

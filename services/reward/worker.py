@@ -69,9 +69,15 @@ def initialize(service_pid: int) -> None:
 
 
 def confine(limits: list[str]) -> None:
-    """Set `--{resource}={limit}` for good: nothing that runs here can raise one again."""
+    """Set `--{resource}={limit}` and `--landlock={paths}` for good: nothing that runs here can
+    undo it."""
     for limit in limits:
         name, _, value = limit.removeprefix("--").partition("=")
+        if name == "landlock":
+            from services.reward.sandboxes import landlock
+
+            landlock.confine(*json.loads(value))
+            continue
         resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), (int(value), int(value)))
 
 

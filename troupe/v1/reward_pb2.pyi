@@ -108,9 +108,9 @@ class FunctionSpec(_message.Message):
     parameters_json: _builtins.str
     @_builtins.property
     def reads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """In the sandbox "process", where the kernel has landlock: files and folders that it may read, or
-        read and write, besides the interpreter, the packages and its own temporary folder. Both
-        empty: whatever the service may.
+        """In the sandbox "process", by the kernel's landlock: files and folders that it may read, or read
+        and write, besides reading the interpreter, the packages and the system's own. Both empty:
+        whatever the service may.
         """
 
     @_builtins.property
