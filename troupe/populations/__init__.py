@@ -1,0 +1,30 @@
+"""Populations of policies: pools, payoffs, meta-solvers (MALib; PSRO, Lanctot et al. 2017). Pure:
+no clock, no input or output, no randomness but a given seed."""
+
+from troupe.populations.games import Array, Profile, nash_conv, regrets, values, zero_sum
+from troupe.populations.matches import Precision, draw_opponents, matches_due, seats
+from troupe.populations.nash import NotZeroSum
+from troupe.populations.payoffs import Cell, Members, PayoffTable
+from troupe.populations.pfsp import Weighting, pfsp
+from troupe.populations.solvers import MetaSolver, solve
+
+__all__ = [
+    "Array",
+    "Cell",
+    "Members",
+    "MetaSolver",
+    "NotZeroSum",
+    "PayoffTable",
+    "Precision",
+    "Profile",
+    "Weighting",
+    "draw_opponents",
+    "matches_due",
+    "nash_conv",
+    "pfsp",
+    "regrets",
+    "seats",
+    "solve",
+    "values",
+    "zero_sum",
+]

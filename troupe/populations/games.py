@@ -1,0 +1,81 @@
+"""Meta-games: the strategies of a player are the members of its pool.
+
+Shapes everywhere in this package: `payoffs` is a float array [n, k_1, ..., k_n]: of player i when
+player j plays its member a_j. A *profile* is one probability vector [k_i] per player.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Profile = list[Array]
+
+
+def as_payoffs(payoffs: object) -> Array:
+    """`payoffs` as a checked float64 array.
+
+    Raises ValueError naming what is wrong: the shape, or a payoff that is not finite.
+    """
+    found = np.asarray(payoffs, dtype=np.float64)
+    if found.ndim < 2 or found.shape[0] != found.ndim - 1 or 0 in found.shape:
+        raise ValueError(
+            f"payoffs of n players have the shape [n, k_1, ..., k_n] with all k >= 1, not "
+            f"{list(found.shape)}"
+        )
+    if not np.isfinite(found).all():
+        where = np.argwhere(~np.isfinite(found))[0]
+        raise ValueError(f"the payoff at {where.tolist()} is {found[tuple(where)]}")
+    return found
+
+
+def zero_sum(matrix: object) -> Array:
+    """The payoffs [2, k, l] of the two-player zero-sum game whose row player gets `matrix`."""
+    rows = np.asarray(matrix, dtype=np.float64)
+    found: Array = np.stack([rows, -rows])
+    return found
+
+
+def is_zero_sum(payoffs: Array, tolerance: float = 1e-9) -> bool:
+    """Whether payoffs add up to the same in every cell, so that players only compete."""
+    totals = payoffs.sum(axis=0)
+    scale = max(1.0, float(np.abs(payoffs).max()))
+    return bool(np.ptp(totals) <= tolerance * scale)
+
+
+def uniform(payoffs: Array) -> Profile:
+    """Every member as likely as any other."""
+    return [np.full(size, 1.0 / size) for size in payoffs.shape[1:]]
+
+
+def member_values(payoffs: Array, profile: Sequence[Array], player: int) -> Array:
+    """What each member of `player` gets [k_i] while the others play `profile`."""
+    found: Array = payoffs[player]
+    for other in range(len(profile) - 1, -1, -1):
+        if other != player:
+            found = np.tensordot(found, profile[other], axes=([other], [0]))
+    return found
+
+
+def values(payoffs: Array, profile: Sequence[Array]) -> Array:
+    """What each player gets [n] when all play `profile`."""
+    players = range(len(profile))
+    return np.array([member_values(payoffs, profile, i) @ profile[i] for i in players])
+
+
+def regrets(payoffs: Array, profile: Sequence[Array]) -> Array:
+    """What each player would gain [n] by its best single member."""
+    found = []
+    for player, own in enumerate(profile):
+        each = member_values(payoffs, profile, player)
+        found.append(each.max() - each @ own)
+    gains: Array = np.maximum(np.array(found), 0.0)
+    return gains
+
+
+def nash_conv(payoffs: Array, profile: Sequence[Array]) -> float:
+    """The sum of `regrets`; 0 at an equilibrium of the meta-game (Lanctot et al. 2017)."""
+    return float(regrets(payoffs, profile).sum())

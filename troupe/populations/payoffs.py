@@ -1,0 +1,177 @@
+"""`PayoffTable`: what the members of the pools got against each other, and how sure that is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from troupe.populations.games import Array
+
+# One member of each role's pool, by its place in it.
+Members = tuple[int, ...]
+
+
+@dataclass
+class Cell:
+    """The matches of one joint choice of members."""
+
+    mean: Array
+    """Per player [n]."""
+    squares: Array
+    """Sums of squared deviations from the mean, per player [n] (Welford 1962)."""
+    matches: int = 0
+    exact: bool = False
+    """Whether the mean was computed, not sampled."""
+
+    def add(self, payoffs: Array) -> None:
+        """Count one match with these payoffs [n]."""
+        self.matches += 1
+        change = payoffs - self.mean
+        self.mean = self.mean + change / self.matches
+        self.squares = self.squares + change * (payoffs - self.mean)
+
+    @property
+    def variance(self) -> Array:
+        """Of one match, per player [n]; infinite before the second."""
+        if self.exact:
+            return np.zeros_like(self.mean)
+        if self.matches < 2:
+            return np.full_like(self.mean, math.inf)
+        return self.squares / (self.matches - 1)
+
+    def half_width(self, deviations: float = 1.96) -> float:
+        """Of the confidence interval of the least certain player's mean."""
+        if self.exact:
+            return 0.0
+        if self.matches < 2:
+            return math.inf
+        return deviations * math.sqrt(float(self.variance.max()) / self.matches)
+
+
+@dataclass
+class PayoffTable:
+    """Empirical payoffs of pools that grow. Cells that were never played are missing.
+
+    `symmetric`: all roles draw from one pool and only who the others are matters; then cells that
+    differ in the order of their members are one cell.
+    """
+
+    sizes: list[int]
+    """Members of each role's pool; all equal where the table is symmetric."""
+    symmetric: bool = False
+    cells: dict[Members, Cell] = field(default_factory=dict)
+
+    @property
+    def players(self) -> int:
+        """Roles, each played by a member of its pool."""
+        return len(self.sizes)
+
+    def grow(self, sizes: Sequence[int]) -> None:
+        """The pools have so many members now. Raises ValueError if one has lost some."""
+        if len(sizes) != self.players or any(
+            new < old for new, old in zip(sizes, self.sizes, strict=False)
+        ):
+            raise ValueError(f"pools only grow: from {self.sizes} to {list(sizes)}")
+        if self.symmetric and len(set(sizes)) > 1:
+            raise ValueError(f"a symmetric game has one pool, not pools of {list(sizes)}")
+        self.sizes = list(sizes)
+
+    def record(self, members: Members, payoffs: Sequence[float]) -> None:
+        """Count one whole match. Raises ValueError for members or payoffs that are none."""
+        self._cell(members).add(self._canonical(members, payoffs))
+
+    def settle(self, members: Members, payoffs: Sequence[float]) -> None:
+        """The expected payoffs are known exactly. Raises ValueError."""
+        cell = self._cell(members)
+        cell.mean, cell.exact = self._canonical(members, payoffs), True
+
+    def cell(self, members: Members) -> Cell | None:
+        """What is known of these members, its players in the order of `key(members)`."""
+        self._check(members)
+        return self.cells.get(self.key(members))
+
+    def key(self, members: Members) -> Members:
+        """The cell that these members belong to."""
+        return tuple(sorted(members)) if self.symmetric else members
+
+    def all(self) -> Iterator[Members]:
+        """The cells that there are, played or not, each once."""
+        if self.symmetric:
+            yield from itertools.combinations_with_replacement(range(self.sizes[0]), self.players)
+        else:
+            yield from itertools.product(*map(range, self.sizes))
+
+    def missing(self) -> list[Members]:
+        """Cells that were never played."""
+        return [members for members in self.all() if members not in self.cells]
+
+    def tensor(self) -> Array:
+        """Mean payoffs [n, k_1, ..., k_n]. Raises ValueError while a cell is missing."""
+        found = np.empty((self.players, *self.sizes))
+        members: Members
+        for members in itertools.product(*map(range, self.sizes)):
+            cell = self.cells.get(self.key(members))
+            if cell is None:
+                raise ValueError(f"the members {members} have not met")
+            found[:, *members] = self._played(members, cell.mean)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain values; `from_json` gives the same bits back."""
+        cells = [
+            [list(key), cell.mean.tolist(), cell.squares.tolist(), cell.matches, cell.exact]
+            for key, cell in sorted(self.cells.items())
+        ]
+        return {"sizes": self.sizes, "symmetric": self.symmetric, "cells": cells}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> PayoffTable:
+        """What `to_json` gave."""
+        cells = {
+            tuple(key): Cell(np.array(mean), np.array(squares), matches, exact)
+            for key, mean, squares, matches, exact in values["cells"]
+        }
+        return cls(list(values["sizes"]), values["symmetric"], cells)
+
+    def _cell(self, members: Members) -> Cell:
+        self._check(members)
+        zeros = np.zeros(self.players)
+        return self.cells.setdefault(self.key(members), Cell(zeros, zeros.copy()))
+
+    def _check(self, members: Members) -> None:
+        if len(members) != self.players or not all(
+            0 <= one < size for one, size in zip(members, self.sizes, strict=False)
+        ):
+            raise ValueError(f"there are no members {members} in pools of {self.sizes}")
+
+    def _canonical(self, members: Members, payoffs: Sequence[float]) -> Array:
+        """Payoffs in the order of the cell's players."""
+        given = np.asarray(payoffs, dtype=np.float64)
+        if given.shape != (self.players,) or not np.isfinite(given).all():
+            raise ValueError(f"a match gives {self.players} finite payoffs, not {payoffs}")
+        if not self.symmetric:
+            return given
+        ordered: Array = given[list(_order(members))]
+        return ordered
+
+    def _played(self, members: Members, mean: Array) -> Array:
+        """A cell's payoffs in the order of `members`."""
+        if not self.symmetric:
+            return mean
+        found = np.empty_like(mean)
+        found[list(_order(members))] = mean
+        # Copies of one member are one player: what they get on average.
+        for member in set(members):
+            seats = [seat for seat, one in enumerate(members) if one == member]
+            found[seats] = found[seats].mean()
+        return found
+
+
+def _order(members: Members) -> tuple[int, ...]:
+    """Seats by the member that sits there."""
+    return tuple(sorted(range(len(members)), key=lambda seat: (members[seat], seat)))
