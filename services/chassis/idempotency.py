@@ -64,6 +64,11 @@ class IdempotencyCache:
     def __len__(self) -> int:
         return len(self._running) + len(self._done)
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a call with that key runs, or its response is remembered: `run` joins it."""
+        self._expire()
+        return key in self._running or key in self._done
+
     async def run(
         self,
         key: Hashable,

@@ -13,7 +13,7 @@ import os
 import signal
 import struct
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import psutil
@@ -25,6 +25,10 @@ HEADER: Final = struct.Struct(">I")
 _MAX_FRAME_BYTES: Final = 20 * 2**20
 # Of what functions print, so much is kept: the last of it.
 _OUTPUT_BYTES: Final = 16 * 2**10
+# Output is read in such parts, at most so many before others of the event loop get their turn:
+# together more than a pipe holds, so that after an answer all that was printed before it is here.
+_PART_BYTES: Final = 32 * 2**10
+_PARTS: Final = 4
 _END_SECONDS: Final = 5.0
 
 
@@ -35,33 +39,50 @@ class WorkerDied(Exception):
 class WorkerProcess:
     """A process that runs `services/reward/worker.py`, alone in its process group."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, printing: int) -> None:
+        """`printing`: the end of a pipe from which its output is read without waiting."""
         self._process = process
+        self._printing: int | None = printing
         self._printed: deque[bytes] = deque()
         self._printed_bytes = 0
-        self._drain = asyncio.create_task(self._keep_output())
+        # Told of everything that is printed, as it comes.
+        self.printed: Callable[[bytes], None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(printing, self._pull)
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> WorkerProcess:
         """Start `command`. Raises OSError."""
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=dict(environment),
-            start_new_session=True,
-        )
-        return cls(process)
-
-    async def call(self, request: Mapping[str, Any]) -> worker.Answer:
-        """The worker's answer. Raises `WorkerDied`."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        body = json.dumps(request).encode()
+        printing, output = os.pipe()
         try:
+            os.set_blocking(printing, False)
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=output,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(printing)
+            raise
+        finally:
+            os.close(output)
+        return cls(process, printing)
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Ask; the answers come in the order of the questions."""
+        assert self._process.stdin is not None
+        body = json.dumps(request).encode()
+        # A worker that is gone, or does not read, is found out when its answer is waited for.
+        with contextlib.suppress(OSError):
             self._process.stdin.write(HEADER.pack(len(body)) + body)
-            await self._process.stdin.drain()
+
+    async def answer(self) -> worker.Answer:
+        """The next answer; what was printed before it has been read. Raises `WorkerDied`."""
+        assert self._process.stdout is not None
+        try:
             (size,) = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
             if size > _MAX_FRAME_BYTES:
                 raise ValueError(f"it announced {size:,} bytes")
@@ -73,6 +94,7 @@ class WorkerProcess:
         except (ValueError, TypeError, RecursionError) as error:
             self.kill()
             raise WorkerDied(f"the worker's answer makes no sense: {error}") from error
+        self._pull()
         return worker.Answer(*fields)
 
     def pids(self) -> list[int]:
@@ -85,6 +107,7 @@ class WorkerProcess:
 
     def output(self) -> str:
         """The last that was printed since it was asked for last."""
+        self._pull()
         text = b"".join(self._printed).decode(errors="replace")
         self._printed.clear()
         self._printed_bytes = 0
@@ -103,18 +126,36 @@ class WorkerProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
                 await self._process.wait()
-        self._drain.cancel()
-        await asyncio.gather(self._drain, return_exceptions=True)
+        self._close_output()
         if self._process.stdin is not None:
             self._process.stdin.close()
 
-    async def _keep_output(self) -> None:
-        assert self._process.stderr is not None
-        while part := await self._process.stderr.read(_OUTPUT_BYTES):
+    def _pull(self) -> None:
+        """Take what has been printed."""
+        for _ in range(_PARTS):
+            if self._printing is None:
+                return
+            try:
+                part = os.read(self._printing, _PART_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                part = b""
+            if not part:
+                self._close_output()
+                return
             self._printed.append(part)
             self._printed_bytes += len(part)
             while self._printed_bytes - len(self._printed[0]) >= _OUTPUT_BYTES:
                 self._printed_bytes -= len(self._printed.popleft())
+            if self.printed is not None:
+                self.printed(part)
+
+    def _close_output(self) -> None:
+        if self._printing is not None:
+            self._loop.remove_reader(self._printing)
+            os.close(self._printing)
+            self._printing = None
 
     async def _how_it_died(self) -> str:
         try:

@@ -1,40 +1,69 @@
-"""What waits for a worker: a queue per function, and who is first among them."""
+"""What waits for a worker: by priority, then in fair turns by job, then by arrival."""
 
 from __future__ import annotations
 
 import bisect
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from services.reward.registry import Function
+from services.reward.call import Call
+from services.reward.function import Function
+from services.reward.logs import Lines
 from troupe.scheduling.elastic import Action, Elastic
+from troupe.scheduling.elastic.fair import FairShares
 from troupe.v1 import reward_pb2 as pb
 
 if TYPE_CHECKING:
     import asyncio
 
-    from services.reward.slot import Slot
+    from services.reward.call import Place
+    from services.reward.chunk import Chunk
 
 # The resources of a host: worker processes, and cores where they are handed out.
 WORKERS, CORES = "workers", "cores"
+# The name of the service's own host.
+OWN_HOST = ""
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class Waiting:
-    """One invocation until its outcome; ordered by priority, then by arrival."""
+    """One invocation until its outcome. `rank` orders those of one job and priority."""
 
-    rank: tuple[int, int]
-    invocation_id: str = field(compare=False)
-    function: Function = field(compare=False)
-    arguments_json: str = field(compare=False)
-    done: asyncio.Future[pb.InvokeResponse] = field(compare=False)
-    since: float = field(compare=False)
-    slot: Slot | None = field(default=None, compare=False)
-    # Cores that it was given.
-    cores: int = field(default=0, compare=False)
+    invocation_id: str
+    function: Function
+    call: Call
+    done: asyncio.Future[pb.InvokeResponse]
+    since: float
+    rank: tuple[float, int]
+    priority: int = 0
+    weight: float = 1.0
+    # Its own, on the service's host; none: any that is free.
+    place: Place | None = None
+    # With whom it runs, or will next; none: it waits.
+    chunk: Chunk | None = None
+    host: str = ""
+    # Cores that it was given, and what its job was charged for it.
+    cores: int = 0
+    charged: float = 0.0
+    # When it began to run (0: not yet), and how often it did.
+    began: float = 0.0
+    attempts: int = 0
+    cold_seconds: float = 0.0
+    # What it printed, as far as somebody has asked.
+    lines: Lines | None = None
+
+    @property
+    def job(self) -> str:
+        """On whose behalf: what fair turns are between."""
+        return self.call.job_id
+
+    @property
+    def cost(self) -> float:
+        """Worker-seconds, times cores, that it is expected to take."""
+        return self.function.seconds * max(1, self.function.cores)
 
     def action(self, *, with_cores: bool) -> Action:
         """Itself as the scheduler sees it, with what is known of its function by now."""
@@ -44,16 +73,30 @@ class Waiting:
             elastic = Elastic(CORES, levels, function.curve.seconds(levels))
         elif with_cores:
             needs[CORES] = function.cores
-        seconds = function.curve.seconds((max(1, function.cores),))[0]
-        return Action(self.invocation_id, self.since, needs, elastic, seconds)
+        return Action(
+            self.invocation_id,
+            self.since,
+            needs,
+            elastic,
+            function.seconds,
+            function=function.key,
+            host=None if self.place is None else OWN_HOST,
+        )
+
+
+# Those of one function, descending: the first in rank last, since it is taken from the end.
+_Queue = list[Waiting]
 
 
 class Queues:
-    """Everything that waits, by function."""
+    """Everything that waits."""
 
     def __init__(self) -> None:
-        # Ascending, the first in rank last: it is taken from the end.
-        self._queues: dict[str, list[Waiting]] = {}
+        self.shares = FairShares()
+        # By priority, job and function.
+        self._levels: dict[int, dict[str, dict[str, _Queue]]] = {}
+        # How many of each function.
+        self._functions: dict[str, tuple[Function, int]] = {}
         self._size = 0
 
     def __len__(self) -> int:
@@ -61,35 +104,93 @@ class Queues:
 
     def add(self, waiting: Waiting) -> None:
         """Take it in at its place."""
-        queue = self._queues.setdefault(waiting.function.key, [])
+        jobs = self._levels.setdefault(waiting.priority, {})
+        if waiting.job not in jobs:
+            self.shares.enter(waiting.job, waiting.weight)
+        queue = jobs.setdefault(waiting.job, {}).setdefault(waiting.function.key, [])
         bisect.insort(queue, waiting, key=_backwards)
-        waiting.function.queued += 1
-        self._size += 1
+        self._count(waiting.function, 1)
 
     def remove(self, waiting: Waiting) -> None:
         """Take it out, wherever it is."""
-        key = waiting.function.key
-        queue = self._queues[key]
+        jobs = self._levels[waiting.priority]
+        functions = jobs[waiting.job]
+        queue = functions[waiting.function.key]
         place = bisect.bisect_left(queue, _backwards(waiting), key=_backwards)
         assert queue[place] is waiting
         del queue[place]
         if not queue:
-            del self._queues[key]
-        waiting.function.queued -= 1
-        self._size -= 1
+            del functions[waiting.function.key]
+            if not functions:
+                del jobs[waiting.job]
+                if not jobs:
+                    del self._levels[waiting.priority]
+        self._count(waiting.function, -1)
 
     def first(self, count: int) -> list[Waiting]:
-        """The first `count` in rank; of a function only as many as its limit leaves room for.
+        """The first `count` in turn; of a function only as many as its limit leaves room for.
 
         What waits for nothing but its function's limit stands in nobody's way.
         """
-        return list(islice(heapq.merge(*map(_startable, self._queues.values())), count))
+        room: dict[str, int] = {}
+        found: list[Waiting] = []
+        for priority in sorted(self._levels, reverse=True):
+            jobs = {
+                job: _startable(list(functions.values()), room)
+                for job, functions in self._levels[priority].items()
+            }
+            merged = self.shares.merge(jobs, lambda waiting: waiting.cost)
+            found += islice(merged, count - len(found))
+            if len(found) >= count:
+                break
+        return found
+
+    def following(self, waiting: Waiting, count: int) -> list[Waiting]:
+        """Up to `count` that come next of the same function, job and priority."""
+        queue = (
+            self._levels.get(waiting.priority, {})
+            .get(waiting.job, {})
+            .get(waiting.function.key, [])
+        )
+        return queue[: -count - 1 : -1] if count > 0 else []
+
+    def seconds(self, cold_seconds: float) -> float:
+        """The work that waits, of one worker; calls that need a new one cost its start, too."""
+        return sum(
+            count * (function.seconds + (0.0 if function.stays_warm else cold_seconds))
+            for function, count in self._functions.values()
+        )
+
+    def _count(self, function: Function, change: int) -> None:
+        _, count = self._functions.get(function.key, (function, 0))
+        if count + change:
+            self._functions[function.key] = (function, count + change)
+        else:
+            del self._functions[function.key]
+        function.queued += change
+        self._size += change
 
 
-def _startable(queue: list[Waiting]) -> Iterator[Waiting]:
-    return islice(reversed(queue), queue[0].function.room)
+def _startable(queues: list[_Queue], room: dict[str, int]) -> Iterator[Waiting]:
+    """Those of one job in rank; each takes of `room`, which is by function, when it is reached."""
+    heads = [(queue[-1].rank, len(queue) - 1, queue) for queue in queues]
+    heapq.heapify(heads)
+    while heads:
+        _, place, queue = heads[0]
+        waiting = queue[place]
+        function = waiting.function
+        left = room.setdefault(function.key, function.room)
+        if left <= 0:
+            heapq.heappop(heads)
+            continue
+        room[function.key] = left - 1
+        yield waiting
+        if place:
+            heapq.heapreplace(heads, (queue[place - 1].rank, place - 1, queue))
+        else:
+            heapq.heappop(heads)
 
 
-def _backwards(waiting: Waiting) -> tuple[int, int]:
-    priority, arrival = waiting.rank
-    return -priority, -arrival
+def _backwards(waiting: Waiting) -> tuple[float, int]:
+    rank, arrival = waiting.rank
+    return -rank, -arrival

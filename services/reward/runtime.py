@@ -1,207 +1,243 @@
-"""Which invocations run next, on which workers and how many cores.
-
-`troupe.scheduling.elastic` decides, whenever something comes or ends: by priority, then first come,
-first served, within each function's limit.
-"""
+"""Every invocation gets one outcome, and those who watch it hear how it goes until then."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
-import structlog
-
 from services.chassis.telemetry import Telemetry
-from services.reward.cpu import CoreManager, Lease
-from services.reward.queues import CORES, WORKERS, Queues, Waiting
-from services.reward.registry import Function
-from services.reward.slot import BadArguments, Outcome, Slot
-from troupe.rpc import InvalidArgument, ResourceExhausted, TroupeError, Unavailable
-from troupe.scheduling.elastic import Grant, Rules, Running, decide
+from services.reward.call import Call, Outcome, Place
+from services.reward.dispatch import Dispatcher
+from services.reward.function import Function
+from services.reward.host import Host
+from services.reward.logs import Lines
+from services.reward.metrics import Metrics
+from services.reward.queues import CORES, Waiting
+from troupe.rpc import ResourceExhausted, TroupeError, Unavailable
 from troupe.v1 import reward_pb2 as pb
 
-log = structlog.get_logger("troupe.reward")
+Watcher = Callable[[pb.InvocationEvent], None]
+Kind = pb.InvocationError
 
-
-_RULES: Final = Rules()
+# After these a function that allows it is tried again: it may have been the worker's fault.
+_WORTH_A_RETRY: Final = (Kind.KIND_WORKER_DIED, Kind.KIND_TIMEOUT)
+# When to come again, at least and at most, with a queue that is full.
+_SOON_MS: Final = 100
+_LATE_MS: Final = 5000
 
 
 class Runtime:
-    """A queue per function in front of the worker slots; every invocation gets one outcome."""
+    """What was invoked and has no outcome yet."""
 
     def __init__(
-        self,
-        slots: Sequence[Slot],
-        telemetry: Telemetry,
-        *,
-        max_queued: int = 10_000,
-        cores: CoreManager | None = None,
+        self, hosts: Iterable[Host], telemetry: Telemetry, *, max_queued: int = 10_000
     ) -> None:
-        """`cores` hands them out to calls; None: a call takes a worker and nothing else."""
-        self._slots = slots
-        self._free = list(slots)
+        self.dispatcher = Dispatcher(hosts, self)
+        self._queues = self.dispatcher.queues
         self._max_queued = max_queued
-        self._cores = cores
-        self._queues = Queues()
         self._open: dict[str, Waiting] = {}
-        # What runs, as the scheduler knows it.
-        self._running: dict[str, Running] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._watchers: dict[str, list[Watcher]] = {}
         self._arrivals = itertools.count()
         self._stopped = False
-        self._seconds = telemetry.histogram(
-            "troupe_reward_run_seconds", "Run time of an invocation.", ["function", "outcome"]
-        )
-        self._queue_seconds = telemetry.histogram(
-            "troupe_reward_queue_seconds", "Wait of an invocation for a worker.", ["function"]
-        )
-        queued = telemetry.gauge("troupe_reward_queued", "Invocations that wait for a worker.")
-        queued.set_function(lambda: len(self._queues))
-        running = telemetry.gauge("troupe_reward_running", "Invocations that run.")
-        running.set_function(lambda: len(self._slots) - len(self._free))
-        held = telemetry.gauge("troupe_reward_cores_held", "Cores that calls hold.")
-        held.set_function(lambda: sum(r.holds.get(CORES, 0) for r in self._running.values()))
-        self._core_seconds = telemetry.counter(
-            "troupe_reward_core_seconds", "Cores times the seconds they were held.", ["function"]
-        )
-        restarts = telemetry.gauge("troupe_reward_worker_restarts", "Workers replaced so far.")
-        restarts.set_function(lambda: sum(slot.restarts for slot in self._slots))
+        self._metrics = Metrics(telemetry)
+        self._watch_pool()
 
     async def start(self) -> None:
-        """Start the workers."""
-        await asyncio.gather(*(slot.start() for slot in self._slots))
+        """Start the workers that are to be there at any time."""
+        await self.dispatcher.start()
 
     async def stop(self) -> None:
         """Kill the workers; what waited or ran ends with UNAVAILABLE."""
         self._stopped = True
         for waiting in list(self._open.values()):
             self._refuse(waiting, Unavailable("the reward service stops"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(slot.stop() for slot in self._slots))
-        if self._cores is not None:
-            self._cores.close()
+        await self.dispatcher.stop()
 
     async def invoke(
-        self, invocation_id: str, function: Function, arguments_json: str, priority: int = 0
+        self,
+        invocation_id: str,
+        function: Function,
+        call: Call,
+        *,
+        priority: int = 0,
+        weight: float = 1.0,
     ) -> pb.InvokeResponse:
         """Queue the call and wait for its outcome.
 
-        Raises `InvalidArgument` for arguments that are not a JSON object and `ResourceExhausted`
-        (with retry_after_ms) when the queue is full.
+        Raises `ResourceExhausted` (with retry_after_ms) when a queue is full.
+        """
+        (waiting,) = self.submit([(invocation_id, call)], function, priority, weight)
+        return await waiting
+
+    def submit(
+        self,
+        calls: Sequence[tuple[str, Call]],
+        function: Function,
+        priority: int = 0,
+        weight: float = 1.0,
+        place: Place | None = None,
+    ) -> list[asyncio.Future[pb.InvokeResponse]]:
+        """Queue `calls`, by invocation id, all of them or none; their outcomes to come.
+
+        Raises `ResourceExhausted` (with retry_after_ms) when a queue is full.
         """
         if self._stopped:
             raise Unavailable("the reward service stops")
-        if len(self._open) >= self._max_queued:
-            raise ResourceExhausted(
-                f"{len(self._open)} invocations wait already", retry_after_ms=500
+        self._admit(function, len(calls))
+        loop, now = asyncio.get_running_loop(), time.perf_counter()
+        found = []
+        for invocation_id, call in calls:
+            waiting = Waiting(
+                invocation_id=invocation_id,
+                function=function,
+                call=call,
+                done=loop.create_future(),
+                since=now,
+                rank=(0.0, next(self._arrivals)),
+                priority=priority,
+                weight=weight,
+                place=place,
             )
-        waiting = Waiting(
-            (-priority, next(self._arrivals)),
-            invocation_id,
-            function,
-            arguments_json,
-            asyncio.get_running_loop().create_future(),
-            time.perf_counter(),
-        )
-        self._open[invocation_id] = waiting
-        self._queues.add(waiting)
-        self._pump()
-        return await waiting.done
+            call.printed = partial(self._printed, waiting)
+            self._open[invocation_id] = waiting
+            self._tell(
+                waiting,
+                lambda: pb.InvocationEvent(queued=pb.InvocationQueued(ahead=function.queued)),
+            )
+            self._queues.add(waiting)
+            found.append(waiting.done)
+        self.dispatcher.pump()
+        return found
+
+    @contextmanager
+    def watch(self, invocation_id: str, watcher: Watcher) -> Iterator[None]:
+        """`watcher` is told of everything but the outcome, also of what has yet to be invoked."""
+        self._watchers.setdefault(invocation_id, []).append(watcher)
+        waiting = self._open.get(invocation_id)
+        if waiting is not None:
+            queued = pb.InvocationQueued(ahead=waiting.function.queued)
+            event = pb.InvocationEvent(queued=queued)
+            watcher(_started(waiting) if waiting.began else event)
+        try:
+            yield
+        finally:
+            self._watchers[invocation_id].remove(watcher)
+            if not self._watchers[invocation_id]:
+                del self._watchers[invocation_id]
 
     def cancel(self, invocation_id: str) -> bool:
         """End the invocation with KIND_CANCELLED; False when it has ended or is unknown."""
         waiting = self._open.get(invocation_id)
         if waiting is None:
             return False
-        if waiting.slot is not None:
-            waiting.slot.cancel()
-        else:
-            error = pb.InvocationError(
-                kind=pb.InvocationError.KIND_CANCELLED, message="cancelled before it ran"
-            )
-            self._queues.remove(waiting)
-            self._finish(waiting, Outcome(error=error), 0.0)
+        work = waiting.chunk
+        if work is not None and work.current is waiting:
+            work.place.cancel()
+            return True
+        self._take_out(waiting)
+        error = pb.InvocationError(kind=Kind.KIND_CANCELLED, message="cancelled before it ran")
+        self._finish(waiting, Outcome(error=error))
         return True
 
     def abandon(self, invocation_id: str) -> None:
         """Nobody waits for it any more: drop it unless it runs already."""
         waiting = self._open.get(invocation_id)
-        if waiting is not None and waiting.slot is None:
+        if waiting is not None and not waiting.began:
             self._refuse(waiting, Unavailable("its callers left before it ran"))
 
-    def _pump(self) -> None:
-        """Start what the scheduler says."""
-        if not self._free or not len(self._queues):
-            return
-        free = {WORKERS: len(self._free)}
-        # How much the first get depends on how many are behind them, where there is more to get.
-        beyond = 0
-        if self._cores is not None:
-            free[CORES], beyond = self._cores.free, _RULES.horizon
-        first = {w.invocation_id: w for w in self._queues.first(len(self._free) + beyond)}
-        queue = [w.action(with_cores=self._cores is not None) for w in first.values()]
-        for grant in decide(queue, free, self._running.values(), time.perf_counter(), _RULES):
-            self._start(first[grant.action.action_id], grant)
+    def forget(self, function: Function) -> None:
+        """The function is deleted: nothing more of it runs."""
+        for invocation_id, waiting in list(self._open.items()):
+            if waiting.function is function:
+                self.cancel(invocation_id)
+        function.logs.close()
 
-    def _start(self, waiting: Waiting, grant: Grant) -> None:
-        self._queues.remove(waiting)
-        function = waiting.function
-        holding = [slot for slot in self._free if slot.holds(function)]
-        suiting = [slot for slot in self._free if slot.suits(function)]
-        slot = (holding or suiting or self._free)[0]
-        self._free.remove(slot)
-        waiting.slot, waiting.cores = slot, grant.holds.get(CORES, 0)
-        function.running += 1
-        ends = time.perf_counter() + grant.seconds
-        self._running[waiting.invocation_id] = Running(grant.holds, ends)
-        lease = None if self._cores is None else self._cores.take(slot.name, waiting.cores)
-        task = asyncio.create_task(self._run(waiting, slot, lease))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def pool(self) -> pb.PoolStatus:
+        """The workers of all hosts."""
+        hosts = self.dispatcher.hosts.values()
+        return pb.PoolStatus(
+            workers=sum(host.alive for host in hosts),
+            busy=sum(host.workers - host.free for host in hosts),
+            max_workers=sum(host.workers for host in hosts),
+            queued=len(self._queues),
+            provisioned_seconds=sum(host.provisioned_seconds for host in hosts),
+            busy_seconds=sum(host.busy_seconds for host in hosts),
+        )
 
-    async def _run(self, waiting: Waiting, slot: Slot, lease: Lease | None) -> None:
+    def warm_workers(self, function: Function) -> int:
+        """Workers that have imported it and wait."""
+        return sum(host.warm_for(function) for host in self.dispatcher.hosts.values())
+
+    # What the dispatcher tells.
+
+    def begun(self, waiting: Waiting) -> None:
+        """It runs now."""
+        self._tell(waiting, lambda: _started(waiting))
+
+    def ended(self, waiting: Waiting, outcome: Outcome) -> None:
+        """It ran; it may run again."""
         function = waiting.function
-        start = time.perf_counter()
-        try:
-            outcome = await slot.run(function, waiting.arguments_json, lease)
-        except BadArguments as error:
-            self._refuse(waiting, InvalidArgument(str(error), field="arguments_json"))
-        except Exception as error:
-            log.exception("invocation", function=function.key)
-            outcome = Outcome(
-                error=pb.InvocationError(
-                    kind=pb.InvocationError.KIND_WORKER_DIED,
-                    message=f"the runtime failed: {type(error).__name__}: {error}",
-                )
-            )
-            self._finish(waiting, outcome, start)
+        if outcome.cold_seconds:
+            waiting.cold_seconds += outcome.cold_seconds
+            function.started_cold(outcome.cold_seconds)
+            self._metrics.cold_start(function, outcome.cold_seconds)
+        if waiting.lines is not None:
+            waiting.lines.end()
+        error = outcome.error
+        retry = error is not None and error.kind in _WORTH_A_RETRY
+        if retry and waiting.attempts <= function.spec.retries and not self._stopped:
+            function.retried += 1
+            self._metrics.retried(function)
+            self.dispatcher.again([waiting])
         else:
-            self._finish(waiting, outcome, start)
-        finally:
-            function.running -= 1
-            del self._running[waiting.invocation_id]
-            if lease is not None and self._cores is not None:
-                self._cores.give_back(lease)
-                seconds = time.perf_counter() - start
-                self._core_seconds.labels(function.label).inc(seconds * len(lease.cores))
-            self._free.append(slot)
-            if not self._stopped:
-                self._pump()
+            self._finish(waiting, outcome)
 
-    def _finish(self, waiting: Waiting, outcome: Outcome, start: float) -> None:
-        """Answer; `start` is when it began to run, 0 when it never did."""
+    def held(self, function: Function, cores: int, seconds: float) -> None:
+        """Calls of `function` had a place and that many cores for so long."""
+        self._metrics.held_cores(function, cores, seconds)
+
+    def _admit(self, function: Function, calls: int) -> None:
+        limit = function.spec.max_queued
+        if len(self._open) + calls > self._max_queued:
+            raise ResourceExhausted(
+                f"{len(self._open)} invocations wait already",
+                field="TROUPE_REWARD_MAX_QUEUED",
+                value=self._max_queued,
+                retry_after_ms=self._when_to_come(self._queues.seconds(0.0)),
+            )
+        if limit and function.queued + calls > limit:
+            raise ResourceExhausted(
+                f"{function.queued} invocations of {function.spec.name} wait already",
+                field="function.max_queued",
+                value=limit,
+                retry_after_ms=self._when_to_come(function.queued * function.seconds),
+            )
+
+    def _when_to_come(self, backlog_seconds: float) -> int:
+        """In how many milliseconds half of what waits should be done."""
+        workers = max(1, sum(host.workers for host in self.dispatcher.hosts.values()))
+        return min(_LATE_MS, max(_SOON_MS, int(1000 * backlog_seconds / workers / 2)))
+
+    def _finish(self, waiting: Waiting, outcome: Outcome) -> None:
         self._open.pop(waiting.invocation_id, None)
         function, now = waiting.function, time.perf_counter()
-        queued = (start or now) - waiting.since
-        ran = now - start if start else 0.0
+        ran = now - waiting.began if waiting.began else 0.0
+        queued = now - waiting.since - ran
         function.invocations += 1
         function.run_seconds += ran
-        response = pb.InvokeResponse(queue_seconds=queued, run_seconds=ran, cores=waiting.cores)
+        response = pb.InvokeResponse(
+            queue_seconds=queued,
+            run_seconds=ran,
+            cores=waiting.cores,
+            attempts=waiting.attempts,
+            cold_start_seconds=waiting.cold_seconds,
+            host=waiting.host,
+        )
         label = "ok"
         if outcome.error is None:
             response.result_json = outcome.result_json
@@ -209,15 +245,87 @@ class Runtime:
         else:
             function.errors += 1
             response.error.CopyFrom(outcome.error)
-            label = pb.InvocationError.Kind.Name(outcome.error.kind).lower()
-        self._seconds.labels(function.label, label.removeprefix("kind_")).observe(ran)
-        self._queue_seconds.labels(function.label).observe(queued)
+            kind = pb.InvocationError.Kind.Name(outcome.error.kind)
+            label = kind.removeprefix("KIND_").lower()
+            self._log(waiting, f"{label}: {outcome.error.message}")
+        self._metrics.ended(function, label, queued, ran)
         if not waiting.done.done():
             waiting.done.set_result(response)
 
     def _refuse(self, waiting: Waiting, error: TroupeError) -> None:
         self._open.pop(waiting.invocation_id, None)
-        if waiting.slot is None:
-            self._queues.remove(waiting)
+        if not waiting.began:
+            self._take_out(waiting)
         if not waiting.done.done():
             waiting.done.set_exception(error)
+            # It is no fault that nobody waits.
+            waiting.done.exception()
+
+    def _take_out(self, waiting: Waiting) -> None:
+        """Out of its queue, or from behind what a worker runs."""
+        if waiting.chunk is None:
+            self._queues.remove(waiting)
+        else:
+            waiting.chunk.leave(waiting)
+            waiting.chunk = None
+
+    def _printed(self, waiting: Waiting, part: bytes) -> None:
+        if waiting.lines is None:
+            waiting.lines = Lines(lambda line: self._line(waiting, line))
+        waiting.lines.add(part)
+
+    def _line(self, waiting: Waiting, line: str) -> None:
+        self._log(waiting, line)
+        self._tell(waiting, lambda: pb.InvocationEvent(output=line + "\n"))
+
+    def _log(self, waiting: Waiting, text: str) -> None:
+        function, call = waiting.function, waiting.call
+        function.logs.add(
+            pb.LogLine(
+                version=function.spec.version,
+                job_id=call.job_id,
+                trajectory_id=call.trajectory_id,
+                invocation_id=waiting.invocation_id,
+                text=text,
+            )
+        )
+
+    def _tell(self, waiting: Waiting, event: Callable[[], pb.InvocationEvent]) -> None:
+        for watcher in self._watchers.get(waiting.invocation_id, ()):
+            watcher(event())
+
+    def _watch_pool(self) -> None:
+        hosts, watch = self.dispatcher.hosts, self._metrics.watch
+        watch("queued", "Invocations that wait for a worker.", lambda: len(self._queues))
+        watch(
+            "running",
+            "Workers that run invocations.",
+            lambda: sum(host.workers - host.free for host in hosts.values()),
+        )
+        watch(
+            "workers",
+            "Worker processes.",
+            lambda: sum(host.alive for host in hosts.values()),
+        )
+        watch(
+            "cores_held",
+            "Cores that calls hold.",
+            lambda: sum(
+                running.holds.get(CORES, 0)
+                for host in hosts.values()
+                for running in host.running.values()
+            ),
+        )
+        watch(
+            "worker_restarts",
+            "Workers replaced so far.",
+            lambda: sum(host.restarts for host in hosts.values()),
+        )
+
+
+def _started(waiting: Waiting) -> pb.InvocationEvent:
+    return pb.InvocationEvent(
+        started=pb.InvocationStarted(
+            attempt=waiting.attempts, cores=waiting.cores, host=waiting.host
+        )
+    )

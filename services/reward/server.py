@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from typing import Any, Final
 
 import grpc
-import structlog
-from pydantic import Field
 
 from services.chassis.idempotency import IdempotencyCache
-from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
-from services.reward.cpu import CoreManager, choose_backend, usable_cores
-from services.reward.fence import Fence
-from services.reward.groups import Groups, open_groups
+from services.reward.call import Call
+from services.reward.function import Function
+from services.reward.logs import listening
 from services.reward.registry import Registry
 from services.reward.runtime import Runtime
-from services.reward.slot import Slot
+from services.reward.settings import RewardSettings
+from services.reward.sources import Sources
+from services.reward.workplace import Workplace
 from troupe.rpc import InvalidArgument
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1 import reward_pb2_grpc
 
-log = structlog.get_logger("troupe.reward")
+__all__ = ["RewardService", "RewardSettings"]
 
-
-class RewardSettings(ServiceSettings):
-    """What the reward service needs to know besides."""
-
-    reward_workers: int = Field(default=2, gt=0)
-    """Worker processes, that is, calls that run at once."""
-    reward_cores: int = Field(default=0, ge=0)
-    """Cores that calls hold while they run: handed out anew for every call, as many as pay.
-    0: none are handed out, and a call takes a worker process and nothing else."""
-    reward_core_backend: Literal["auto", "cgroup2", "cgroup1", "affinity"] = "auto"
-    """How the kernel is told; auto: the first of them that works here."""
-    reward_import_seconds: float = Field(default=120, gt=0)
-    """How long a worker may take to import a function's module."""
-    reward_max_queued: int = Field(default=10_000, gt=0)
-    """Invocations that may wait; more are asked to come again."""
+# Outcomes remembered at once; rewards are small, so the bytes are not what bounds them.
+_RESULTS: Final = 100_000
+# A stream that is read more slowly than its function prints misses output.
+_EVENTS: Final = 1000
 
 
 class RewardService(reward_pb2_grpc.RewardServicer):
@@ -46,18 +36,16 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     name = "troupe.v1.Reward"
 
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
-        groups = open_groups()
-        cores = _core_manager(settings, groups)
-        self._fence = fence = Fence(groups) if groups is not None else None
-        slots = [
-            Slot(settings.reward_import_seconds, f"worker-{i}", cores, fence)
-            for i in range(settings.reward_workers)
-        ]
-        self._registry = Registry(settings.reward_cores)
+        self._workplace = Workplace(settings)
+        self._sources = Sources()
+        self._registry = Registry(self._sources, settings.reward_cores)
         self._runtime = Runtime(
-            slots, telemetry, max_queued=settings.reward_max_queued, cores=cores
+            [self._workplace.host], telemetry, max_queued=settings.reward_max_queued
         )
-        self._once = IdempotencyCache(settings.idempotency_seconds)
+        self._most = settings.reward_max_queued
+        self._once = IdempotencyCache(
+            settings.reward_result_seconds, _RESULTS, settings.reward_result_mib << 20
+        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the servicer."""
@@ -70,40 +58,111 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def stop(self, grace: float) -> None:
         """Kill the workers."""
         await self._runtime.stop()
-        if self._fence is not None:
-            self._fence.close()
+        self._workplace.close()
         await self._once.close()
+        self._sources.close()
+
+    async def UploadSource(
+        self, request: pb.UploadSourceRequest, context: Any
+    ) -> pb.UploadSourceResponse:
+        """Keep files of code by their hash."""
+        sha256 = await asyncio.to_thread(self._sources.put, request.files)
+        return pb.UploadSourceResponse(sha256=sha256)
 
     async def RegisterFunction(
         self, request: pb.RegisterFunctionRequest, context: Any
     ) -> pb.RegisterFunctionResponse:
         """Make a function known."""
-        self._registry.register(request.function)
+        function = self._registry.register(request.function)
+        self._runtime.dispatcher.warm_up(function)
         return pb.RegisterFunctionResponse()
+
+    async def DeleteFunction(
+        self, request: pb.DeleteFunctionRequest, context: Any
+    ) -> pb.DeleteFunctionResponse:
+        """Forget a function, and cancel its calls."""
+        function = self._registry.delete(request.name, request.version)
+        if function is not None:
+            self._runtime.forget(function)
+        return pb.DeleteFunctionResponse(deleted=function is not None)
 
     async def ListFunctions(
         self, request: pb.ListFunctionsRequest, context: Any
     ) -> pb.ListFunctionsResponse:
         """All functions with their counts."""
-        return pb.ListFunctionsResponse(functions=[f.status() for f in self._registry])
+        return pb.ListFunctionsResponse(
+            functions=[f.status(self._runtime.warm_workers(f)) for f in self._registry],
+            pool=self._runtime.pool(),
+        )
 
     async def Invoke(self, request: pb.InvokeRequest, context: Any) -> pb.InvokeResponse:
         """Run a function once per invocation id, however often it is asked."""
-        if not request.invocation_id:
-            raise InvalidArgument(
-                "is empty",
-                field="invocation_id",
-                remedy="Make an id for each invocation, so that a repeated call runs once.",
-            )
         function = self._registry.find(request.name, request.version)
-        return await self._once.run(
-            request.invocation_id,
-            request.SerializeToString(deterministic=True),
+        _check_ids([request.invocation_id])
+        response = await self._run_once(
+            function,
+            request,
             lambda: self._runtime.invoke(
-                request.invocation_id, function, request.arguments_json, request.priority
+                request.invocation_id,
+                function,
+                Call(request.arguments_json, request.job_id, request.trajectory_id),
+                priority=request.priority,
+                weight=_weight(request.weight),
             ),
-            abandoned=lambda: self._runtime.abandon(request.invocation_id),
         )
+        if response.error.kind == pb.InvocationError.KIND_BAD_ARGUMENTS:
+            raise InvalidArgument(response.error.message, field="arguments_json")
+        return response
+
+    async def InvokeBatch(
+        self, request: pb.InvokeBatchRequest, context: Any
+    ) -> pb.InvokeBatchResponse:
+        """Run many calls of a function; all of them are queued, or none."""
+        function = self._registry.find(request.name, request.version)
+        _check_ids([call.invocation_id for call in request.calls])
+        weight = _weight(request.weight)
+        most = min(self._most, function.spec.max_queued or self._most)
+        if len(request.calls) > most:
+            raise InvalidArgument(
+                f"more calls than may ever wait ({most:,})",
+                field="calls",
+                value=len(request.calls),
+                remedy="Send them in several batches.",
+            )
+        fresh = {
+            call.invocation_id: Call(call.arguments_json, request.job_id, call.trajectory_id)
+            for call in request.calls
+            if call.invocation_id not in self._once
+        }
+        outcomes = self._runtime.submit(list(fresh.items()), function, request.priority, weight)
+        begun = dict(zip(fresh, outcomes, strict=True))
+        responses = await asyncio.gather(
+            *(
+                self._run_once(function, call, lambda c=call: begun[c.invocation_id])
+                for call in request.calls
+            )
+        )
+        return pb.InvokeBatchResponse(responses=responses)
+
+    async def InvokeStream(
+        self, request: pb.InvokeRequest, context: Any
+    ) -> AsyncIterator[pb.InvocationEvent]:
+        """Run a function, and tell what happens until it has its outcome."""
+        events: asyncio.Queue[pb.InvocationEvent | None] = asyncio.Queue()
+
+        def tell(event: pb.InvocationEvent) -> None:
+            if events.qsize() < _EVENTS or event.WhichOneof("event") != "output":
+                events.put_nowait(event)
+
+        with self._runtime.watch(request.invocation_id, tell):
+            invoked = asyncio.create_task(self.Invoke(request, context))
+            invoked.add_done_callback(lambda _: events.put_nowait(None))
+            try:
+                while (event := await events.get()) is not None:
+                    yield event
+            finally:
+                invoked.cancel()
+            yield pb.InvocationEvent(outcome=await invoked)
 
     async def CancelInvocation(
         self, request: pb.CancelInvocationRequest, context: Any
@@ -111,20 +170,63 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         """End an invocation that waits or runs."""
         return pb.CancelInvocationResponse(cancelled=self._runtime.cancel(request.invocation_id))
 
+    async def ReadLogs(
+        self, request: pb.ReadLogsRequest, context: Any
+    ) -> AsyncIterator[pb.LogLine]:
+        """What a function's calls printed last, and what they print from now on."""
 
-def _core_manager(settings: RewardSettings, groups: Groups | None) -> CoreManager | None:
-    if not settings.reward_cores:
-        return None
-    try:
-        nodes = usable_cores(settings.reward_cores)
-        manager = CoreManager(nodes, choose_backend(groups, settings.reward_core_backend))
-    except (ValueError, OSError) as error:
+        def wanted(line: pb.LogLine) -> bool:
+            return request.job_id in ("", line.job_id) and request.invocation_id in (
+                "",
+                line.invocation_id,
+            )
+
+        functions = self._registry.versions(request.name, request.version)
+        with listening(functions) as coming:
+            kept = sorted(
+                (line for f in functions for line in f.logs.kept if wanted(line)),
+                key=lambda line: line.seconds,
+            )
+            for line in kept[-request.lines :]:
+                yield line
+            while request.follow and (following := await coming.get()) is not None:
+                if wanted(following):
+                    yield following
+
+    def _run_once(
+        self,
+        function: Function,
+        call: pb.InvokeRequest | pb.BatchCall,
+        begin: Any,
+    ) -> Awaitable[pb.InvokeResponse]:
+        same = "\0".join((function.key, call.arguments_json, call.trajectory_id))
+        return self._once.run(
+            call.invocation_id,
+            same.encode(),
+            begin,
+            abandoned=lambda: self._runtime.abandon(call.invocation_id),
+        )
+
+
+def _check_ids(ids: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for invocation_id in ids:
+        if not invocation_id or invocation_id in seen:
+            raise InvalidArgument(
+                "is there twice" if invocation_id else "is empty",
+                field="invocation_id",
+                value=invocation_id,
+                remedy="Make an id for each invocation, so that a repeated call runs once.",
+            )
+        seen.add(invocation_id)
+
+
+def _weight(weight: float) -> float:
+    if not 0 <= weight < float("inf"):
         raise InvalidArgument(
-            str(error),
-            field="TROUPE_REWARD_CORES",
-            value=settings.reward_cores,
-            remedy="Name as many cores as this process may use, and a backend that works here "
-            "(TROUPE_REWARD_CORE_BACKEND=auto).",
-        ) from error
-    log.info("cores are handed out", cores=settings.reward_cores, backend=manager.kind)
-    return manager
+            "is not a positive number",
+            field="weight",
+            value=weight,
+            remedy="Say how large the job's share is beside others; 0 is one.",
+        )
+    return weight or 1.0

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
 import structlog
 
 from services.reward import worker
+from services.reward.call import BadArguments, Call, Outcome
 from services.reward.cpu import CoreManager, Lease
 from services.reward.fence import Fence
+from services.reward.function import Function
 from services.reward.process import WorkerDied, WorkerProcess
-from services.reward.registry import Function
 from services.reward.sandbox import BUBBLEWRAP, Cage
 from troupe.v1 import reward_pb2 as pb
 
@@ -24,20 +26,13 @@ _KINDS: Final = {
     worker.OUT_OF_MEMORY: pb.InvocationError.KIND_OUT_OF_MEMORY,
     worker.BAD_RESULT: pb.InvocationError.KIND_BAD_RESULT,
     worker.NOT_IMPORTABLE: pb.InvocationError.KIND_NOT_IMPORTABLE,
+    worker.BAD_ARGUMENTS: pb.InvocationError.KIND_BAD_ARGUMENTS,
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one invocation: `result_json` after `seconds` of running, or `error`."""
-
-    result_json: str = ""
-    seconds: float = 0.0
-    error: pb.InvocationError | None = None
-
-
-class BadArguments(ValueError):
-    """`arguments_json` is not a JSON object; the caller's fault, so no outcome."""
+# Calls that a worker is sent before it has answered the first of them, and their bytes.
+_AHEAD: Final = 16
+_AHEAD_BYTES: Final = 64 * 2**10
 
 
 class _Lost(Exception):
@@ -77,10 +72,44 @@ class Slot:
         # Function -> its registrations when this worker last looked at its code.
         self._prepared: dict[str, int] = {}
         self._cancelled = False
+        # When the process was started, and how long its predecessors were there.
+        self._since = 0.0
+        self._lived = 0.0
+
+    @property
+    def warm(self) -> bool:
+        """Whether there is a process that waits for calls."""
+        return self._process is not None
+
+    @property
+    def lived(self) -> float:
+        """Seconds that there was a process, over its lifetime."""
+        return self._lived + (time.perf_counter() - self._since if self.warm else 0.0)
 
     async def start(self) -> None:
-        """Start the worker and wait until it answers."""
-        await self._call({"call": "ready"}, self._import_seconds)
+        """Start the worker and wait until it answers; raises RuntimeError."""
+        self._cancelled = False
+        try:
+            await self._call({"call": "ready"}, self._import_seconds)
+        except _Lost as lost:
+            raise RuntimeError(f"no worker process can be started: {lost}: {lost.output}") from lost
+
+    async def warm_up(self, function: Function) -> None:
+        """Have a worker that has imported `function`, if that works."""
+        self._cancelled = False
+        try:
+            failed = await self._get_ready(function, None)
+        except _Lost as lost:
+            log.warning("a worker was not warmed up", function=function.key, why=str(lost))
+        else:
+            if failed is not None and failed.error is not None:
+                log.warning(
+                    "a worker was not warmed up", function=function.key, why=failed.error.message
+                )
+
+    def rest(self) -> None:
+        """End the process; the next call starts another."""
+        self._drop()
 
     async def stop(self) -> None:
         """Kill the worker."""
@@ -111,44 +140,112 @@ class Slot:
 
         Raises `BadArguments`; every other end is an outcome.
         """
+        async for _, outcome in self.run_many(function, [Call(arguments_json)], lease):
+            error = outcome.error
+            if error is not None and error.kind == pb.InvocationError.KIND_BAD_ARGUMENTS:
+                raise BadArguments(error.message)
+            return outcome
+        raise AssertionError("a call that is not dropped has an outcome")
+
+    async def run_many(
+        self, function: Function, calls: Sequence[Call], lease: Lease | None = None
+    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        """Run `calls` one after the other on the cores of `lease`: index and outcome of each.
+
+        Stops early, after an outcome, when the worker is lost: what has no outcome did not begin.
+        Those that are `dropped` before they begin are left out.
+        """
         self._cancelled = False
-        entrypoint = function.spec.entrypoint
+        began = time.perf_counter()
+        cold = not (self._adopted and self.suits(function) and self.holds(function))
+        # The index of each call that the worker has, in their order.
+        sent: deque[int] = deque()
+        following = 0
         try:
-            if not self.suits(function):
-                self._drop()
-                self._cage = function.cage
-            if not self._adopted:
-                await self._adopt(function)
-            if self._cores is not None and lease is not None:
-                self._cores.grant(lease)
-            if not self.holds(function):
-                failed = await self._prepare(function)
-                if failed is not None:
-                    return failed
-            began = time.perf_counter()
-            request = {
-                "call": "invoke",
-                "entrypoint": entrypoint,
-                "arguments_json": arguments_json,
-                "memory_mib": function.spec.memory_mib,
-            }
-            answer = await self._call(request, function.spec.timeout_seconds)
+            failed = await self._get_ready(function, lease)
+            if failed is not None:
+                yield 0, failed
+                return
+            cold_seconds = time.perf_counter() - began if cold else 0.0
+            while True:
+                following = self._send(function, calls, following, sent)
+                if not sent:
+                    return
+                assert self._process is not None  # it was made ready, and is lost by raising only
+                self._process.printed = calls[sent[0]].printed
+                began = time.perf_counter()
+                answer = await self._answer(function.spec.timeout_seconds)
+                outcome, alone = self._judge(answer, time.perf_counter() - began, cold_seconds)
+                yield sent.popleft(), outcome
+                cold_seconds = 0.0
+                if alone:
+                    return
         except _Lost as lost:
             error = pb.InvocationError(kind=lost.kind, message=str(lost), output=lost.output)
-            return Outcome(error=error)
-        output = self._process.output() if self._process is not None else ""
+            yield (sent[0] if sent else following), Outcome(error=error)
+
+    def _send(
+        self, function: Function, calls: Sequence[Call], following: int, sent: deque[int]
+    ) -> int:
+        """Let the worker have what it can do next; returns the index of the first it has not.
+
+        A function that may run twice gets calls ahead, so that it never waits for the next one.
+        """
+        most = _AHEAD if function.repeatable else 1
+        size = sum(len(calls[place].arguments_json) for place in sent)
+        while following < len(calls) and (not sent or (len(sent) < most and size < _AHEAD_BYTES)):
+            call = calls[following]
+            if not call.dropped:
+                assert self._process is not None
+                self._process.send(
+                    {
+                        "call": "invoke",
+                        "entrypoint": function.spec.entrypoint,
+                        "arguments_json": call.arguments_json,
+                        "memory_mib": function.spec.memory_mib,
+                    }
+                )
+                sent.append(following)
+                size += len(call.arguments_json)
+            following += 1
+        return following
+
+    def _judge(
+        self, answer: worker.Answer, seconds: float, cold_seconds: float
+    ) -> tuple[Outcome, bool]:
+        """The outcome, and whether the worker is gone after it."""
+        assert self._process is not None
+        output = self._process.output()
+        gone = self._cage.level == BUBBLEWRAP or answer.kind == worker.OUT_OF_MEMORY
         if self._cage.level == BUBBLEWRAP:
             # What ran may have left processes, files, or another json module behind: the next
             # call, of another trajectory, begins with nothing.
             self._drop()
-        if answer.kind == worker.BAD_ARGUMENTS:
-            raise BadArguments(answer.text)
-        if answer.kind == worker.OUT_OF_MEMORY:
+        elif answer.kind == worker.OUT_OF_MEMORY:
             self._replace()  # whatever was half allocated goes with it
-        return _outcome(answer, time.perf_counter() - began, output)
+        return _outcome(answer, seconds, output, cold_seconds), gone
 
-    async def _adopt(self, function: Function) -> None:
-        """Put a new worker where it belongs, before any of its code runs."""
+    async def _get_ready(self, function: Function, lease: Lease | None) -> Outcome | None:
+        """Have a worker that has imported `function`; the outcome where that fails.
+
+        Raises `_Lost`.
+        """
+        if not self.suits(function):
+            self._drop()
+            self._cage = function.cage
+        await self._adopt(function, lease)
+        if not self.holds(function):
+            return await self._prepare(function, lease)
+        return None
+
+    async def _adopt(self, function: Function, lease: Lease | None) -> None:
+        """Put a new worker where it belongs, before any of its code runs, and on its cores."""
+        if not self._adopted:
+            await self._settle_in(function)
+        if self._cores is not None and lease is not None:
+            self._cores.grant(lease)
+
+    async def _settle_in(self, function: Function) -> None:
         await self._call({"call": "ready"}, self._import_seconds)
         assert self._process is not None  # it has answered
         pids = await asyncio.to_thread(self._process.pids)
@@ -158,7 +255,7 @@ class Slot:
             self._fence.adopt(self.name, pids, self._cage.processes, function.spec.memory_mib)
         self._adopted = True
 
-    async def _prepare(self, function: Function) -> Outcome | None:
+    async def _prepare(self, function: Function, lease: Lease | None) -> Outcome | None:
         entrypoint, registrations = function.spec.entrypoint, function.registrations
         request = {"call": "prepare", "entrypoint": entrypoint}
         try:
@@ -166,6 +263,7 @@ class Slot:
             if answer.kind == worker.STALE:
                 log.info("modules were edited: new worker", entrypoint=entrypoint)
                 self._replace()
+                await self._adopt(function, None)
                 answer = await self._call(request, self._import_seconds)
         except _Lost as lost:
             if lost.kind == pb.InvocationError.KIND_CANCELLED:
@@ -179,7 +277,13 @@ class Slot:
         return _outcome(answer)
 
     async def _call(self, request: dict[str, Any], timeout: float) -> worker.Answer:
-        """The worker's answer; raises `_Lost` when there is none, and the worker is replaced."""
+        """The worker's answer to `request`, from a new worker where there is none.
+
+        Raises `_Lost` when there is none, and the worker is replaced.
+        """
+        return await self._answer(timeout, request)
+
+    async def _answer(self, timeout: float, request: dict[str, Any] | None = None) -> worker.Answer:
         kind = pb.InvocationError
         if self._cancelled:
             raise _Lost(kind.KIND_CANCELLED, "cancelled before it ran")
@@ -188,7 +292,10 @@ class Slot:
             async with timer:
                 if self._process is None:
                     self._process = await WorkerProcess.start(*self._cage.launch())
-                return await self._process.call(request)
+                    self._since = time.perf_counter()
+                if request is not None:
+                    self._process.send(request)
+                return await self._process.answer()
         except TimeoutError:
             if not timer.expired():
                 raise
@@ -207,10 +314,6 @@ class Slot:
         """Drop the worker; the next call starts another. Returns what it printed last."""
         self.restarts += 1
         output = self._process.output() if self._process is not None else ""
-        if self._cage.level == BUBBLEWRAP:
-            # What ran may have left processes, files, or another json module behind: the next
-            # call, of another trajectory, begins with nothing.
-            self._drop()
         self._drop()
         return output
 
@@ -219,14 +322,17 @@ class Slot:
         self._adopted = False
         process, self._process = self._process, None
         if process is not None:
+            self._lived += time.perf_counter() - self._since
             task = asyncio.create_task(process.end())
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
 
 
-def _outcome(answer: worker.Answer, seconds: float = 0.0, output: str = "") -> Outcome:
+def _outcome(
+    answer: worker.Answer, seconds: float = 0.0, output: str = "", cold_seconds: float = 0.0
+) -> Outcome:
     if answer.kind == worker.OK:
-        return Outcome(answer.text, seconds)
+        return Outcome(answer.text, seconds, cold_seconds=cold_seconds)
     # What a sandbox answers is only a text; it may name a kind that there is not.
     return Outcome(
         error=pb.InvocationError(
@@ -234,5 +340,6 @@ def _outcome(answer: worker.Answer, seconds: float = 0.0, output: str = "") -> O
             message=answer.text,
             traceback=answer.traceback,
             output=output,
-        )
+        ),
+        cold_seconds=cold_seconds,
     )

@@ -16,10 +16,11 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.reward.call import Call
 from services.reward.cpu import CoreManager, usable_cores
 from services.reward.cpu.affinity import Affinity
+from services.reward.function import Function
 from services.reward.queues import Queues, Waiting
-from services.reward.registry import Function
 from tests.reward.test_reward_service import Client, client_of
 from troupe.rpc import InvalidArgument, new_id
 from troupe.v1 import reward_pb2 as pb
@@ -170,13 +171,14 @@ async def client_with_one_core() -> AsyncIterator[Client]:
 
 def _waiting(function: Function, arrival: int, priority: int = 0) -> Waiting:
     done: asyncio.Future[pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
-    return Waiting((-priority, arrival), str(arrival), function, "", done, float(arrival))
+    rank = (0.0, arrival)
+    return Waiting(str(arrival), function, Call("{}"), done, float(arrival), rank, priority)
 
 
 def test_a_functions_limit_stands_in_nobodys_way() -> None:
     limited = Function(pb.FunctionSpec(name="limited", max_concurrency=2))
     other = Function(pb.FunctionSpec(name="other"))
-    limited.running = 1
+    limited.chunks.add(object())  # type: ignore[arg-type]
     queues = Queues()
     for arrival in range(4):
         queues.add(_waiting(limited, arrival))

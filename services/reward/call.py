@@ -1,0 +1,91 @@
+"""One call as a worker gets it, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from troupe.v1 import reward_pb2 as pb
+
+if TYPE_CHECKING:
+    from services.reward.cpu import Lease
+    from services.reward.function import Function
+
+
+@dataclass(eq=False)
+class Call:
+    """What a function is called with, on whose behalf, and who hears what it prints."""
+
+    arguments_json: str
+    job_id: str = ""
+    trajectory_id: str = ""
+    printed: Callable[[bytes], None] | None = None
+    # Stateful sandboxes that its trajectory has had.
+    sandboxes: Sequence[str] = ()
+    # Nobody wants it any more: it need not be begun.
+    dropped: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one call: `result_json` after `seconds` of running, or `error`.
+
+    `cold_seconds`: what it took to start a worker and to import the code; 0: both were there.
+    """
+
+    result_json: str = ""
+    seconds: float = 0.0
+    error: pb.InvocationError | None = None
+    cold_seconds: float = 0.0
+    # The stateful sandbox that it ran in, or that is gone.
+    sandbox: str = ""
+
+
+class BadArguments(ValueError):
+    """`arguments_json` is not a JSON object; the caller's fault, so no outcome."""
+
+
+class Place(Protocol):
+    """Where calls run, one at a time: a worker process here, or one on another host."""
+
+    name: str
+    restarts: int
+
+    @property
+    def warm(self) -> bool:
+        """Whether there is a process that waits for calls."""
+
+    @property
+    def lived(self) -> float:
+        """Seconds that there was a process, over its lifetime."""
+
+    async def start(self) -> None:
+        """Have a process there, before any call."""
+
+    async def stop(self) -> None:
+        """There will be no more calls."""
+
+    def rest(self) -> None:
+        """End the process; the next call starts another."""
+
+    async def warm_up(self, function: Function) -> None:
+        """Have a process there that has imported `function`, if that works."""
+
+    def holds(self, function: Function) -> bool:
+        """Whether the process has imported `function` since its last registration."""
+
+    def suits(self, function: Function) -> bool:
+        """Whether the process is confined as `function` wants it."""
+
+    def cancel(self) -> None:
+        """End the call that runs now; its outcome is KIND_CANCELLED."""
+
+    def run_many(
+        self, function: Function, calls: Sequence[Call], lease: Lease | None = None
+    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        """Run `calls` one after the other: index and outcome of each as it ends.
+
+        Stops early, after an outcome, when the process is lost: what has no outcome did not begin.
+        Those that are `dropped` before they begin are left out.
+        """

@@ -1,0 +1,90 @@
+"""What a function may not declare: refused at once, with field, value and remedy."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final
+
+from services.reward.function import KINDS
+from services.reward.sandbox import BUBBLEWRAP, LEVELS, find_bubblewrap
+from troupe.rpc import InvalidArgument
+from troupe.v1 import reward_pb2 as pb
+
+_ENTRYPOINT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_MOST_RETRIES: Final = 100
+_COUNTS: Final = (
+    *("memory_mib", "max_concurrency", "max_queued", "min_workers", "retries"),
+    *("cores", "max_cores", "gpus", "quota_units", "processes", "disk_mib"),
+)
+
+
+def check(spec: pb.FunctionSpec, cores: int) -> None:
+    """Raises `InvalidArgument` or `FailedPrecondition` for a field that cannot work here.
+
+    `cores`: as many as are handed out; 0: none are.
+    """
+
+    def refuse(field: str, value: object, message: str, remedy: str) -> None:
+        raise InvalidArgument(message, field=f"function.{field}", value=value, remedy=remedy)
+
+    if not spec.name:
+        refuse("name", "", "is empty", "Name the function.")
+    if not _ENTRYPOINT.fullmatch(spec.entrypoint):
+        refuse(
+            "entrypoint",
+            spec.entrypoint,
+            "is not of the form package.module:attribute",
+            "Write for example my_project.rewards:exact_match.",
+        )
+    if not (math.isfinite(spec.timeout_seconds) and spec.timeout_seconds > 0):
+        refuse(
+            "timeout_seconds",
+            spec.timeout_seconds,
+            "is not a positive number",
+            "Give every function a timeout.",
+        )
+    if spec.sandbox and spec.sandbox not in LEVELS:
+        refuse("sandbox", spec.sandbox, "is no sandbox", f"Known: {', '.join(LEVELS)}.")
+    if spec.sandbox == BUBBLEWRAP:
+        find_bubblewrap()
+    if cores and spec.cores > cores:
+        refuse(
+            "cores",
+            spec.cores,
+            f"more than the {cores} cores of this host: no call could ever run",
+            "Declare fewer, or start the reward service with a larger TROUPE_REWARD_CORES.",
+        )
+    if spec.max_cores and spec.max_cores < spec.cores:
+        refuse("max_cores", spec.max_cores, f"less than cores ({spec.cores})", "0 means no more.")
+    if not 0 <= spec.parallel_fraction <= 1:
+        refuse(
+            "parallel_fraction",
+            spec.parallel_fraction,
+            "is not within 0 .. 1",
+            "It is the part of the time that more cores make shorter.",
+        )
+    if spec.kind not in KINDS:
+        refuse("kind", spec.kind, "is no kind of function", 'Known: "reward" and "tool".')
+    if spec.retries > _MOST_RETRIES:
+        refuse(
+            "retries",
+            spec.retries,
+            f"is more than {_MOST_RETRIES}",
+            "A call that fails so often fails by itself.",
+        )
+    for name in ("idle_seconds", "sandbox_idle_seconds"):
+        value = getattr(spec, name)
+        if not (math.isfinite(value) and value >= 0):
+            refuse(name, value, "is not a number of 0 or more", "Say how many seconds.")
+    if spec.source_sha256 and not _SHA256.fullmatch(spec.source_sha256):
+        refuse(
+            "source_sha256",
+            spec.source_sha256,
+            "is no SHA-256 in hexadecimal",
+            "Use what UploadSource returned.",
+        )
+    for name in _COUNTS:
+        if getattr(spec, name) < 0:
+            refuse(name, getattr(spec, name), "is negative", "0 means no limit.")

@@ -1,0 +1,79 @@
+"""Calls that one worker was given at once: short ones, so that none costs a round trip alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from services.reward.call import Place
+from services.reward.queues import Waiting
+
+# A worker is given as many calls as it is expected to do in this time, at most so many.
+SECONDS: Final = 0.02
+MOST: Final = 64
+# A call that takes longer than this keeps nobody behind it: they go elsewhere.
+PATIENCE_SECONDS: Final = 0.1
+
+
+class Chunk:
+    """Invocations in the order in which a place runs them, until each has ended or left."""
+
+    def __init__(
+        self, waiting: Sequence[Waiting], place: Place, recall: Callable[[list[Waiting]], None]
+    ) -> None:
+        """`recall` is told of those that waited for too long behind another."""
+        self.place = place
+        self.calls = [one.call for one in waiting]
+        self._waiting: list[Waiting | None] = list(waiting)
+        self._recall = recall
+        self._timer: asyncio.TimerHandle | None = None
+        self._watch()
+
+    @property
+    def behind(self) -> int:
+        """How many have not begun."""
+        return max(0, sum(one is not None for one in self._waiting) - 1)
+
+    @property
+    def current(self) -> Waiting | None:
+        """The one that runs, or is the next to."""
+        return next(filter(None, self._waiting), None)
+
+    def ended(self, index: int) -> Waiting | None:
+        """The one whose outcome came, unless it left before."""
+        found, self._waiting[index] = self._waiting[index], None
+        self._watch()
+        return found
+
+    def leave(self, waiting: Waiting) -> None:
+        """Let go of one that has not begun, as far as anybody knows; if it runs after all, its
+        outcome is nobody's."""
+        index = self._waiting.index(waiting)
+        self._waiting[index] = None
+        waiting.call.dropped = True
+
+    def leave_all(self) -> list[Waiting]:
+        """All that have no outcome, in their order; they leave."""
+        found = [one for one in self._waiting if one is not None]
+        self._waiting = [None] * len(self._waiting)
+        self._unwatch()
+        return found
+
+    def _watch(self) -> None:
+        self._unwatch()
+        if self.behind:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(PATIENCE_SECONDS, self._give_up)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        current = self.current
+        behind = [one for one in self._waiting if one is not None and one is not current]
+        for one in behind:
+            self.leave(one)
+        self._recall(behind)

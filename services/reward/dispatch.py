@@ -1,0 +1,275 @@
+"""Brings what waits to where it runs, and starts and ends worker processes as they are needed.
+
+`troupe.scheduling.elastic` decides, whenever something comes or ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Coroutine, Iterable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Final, Protocol
+
+import structlog
+
+from services.reward import chunk
+from services.reward.call import Outcome
+from services.reward.chunk import Chunk
+from services.reward.cpu import Lease
+from services.reward.function import Function, quantile
+from services.reward.host import Host
+from services.reward.queues import CORES, Queues, Waiting
+from troupe.scheduling.elastic import Placed, Rules, Running, decide_over
+from troupe.scheduling.elastic.provision import workers_to_start
+from troupe.v1 import reward_pb2 as pb
+
+log = structlog.get_logger("troupe.reward")
+
+_RULES: Final = Rules()
+# Until a worker has started: what that is expected to take. Of so many it is the median.
+_COLD_SECONDS: Final = 0.15
+_COLD_STARTS: Final = 100
+# Timers are not exact: looking a little later finds what is due.
+_LATE_SECONDS: Final = 0.005
+
+
+class Listener(Protocol):
+    """Who hears of what was dispatched."""
+
+    def begun(self, waiting: Waiting) -> None:
+        """It runs now."""
+
+    def ended(self, waiting: Waiting, outcome: Outcome) -> None:
+        """It ran."""
+
+    def held(self, function: Function, cores: int, seconds: float) -> None:
+        """Calls of `function` had a place and that many cores for so long."""
+
+
+class Dispatcher:
+    """The queues, the hosts, and what runs."""
+
+    def __init__(self, hosts: Iterable[Host], listener: Listener) -> None:
+        self.queues = Queues()
+        self.hosts = {host.name: host for host in hosts}
+        self._listener = listener
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._cold: list[float] = []
+        self._pump_timer: asyncio.TimerHandle | None = None
+        self._reap_timer: asyncio.TimerHandle | None = None
+        self._stopped = False
+
+    async def start(self) -> None:
+        """Start the workers that are to be there at any time."""
+        await asyncio.gather(*(host.start() for host in self.hosts.values()))
+
+    async def stop(self) -> None:
+        """End everything that runs, without outcomes."""
+        self._stopped = True
+        for timer in (self._pump_timer, self._reap_timer):
+            if timer is not None:
+                timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(host.stop() for host in self.hosts.values()))
+
+    def attach(self, host: Host) -> None:
+        """One more host that runs calls."""
+        self.hosts[host.name] = host
+        self.pump()
+
+    def detach(self, name: str) -> None:
+        """Nothing begins there any more; the outcomes of what runs there come from its places."""
+        self.hosts.pop(name, None)
+
+    def warm_up(self, function: Function) -> None:
+        """Start what a function wants to have ready ahead of any call."""
+        if function.spec.min_workers and not self._stopped:
+            for host in self.hosts.values():
+                self._spawn(host.warm_up(function))
+
+    def pump(self) -> None:
+        """Start what the scheduler says."""
+        if self._stopped:
+            return
+        while self._decide():
+            pass
+        if len(self.queues) and any(host.cold for host in self.hosts.values()):
+            self._look_again(self.cold_seconds)
+
+    def _decide(self) -> bool:
+        """One decision; whether there may be another, since what it granted was taken along."""
+        hosts = [host for host in self.hosts.values() if host.free]
+        if not hosts or not len(self.queues):
+            return False
+        now = time.perf_counter()
+        handing = any(host.cores is not None for host in hosts)
+        # How much the first get depends on how many are behind them, where there is more to get.
+        beyond = _RULES.horizon if handing else 0
+        first = {
+            w.invocation_id: w for w in self.queues.first(sum(host.free for host in hosts) + beyond)
+        }
+        if not first:
+            return False
+        functions = {w.function.key: w.function for w in first.values()}.values()
+        startable = self._startable(next(iter(first.values())), now)
+        # Those with a place of their own need no process of the host's.
+        guests = sum(w.place is not None for w in first.values())
+        views = []
+        for host in hosts:
+            cold = min(host.cold, startable)
+            startable -= cold
+            views.append(host.view(cold + guests, functions, plenty=handing))
+        queue = [w.action(with_cores=handing) for w in first.values()]
+        grants = decide_over(views, queue, now, _RULES)
+        begun = 0
+        for grant in grants:
+            waiting = first[grant.action.action_id]
+            if waiting.chunk is None:  # else a worker that was given one before it has it, too
+                self._begin(waiting, grant)
+                begun += 1
+        return begun < len(grants)
+
+    @property
+    def cold_seconds(self) -> float:
+        """How long a worker is expected to take to start."""
+        return quantile(self._cold, 0.5) or _COLD_SECONDS
+
+    def _startable(self, head: Waiting, now: float) -> int:
+        """How many processes may be started for what waits."""
+        alive = sum(host.alive for host in self.hosts.values())
+        cold = sum(host.cold for host in self.hosts.values())
+        if not cold:
+            return 0
+        seconds = self.cold_seconds
+        backlog = self.queues.seconds(seconds)
+        for host in self.hosts.values():
+            # What takes longer than was expected is expected to take as long again.
+            backlog += sum(
+                r.ends - now if r.ends > now else now - r.ends for r in host.running.values()
+            )
+        return workers_to_start(backlog, now - head.since, alive, cold, seconds)
+
+    def _begin(self, waiting: Waiting, grant: Placed) -> None:
+        host, function = self.hosts[grant.host], waiting.function
+        cores = grant.holds.get(CORES, 0) if host.cores is not None else 0
+        place, lease = host.take(function, cores, waiting.place)
+        self.queues.remove(waiting)
+        several = [waiting, *self._behind(waiting)]
+        for one in several:
+            if one is not waiting:
+                self.queues.remove(one)
+            one.cores, one.host = cores, host.name
+            one.charged = one.cost
+            self.queues.shares.charge(one.job, one.charged)
+        work = Chunk(several, place, self.again)
+        for one in several:
+            one.chunk = work
+        function.chunks.add(work)
+        ends = time.perf_counter() + grant.seconds * len(several)
+        host.running[waiting.invocation_id] = Running(grant.holds, ends)
+        self._spawn(self._run(waiting.invocation_id, function, work, host, lease))
+
+    def _behind(self, waiting: Waiting) -> list[Waiting]:
+        """What the same worker gets along with it: short calls, no more than its share of them."""
+        function = waiting.function
+        alone = waiting.place is not None or function.elastic or not function.stays_warm
+        if alone or not function.invocations:
+            return []
+        fit = min(chunk.MOST, int(chunk.SECONDS / function.seconds))
+        # As many workers as there are and its limit allows.
+        alive = sum(host.alive for host in self.hosts.values())
+        takers = min(alive, function.spec.max_concurrency or alive)
+        share = math.ceil((1 + function.queued) / max(1, takers))
+        return self.queues.following(waiting, min(fit, share) - 1)
+
+    async def _run(
+        self, key: str, function: Function, work: Chunk, host: Host, lease: Lease | None
+    ) -> None:
+        try:
+            await self._run_all(function, work, lease)
+        finally:
+            # Those that never began are as if nothing had happened to them.
+            left = work.leave_all()
+            function.chunks.discard(work)
+            del host.running[key]
+            seconds = host.give_back(work.place, lease)
+            self._listener.held(function, 0 if lease is None else len(lease.cores), seconds)
+            if not self._stopped:
+                self.again(left)
+                self._reap()
+
+    async def _run_all(self, function: Function, work: Chunk, lease: Lease | None) -> None:
+        self._next(work)
+        try:
+            async with aclosing(work.place.run_many(function, work.calls, lease)) as outcomes:
+                async for index, outcome in outcomes:
+                    if outcome.cold_seconds:
+                        self._cold = [*self._cold[1 - _COLD_STARTS :], outcome.cold_seconds]
+                    waiting = work.ended(index)
+                    if waiting is not None:
+                        self._end(waiting, outcome)
+                    self._next(work)
+        except Exception as error:
+            log.exception("invocation", function=function.key)
+            message = f"the runtime failed: {type(error).__name__}: {error}"
+            kind = pb.InvocationError.KIND_WORKER_DIED
+            if (waiting := work.current) is not None:
+                work.leave(waiting)
+                self._end(waiting, Outcome(error=pb.InvocationError(kind=kind, message=message)))
+
+    def _next(self, work: Chunk) -> None:
+        waiting = work.current
+        if waiting is not None and not waiting.began:
+            waiting.began = time.perf_counter()
+            waiting.attempts += 1
+            self._listener.begun(waiting)
+
+    def _end(self, waiting: Waiting, outcome: Outcome) -> None:
+        if waiting.began:  # else its worker was lost before anybody knew that it had begun
+            spent = (time.perf_counter() - waiting.began) * max(1, waiting.cores)
+            self.queues.shares.correct(waiting.job, spent - waiting.charged)
+        waiting.chunk = None
+        self._listener.ended(waiting, outcome)
+
+    def again(self, several: Iterable[Waiting]) -> None:
+        """Queue what was given to a worker and has no outcome, at its old place."""
+        for waiting in several:
+            if not waiting.began:
+                self.queues.shares.correct(waiting.job, -waiting.charged)
+            waiting.call = replace(waiting.call, dropped=False)
+            waiting.chunk, waiting.began = None, 0.0
+            self.queues.add(waiting)
+        self.pump()
+
+    def _look_again(self, seconds: float) -> None:
+        """Pump later: what waits for a worker that is busy may be worth another by then."""
+        if self._pump_timer is None:
+            loop = asyncio.get_running_loop()
+            self._pump_timer = loop.call_later(seconds, self._pump_late)
+
+    def _pump_late(self) -> None:
+        self._pump_timer = None
+        self.pump()
+
+    def _reap(self) -> None:
+        """End the processes that were idle for too long, now and whenever the next one is."""
+        if self._reap_timer is not None:
+            return
+        looks = [look for host in self.hosts.values() if (look := host.reap()) is not None]
+        if looks and not self._stopped:
+            loop = asyncio.get_running_loop()
+            self._reap_timer = loop.call_later(min(looks) + _LATE_SECONDS, self._reap_late)
+
+    def _reap_late(self) -> None:
+        self._reap_timer = None
+        self._reap()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

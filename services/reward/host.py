@@ -1,0 +1,205 @@
+"""Where calls run together: the places of one host, and the cores that it hands out to them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+
+from services.reward.call import Place
+from services.reward.cpu import Lease
+from services.reward.function import Function
+from services.reward.queues import CORES, WORKERS
+from troupe.scheduling import elastic
+
+# What a host that hands out no cores has of them beside one that does: more than any call takes.
+_PLENTY: Final = 1 << 20
+
+
+class Cores(Protocol):
+    """Who hands out cores: `services.reward.cpu.CoreManager` here, a count of those elsewhere."""
+
+    @property
+    def free(self) -> int:
+        """Cores that nobody holds."""
+
+    def take(self, group: str, count: int) -> Lease:
+        """`count` cores for `group`, which nobody else gets."""
+
+    def give_back(self, lease: Lease) -> None:
+        """The call has ended."""
+
+
+class Host:
+    """The places of one host: as many calls at once as there are of them.
+
+    A place without calls for `idle_seconds` (or what its last function says) has its process ended,
+    but for `min_workers` and what functions want kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        places: Sequence[Place],
+        cores: Cores | None = None,
+        *,
+        min_workers: int = 0,
+        idle_seconds: float = 60.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`name`: empty for the service's own host."""
+        self.name = name
+        self.cores = cores
+        # What runs here, as the scheduler knows it, by its first invocation.
+        self.running: dict[str, elastic.Running] = {}
+        self._places = tuple(places)
+        # The longest idle first.
+        self._idle = list(places)
+        # Places that are not its own, where calls run now.
+        self._guests: set[Place] = set()
+        self._min_workers = min_workers
+        self._idle_seconds = idle_seconds
+        self._clock = clock
+        # Since when a place is idle or busy, and the function that it ran last.
+        self._since: dict[Place, float] = {}
+        self._last: dict[Place, Function] = {}
+        self._busy_seconds = 0.0
+
+    @property
+    def workers(self) -> int:
+        """Calls that may run at once."""
+        return len(self._places)
+
+    @property
+    def free(self) -> int:
+        """Calls that could begin now."""
+        return max(0, len(self._idle) - len(self._guests))
+
+    @property
+    def alive(self) -> int:
+        """Places that have a process, or are about to."""
+        return self.workers - self.cold
+
+    @property
+    def cold(self) -> int:
+        """Places without a process."""
+        return sum(not place.warm for place in self._idle)
+
+    @property
+    def restarts(self) -> int:
+        """Processes that had to be replaced so far."""
+        return sum(place.restarts for place in self._places)
+
+    @property
+    def provisioned_seconds(self) -> float:
+        """Seconds that processes were there, of all places together."""
+        return sum(place.lived for place in self._places)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that places ran calls, or were made ready for one."""
+        now, idle = self._clock(), set(self._idle)
+        return self._busy_seconds + sum(
+            now - self._since[place] for place in self._places if place not in idle
+        )
+
+    async def start(self) -> None:
+        """Have as many processes as there are to be at any time."""
+        await asyncio.gather(*(place.start() for place in self._idle[: self._min_workers]))
+
+    async def stop(self) -> None:
+        """End all processes."""
+        await asyncio.gather(*(place.stop() for place in self._places))
+
+    def view(self, startable: int, functions: Iterable[Function], *, plenty: bool) -> elastic.Host:
+        """What the scheduler sees when so many processes may be started, and `functions` wait;
+        `plenty`: other hosts hand out cores."""
+        free = {WORKERS: min(self.free, len(self._idle) - self.cold + startable)}
+        if self.cores is not None:
+            free[CORES] = self.cores.free
+        elif plenty:
+            free[CORES] = _PLENTY
+        warm = {f.key for f in functions if any(place.holds(f) for place in self._idle)}
+        return elastic.Host(self.name, free, tuple(self.running.values()), warm)
+
+    def take(
+        self, function: Function, cores: int, guest: Place | None = None
+    ) -> tuple[Place, Lease | None]:
+        """A place for calls of `function`, and that many cores.
+
+        `guest` is a place of the call's own: it counts as one of the calls that run at once.
+        """
+        place = guest or self._choose(function)
+        if guest is not None:
+            self._guests.add(guest)
+        else:
+            self._idle.remove(place)
+            self._last[place] = function
+        self._since[place] = self._clock()
+        return place, None if self.cores is None else self.cores.take(place.name, cores)
+
+    def give_back(self, place: Place, lease: Lease | None) -> float:
+        """The calls have ended; returns the seconds that they had the place."""
+        if lease is not None and self.cores is not None:
+            self.cores.give_back(lease)
+        now = self._clock()
+        seconds = now - self._since.pop(place)
+        if place in self._guests:
+            self._guests.remove(place)
+            return seconds
+        self._busy_seconds += seconds
+        self._since[place] = now
+        self._idle.append(place)
+        return seconds
+
+    def warm_for(self, function: Function) -> int:
+        """Idle places that have imported `function`."""
+        return sum(place.holds(function) for place in self._idle)
+
+    async def warm_up(self, function: Function) -> None:
+        """Have `function.spec.min_workers` processes that have imported it, as far as places go."""
+        holding = sum(place.holds(function) for place in self._places)
+        wanted = max(0, function.spec.min_workers - holding)
+        taken = [self.take(function, 0) for _ in range(min(wanted, self.free))]
+        try:
+            await asyncio.gather(*(place.warm_up(function) for place, _ in taken))
+        finally:
+            for place, lease in taken:
+                self.give_back(place, lease)
+
+    def reap(self) -> float | None:
+        """End processes that were idle for too long; returns in how many seconds to look again,
+        None when none is."""
+        now, next_look = self._clock(), None
+        spare = self.alive - self._min_workers
+        kept: dict[str, int] = {}
+        for place in list(self._idle):
+            function = self._last.get(place)
+            if not place.warm or function is None:
+                continue
+            kept[function.key] = kept.get(function.key, 0) + 1
+            if spare <= 0 or kept[function.key] <= function.spec.min_workers:
+                continue
+            limit = self._idle_seconds
+            if function.spec.HasField("idle_seconds"):
+                limit = function.spec.idle_seconds
+            left = self._since[place] + limit - now
+            if left <= 0:
+                place.rest()
+                spare -= 1
+            else:
+                next_look = left if next_look is None else min(left, next_look)
+        return next_look
+
+    def _choose(self, function: Function) -> Place:
+        """One that has imported it; one that could; one without a process; the longest idle."""
+        latest = self._idle[::-1]
+        ways = (
+            (p for p in latest if p.holds(function)),
+            (p for p in latest if p.warm and p.suits(function)),
+            (p for p in latest if not p.warm),
+            self._idle,
+        )
+        return next(itertools.chain.from_iterable(ways))

@@ -1,0 +1,33 @@
+"""What the reward service is told by `TROUPE_REWARD_*`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from services.chassis.settings import ServiceSettings
+
+
+class RewardSettings(ServiceSettings):
+    """What the reward service needs to know besides."""
+
+    reward_workers: int = Field(default=2, gt=0)
+    """Worker processes, that is, calls that run at once: the most that there are."""
+    reward_min_workers: int = Field(default=1, ge=0)
+    """Worker processes that are there without any call; 0: none, the first call waits for one."""
+    reward_idle_seconds: float = Field(default=60, ge=0)
+    """How long a worker process that is not needed waits for another call."""
+    reward_cores: int = Field(default=0, ge=0)
+    """Cores that calls hold while they run: handed out anew for every call, as many as pay.
+    0: none are handed out, and a call takes a worker process and nothing else."""
+    reward_core_backend: Literal["auto", "cgroup2", "cgroup1", "affinity"] = "auto"
+    """How the kernel is told; auto: the first of them that works here."""
+    reward_import_seconds: float = Field(default=120, gt=0)
+    """How long a worker may take to import a function's module."""
+    reward_max_queued: int = Field(default=10_000, gt=0)
+    """Invocations that may wait; more are asked to come again."""
+    reward_result_seconds: float = Field(default=600, gt=0)
+    """How long the outcome of an invocation is remembered for a caller that comes back."""
+    reward_result_mib: int = Field(default=64, gt=0)
+    """Of all outcomes that are remembered; the oldest are forgotten first."""

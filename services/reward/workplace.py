@@ -1,0 +1,61 @@
+"""The service's own host: what of this machine calls may have."""
+
+from __future__ import annotations
+
+import structlog
+
+from services.reward.cpu import CoreManager, choose_backend, usable_cores
+from services.reward.fence import Fence
+from services.reward.groups import Groups, open_groups
+from services.reward.host import Host
+from services.reward.settings import RewardSettings
+from services.reward.slot import Slot
+from troupe.rpc import InvalidArgument
+
+log = structlog.get_logger("troupe.reward")
+
+
+class Workplace:
+    """Worker processes of this host, its cores, and the limits of its sandboxes."""
+
+    def __init__(self, settings: RewardSettings) -> None:
+        """Raises `InvalidArgument` for cores that there are not."""
+        groups = open_groups()
+        self._cores = _core_manager(settings, groups)
+        self._fence = Fence(groups) if groups is not None else None
+        slots = [
+            Slot(settings.reward_import_seconds, f"worker-{i}", self._cores, self._fence)
+            for i in range(settings.reward_workers)
+        ]
+        self.host = Host(
+            "",
+            slots,
+            self._cores,
+            min_workers=settings.reward_min_workers,
+            idle_seconds=settings.reward_idle_seconds,
+        )
+
+    def close(self) -> None:
+        """All its processes have ended."""
+        if self._cores is not None:
+            self._cores.close()
+        if self._fence is not None:
+            self._fence.close()
+
+
+def _core_manager(settings: RewardSettings, groups: Groups | None) -> CoreManager | None:
+    if not settings.reward_cores:
+        return None
+    try:
+        nodes = usable_cores(settings.reward_cores)
+        manager = CoreManager(nodes, choose_backend(groups, settings.reward_core_backend))
+    except (ValueError, OSError) as error:
+        raise InvalidArgument(
+            str(error),
+            field="TROUPE_REWARD_CORES",
+            value=settings.reward_cores,
+            remedy="Name as many cores as this process may use, and a backend that works here "
+            "(TROUPE_REWARD_CORE_BACKEND=auto).",
+        ) from error
+    log.info("cores are handed out", cores=settings.reward_cores, backend=manager.kind)
+    return manager
