@@ -7,7 +7,8 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _CANCEL_SECONDS = 2.0
+_CLOSE_SECONDS = 30.0
 _ANNOUNCE_SECONDS = 2.0
 _DESCRIBE_SECONDS = IMPORT_SECONDS + 30.0
 # Looks for a deployed function that the service does not know (any more): some ten seconds.
@@ -43,8 +45,32 @@ _REMEDIES = {
     "the directory that holds it on PYTHONPATH, the function at the module's top level.",
     pb.InvocationError.KIND_TIMEOUT: "Raise its `timeout_seconds`, or make it faster.",
     pb.InvocationError.KIND_OUT_OF_MEMORY: "Raise its `memory_mib`, or let it take less.",
+    pb.InvocationError.KIND_SANDBOX_GONE: "Begin anew: its next call has a new sandbox. Raise "
+    "`sandbox_idle_seconds` if it was idle for too long.",
     pb.InvocationError.KIND_BAD_RESULT: "Return finite numbers, strings, lists and dicts of them.",
 }
+
+
+@dataclass
+class Sandboxes:
+    """What the stateful functions of one trajectory keep at the reward service."""
+
+    ids: set[str] = field(default_factory=set)
+    # A call may have opened one, and nobody heard of it again.
+    unheard: bool = False
+
+    async def hear(self, answer: Awaitable[pb.InvokeResponse]) -> pb.InvokeResponse:
+        """The answer, and what it says of a sandbox."""
+        try:
+            response = await answer
+        except BaseException:
+            self.unheard = True
+            raise
+        if response.error.kind == pb.InvocationError.KIND_SANDBOX_GONE:
+            self.ids.discard(response.sandbox)
+        elif response.sandbox:
+            self.ids.add(response.sandbox)
+        return response
 
 
 class JobFunctions:
@@ -125,9 +151,16 @@ class JobFunctions:
         return f"{self._job_id}/{name}", self._version(name)
 
     async def call(
-        self, name: str, arguments_json: str, *, trajectory_id: str, timeout: float
+        self,
+        name: str,
+        arguments_json: str,
+        *,
+        trajectory_id: str,
+        timeout: float,
+        had: Sandboxes,
     ) -> str:
-        """Result of `tools/...` or `rewards/...` as JSON, within `timeout` seconds.
+        """Result of `tools/...` or `rewards/...` as JSON, within `timeout` seconds; `had` is kept
+        up to date with the sandboxes that the trajectory has.
 
         A reward service that is away, restarts, or dies during the call costs time only: the call
         is repeated until it is answered. Raises `ToolError`. Cancelling the task cancels the
@@ -137,10 +170,11 @@ class JobFunctions:
             arguments_json=self._with_own(name, arguments_json),
             job_id=self._job_id,
             trajectory_id=trajectory_id,
+            sandboxes=sorted(had.ids),
         )
         try:
             async with asyncio.timeout(timeout):
-                response = await self._until_answered(name, request, timeout)
+                response = await had.hear(self._until_answered(name, request, timeout))
         except (TimeoutError, DeadlineExceeded) as error:
             self._cancel_later(request.invocation_id)
             raise ToolError(
@@ -227,6 +261,22 @@ class JobFunctions:
         except Unavailable as broken:  # it was restarted again
             await asyncio.sleep(_BACKOFF.backoff(1, broken, self._jitter))
 
+    def close_later(self, trajectory_id: str) -> None:
+        """End the sandboxes of a trajectory that has ended."""
+        task = asyncio.create_task(self._close(trajectory_id))
+        _background.add(task)
+        task.add_done_callback(_background.discard)
+
+    async def _close(self, trajectory_id: str) -> None:
+        request = pb.CloseTrajectoryRequest(
+            request_id=new_id("close"), job_id=self._job_id, trajectory_id=trajectory_id
+        )
+        try:
+            await self._stub.CloseTrajectory(request, timeout=_CLOSE_SECONDS)
+        except Exception as error:  # also a channel that is closed already
+            # It ends when it was idle for long enough, then.
+            log.debug("a trajectory was not closed", error=str(error))
+
     def _cancel_later(self, invocation_id: str) -> None:
         task = asyncio.create_task(self._cancel(invocation_id))
         _background.add(task)
@@ -253,6 +303,12 @@ class TrajectoryTools:
         self._functions = functions
         self._trajectory_id = trajectory_id
         self._clock = clock
+        self._had = Sandboxes()
+
+    def close(self) -> None:
+        """The trajectory has ended: what its stateful functions kept goes."""
+        if self._had.ids or self._had.unheard:
+            self._functions.close_later(self._trajectory_id)
 
     async def invoke(self, name: str, arguments_json: str) -> str:
         """Call a tool. Raises `ToolError`."""
@@ -266,5 +322,9 @@ class TrajectoryTools:
         left = self._clock.bound(math.inf)
         with self._clock.elsewhere():
             return await self._functions.call(
-                name, arguments_json, trajectory_id=self._trajectory_id, timeout=max(left, 0.001)
+                name,
+                arguments_json,
+                trajectory_id=self._trajectory_id,
+                timeout=max(left, 0.001),
+                had=self._had,
             )

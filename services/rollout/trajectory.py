@@ -145,9 +145,11 @@ class Trajectory:
         job, ticket = self._job, self._ticket
         limits = job.spec.limits
         evaluating = ticket.purpose == rollout.Ticket.PURPOSE_EVALUATE
+        # Engines may still be ending the turns of the attempt before, and the reward service its
+        # sandboxes.
+        name = f"{ticket.trajectory_id}~{number}" if number else ticket.trajectory_id
         backend = TurnBackend(
-            # Engines may still be ending the turns of the attempt before.
-            f"{ticket.trajectory_id}~{number}" if number else ticket.trajectory_id,
+            name,
             job.policy_of,
             turn_seconds=limits.turn_seconds,
             clock=clock,
@@ -157,7 +159,7 @@ class Trajectory:
             left=job.groups.left,
         )
         roles = job.evaluation_roles if evaluating else job.roles
-        tools = TrajectoryTools(job.functions, ticket.trajectory_id, clock)
+        tools = TrajectoryTools(job.functions, name, clock)
         seat = None if job.lockstep is None or evaluating else job.lockstep.seat(clock)
         agents = Agents(roles, seat.backend(backend) if seat else backend, seed=ticket.seed)
         waits_for = "its query"
@@ -209,6 +211,7 @@ class Trajectory:
         finally:
             self._turns = agents.close()
             backend.close()
+            tools.close()
         total = scoring.add_up([rewards, *parts])
         scoring.check_complete(total, self._turns, job.trained)
         self._rewards = scoring.with_turn_rewards(total, self._turns)
