@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from services.rollout.clock import TrajectoryClock
+from services.rollout.coalescing import Coalescer
 from services.rollout.declared import describe, register_describer
 from troupe.functions.costs import to_spec
 from troupe.functions.definitions import definition
@@ -78,6 +79,7 @@ class JobFunctions:
 
     def __init__(self, stub: RewardAsyncStub, job_id: str, spec: JobSpec) -> None:
         self._stub = stub
+        self._coalescer = Coalescer(stub)
         self._job_id = job_id
         # A tool and a reward may have the same name; they are different functions.
         self._functions: dict[str, FunctionSpec] = {
@@ -218,7 +220,7 @@ class JobFunctions:
             request.invocation_id = new_id("invoke")
             request.name, request.version = self._key(name)
             try:
-                response = await self._stub.Invoke(request, timeout=timeout)
+                response = await self._invoke(name, request, timeout)
             except NotFound as error:
                 if self._functions[name].function is not None:
                     # The orchestrator brings deployed functions back after a restart.
@@ -250,6 +252,13 @@ class JobFunctions:
         """The arguments with those that the job gives to every call."""
         own = self._functions[name].arguments
         return json.dumps({**json.loads(arguments_json), **own}) if own else arguments_json
+
+    async def _invoke(
+        self, name: str, request: pb.InvokeRequest, timeout: float
+    ) -> pb.InvokeResponse:
+        if name.startswith("rewards/"):
+            return await self._coalescer.invoke(request, timeout)
+        return await self._stub.Invoke(request, timeout=timeout)
 
     async def _register_anew(self) -> None:
         """The service was restarted. Of all the calls that notice, one registers."""

@@ -1,0 +1,102 @@
+"""Reward calls that come together go in one message, and end each for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.chassis.app import serve
+from services.reward.server import RewardService, RewardSettings
+from services.rollout.coalescing import Coalescer
+from troupe.rpc import InvalidArgument, connect, new_id
+from troupe.v1 import reward_pb2 as pb
+from troupe.v1.reward_pb2_grpc import RewardStub
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MODULE = """
+import os, time
+def score(x, die=False):
+    if die:
+        os._exit(3)
+    return x * 2
+def slow(x):
+    time.sleep(0.06)
+    return x
+"""
+
+
+class Counting:
+    """A stub that counts what it is asked."""
+
+    def __init__(self, stub: Any) -> None:
+        self._stub, self.asked = stub, Counter[str]()
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*args: Any, **keywords: Any) -> Any:
+            self.asked[method] += 1
+            return getattr(self._stub, method)(*args, **keywords)
+
+        return call
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stub(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Counting]:
+    folder: Path = tmp_path_factory.mktemp("rewards")
+    (folder / "coalesced_rewards.py").write_text(MODULE)
+    sys.path.insert(0, str(folder))
+    settings = RewardSettings(drain_seconds=0.2, reward_workers=1)
+    try:
+        async with serve(RewardService, settings) as server, connect(server.address) as channel:
+            stub = Counting(RewardStub(channel))
+            for name in ("score", "slow"):
+                spec = pb.FunctionSpec(
+                    name=name,
+                    entrypoint=f"coalesced_rewards:{name}",
+                    timeout_seconds=20,
+                    kind="reward",
+                )
+                request = pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+                await stub.RegisterFunction(request)
+            yield stub
+    finally:
+        sys.path.remove(str(folder))
+
+
+def ask(name: str, arguments: str) -> pb.InvokeRequest:
+    return pb.InvokeRequest(invocation_id=new_id(), name=name, arguments_json=arguments)
+
+
+async def test_short_calls_go_together_and_fail_alone(stub: Counting) -> None:
+    coalescer = Coalescer(stub)
+    # Nobody knows yet how long it takes.
+    assert (await coalescer.invoke(ask("score", '{"x": 1}'), 30)).result_json == "2"
+    stub.asked.clear()
+    arguments = ['{"x": 0}', '{"x": 0, "die": true}', "[]", *(f'{{"x": {i}}}' for i in range(60))]
+    answers = await asyncio.gather(
+        *(coalescer.invoke(ask("score", one), 30) for one in arguments), return_exceptions=True
+    )
+    assert stub.asked == {"InvokeBatch": 1}
+    good, died, bad, *others = answers
+    assert isinstance(good, pb.InvokeResponse)
+    assert isinstance(died, pb.InvokeResponse)
+    assert good.result_json == "0"
+    assert died.error.kind == pb.InvocationError.KIND_WORKER_DIED
+    assert isinstance(bad, InvalidArgument)
+    assert bad.field == "arguments_json"
+    assert [one.result_json for one in others] == [str(2 * i) for i in range(60)]  # type: ignore[union-attr]
+
+
+async def test_long_calls_go_alone(stub: Counting) -> None:
+    coalescer = Coalescer(stub)
+    await coalescer.invoke(ask("slow", '{"x": 1}'), 30)
+    stub.asked.clear()
+    await asyncio.gather(*(coalescer.invoke(ask("slow", '{"x": 1}'), 30) for _ in range(2)))
+    assert stub.asked == {"Invoke": 2}
