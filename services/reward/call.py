@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from troupe.v1 import reward_pb2 as pb
@@ -23,6 +23,8 @@ class Call:
     printed: Callable[[bytes], None] | None = None
     # Stateful sandboxes that its trajectory has had.
     sandboxes: Sequence[str] = ()
+    # Variables that its process has while it runs.
+    environment: Mapping[str, str] = field(default_factory=dict)
     # Nobody wants it any more: it need not be begun.
     dropped: bool = False
 

@@ -178,6 +178,7 @@ class Dispatcher:
         """What the same worker gets along with it: short calls, no more than its share of them."""
         function = waiting.function
         alone = waiting.place is not None or function.elastic or not function.stays_warm
+        alone = alone or bool(function.spec.model_service or function.spec.quota)
         if alone or not function.invocations:
             return []
         fit = min(chunk.MOST, int(chunk.SECONDS / function.seconds))
@@ -191,7 +192,7 @@ class Dispatcher:
         self, key: str, function: Function, work: Chunk, host: Host, lease: Lease | None
     ) -> None:
         try:
-            await self._run_all(function, work, lease)
+            await self._run_all(function, work, host, lease)
         finally:
             # Those that never began are as if nothing had happened to them.
             left = work.leave_all()
@@ -203,10 +204,13 @@ class Dispatcher:
                 self.again(left)
                 self._reap()
 
-    async def _run_all(self, function: Function, work: Chunk, lease: Lease | None) -> None:
+    async def _run_all(
+        self, function: Function, work: Chunk, host: Host, lease: Lease | None
+    ) -> None:
         self._next(work)
         try:
-            async with aclosing(work.place.run_many(function, work.calls, lease)) as outcomes:
+            running = host.run_many(work.place, function, work.calls, lease)
+            async with aclosing(running) as outcomes:
                 async for index, outcome in outcomes:
                     if outcome.cold_seconds:
                         self._cold = [*self._cold[1 - _COLD_STARTS :], outcome.cold_seconds]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from services.reward.logs import Logs
 from services.reward.sandbox import PROCESS, Cage
+from services.reward.stock import needs_of
 from troupe.scheduling.elastic import SpeedUp
 from troupe.v1 import reward_pb2 as pb
 
@@ -47,11 +48,14 @@ class Function:
     curve: SpeedUp = field(init=False)
     # What its workers are confined to.
     cage: Cage = field(init=False)
+    # What a call takes beside a worker and cores.
+    needs: Mapping[str, int] = field(init=False)
     _cold_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_COLD_STARTS))
 
     def __post_init__(self) -> None:
         self.curve = SpeedUp(self.spec.parallel_fraction)
         self.cage = Cage.of(self.spec)
+        self.needs = needs_of(self.spec, self.cage.level)
 
     @property
     def cores(self) -> int:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from typing import Final, Protocol
 
-from services.reward.call import Place
+from services.reward.call import Call, Outcome, Place
 from services.reward.cpu import Lease
 from services.reward.function import Function
+from services.reward.gpu import ModelManager, ModelUnavailable
 from services.reward.queues import CORES, WORKERS
+from services.reward.stock import MEMORY, PLENTY, SANDBOX, Stock
 from troupe.scheduling import elastic
+from troupe.v1 import reward_pb2 as pb
 
-# What a host that hands out no cores has of them beside one that does: more than any call takes.
-_PLENTY: Final = 1 << 20
+# Where a call finds the model that it needs.
+MODEL_URL: Final = "TROUPE_MODEL_URL"
 
 
 class Cores(Protocol):
@@ -47,10 +51,16 @@ class Host:
         *,
         min_workers: int = 0,
         idle_seconds: float = 60.0,
+        stock: Stock | None = None,
+        models: ModelManager | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`name`: empty for the service's own host."""
+        """`name`: empty for the service's own host. `stock`: what it has beside places and cores;
+        `models`: those that it puts on devices itself."""
         self.name = name
+        self.stock = stock or Stock({}, plenty=(MEMORY, SANDBOX))
+        self._models = models
+        self._users: dict[Place, str] = {}
         self.cores = cores
         # What runs here, as the scheduler knows it, by its first invocation.
         self.running: dict[str, elastic.Running] = {}
@@ -112,6 +122,8 @@ class Host:
     async def stop(self) -> None:
         """End all processes."""
         await asyncio.gather(*(place.stop() for place in self._places))
+        if self._models is not None:
+            await self._models.stop()
 
     def view(self, startable: int, functions: Iterable[Function], *, plenty: bool) -> elastic.Host:
         """What the scheduler sees when so many processes may be started, and `functions` wait;
@@ -120,9 +132,13 @@ class Host:
         if self.cores is not None:
             free[CORES] = self.cores.free
         elif plenty:
-            free[CORES] = _PLENTY
+            # A host that hands out no cores, beside one that does.
+            free[CORES] = PLENTY
         warm = {f.key for f in functions if any(place.holds(f) for place in self._idle)}
-        return elastic.Host(self.name, free, tuple(self.running.values()), warm)
+        running = tuple(self.running.values())
+        if others := dict.fromkeys(resource for f in functions for resource in f.needs):
+            free |= self.stock.free(others, running)
+        return elastic.Host(self.name, free, running, warm)
 
     def take(
         self, function: Function, cores: int, guest: Place | None = None
@@ -130,8 +146,14 @@ class Host:
         """A place for calls of `function`, and that many cores.
 
         `guest` is a place of the call's own: it counts as one of the calls that run at once.
+        Raises ValueError where there is no cell for the model that it needs.
         """
+        model = function.spec.model_service
+        if model and self.stock.board is not None:
+            self.stock.board.begin(model)
         place = guest or self._choose(function)
+        if model and self.stock.board is not None:
+            self._users[place] = model
         if guest is not None:
             self._guests.add(guest)
         else:
@@ -144,6 +166,8 @@ class Host:
         """The calls have ended; returns the seconds that they had the place."""
         if lease is not None and self.cores is not None:
             self.cores.give_back(lease)
+        if (model := self._users.pop(place, None)) and self.stock.board is not None:
+            self.stock.board.end(model)
         now = self._clock()
         seconds = now - self._since.pop(place)
         if place in self._guests:
@@ -153,6 +177,36 @@ class Host:
         self._since[place] = now
         self._idle.append(place)
         return seconds
+
+    def run_many(
+        self, place: Place, function: Function, calls: Sequence[Call], lease: Lease | None
+    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        """`place.run_many`, once the model that the calls need is on devices."""
+        if self._models is None or not function.spec.model_service:
+            return place.run_many(function, calls, lease)
+        return self._with_model(self._models, place, function, calls, lease)
+
+    async def _with_model(
+        self,
+        models: ModelManager,
+        place: Place,
+        function: Function,
+        calls: Sequence[Call],
+        lease: Lease | None,
+    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        began = self._clock()
+        try:
+            url = await models.ready(function.spec.model_service)
+        except ModelUnavailable as error:
+            kind = pb.InvocationError.KIND_MODEL_UNAVAILABLE
+            failed = pb.InvocationError(kind=kind, message=str(error))
+            yield 0, Outcome(error=failed, cold_seconds=self._clock() - began)
+            return
+        for call in calls:
+            call.environment = {MODEL_URL: url}
+        async with aclosing(place.run_many(function, calls, lease)) as outcomes:
+            async for found in outcomes:
+                yield found
 
     def warm_for(self, function: Function) -> int:
         """Idle places that have imported `function`."""

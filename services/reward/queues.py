@@ -67,7 +67,8 @@ class Waiting:
 
     def action(self, *, with_cores: bool) -> Action:
         """Itself as the scheduler sees it, with what is known of its function by now."""
-        needs, elastic, function = {WORKERS: 1}, None, self.function
+        elastic, function = None, self.function
+        needs = {WORKERS: 1, **function.needs}
         if with_cores and function.elastic:
             levels = function.curve.offered(function.levels)
             elastic = Elastic(CORES, levels, function.curve.seconds(levels))

@@ -203,6 +203,7 @@ class Slot:
                         "entrypoint": function.spec.entrypoint,
                         "arguments_json": call.arguments_json,
                         "memory_mib": function.spec.memory_mib,
+                        "environment": dict(call.environment),
                     }
                 )
                 sent.append(following)

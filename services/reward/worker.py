@@ -121,11 +121,18 @@ def prepare(entrypoint: str) -> Answer:
     return Answer(OK)
 
 
-def invoke(entrypoint: str, arguments_json: str, memory_mib: int) -> Answer:
+def invoke(
+    entrypoint: str,
+    arguments_json: str,
+    memory_mib: int,
+    environment: dict[str, str] | None = None,
+) -> Answer:
     """Call a prepared function with JSON keyword arguments; async functions are awaited.
 
     `memory_mib` bounds the address space that the call may add to the process; 0: no bound.
+    `environment` is what it finds in `os.environ`, beside what is there.
     """
+    os.environ.update(environment or {})
     try:
         arguments = json.loads(arguments_json) if arguments_json else {}
     except ValueError as error:
