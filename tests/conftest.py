@@ -7,15 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support.redis_server import RedisServer
 from troupe.workflow import freshness
 
 # A developer's runs look for new counterexamples; CI's judge the change, the same way every time.
-settings.register_profile("ci", derandomize=True, print_blob=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# How long an example takes says how busy the machine is.
+settings.register_profile("troupe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("troupe"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "troupe")
 
 
 @pytest.fixture(scope="session")

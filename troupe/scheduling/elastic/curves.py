@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 # Below this variance of 1/m, relative to its squared mean, the runs say nothing about the shape:
 # they had all the same level. Runs at another level are forgotten after some hundred.
 _SPREAD = 1e-3
+# Of so many calls of a function whose runs say nothing about the shape one tries another level,
+_EVERY = 8
+# which has so many times fewer units, or more where there are no fewer.
+_APART = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +20,9 @@ class SpeedUp:
 
     It is ARL-Tangram's `T1 / (E(m) m)` with `E(m) = (serial + parallel) / (m serial + parallel)`,
     which is within 0 .. 1 by itself. Before there are runs at two levels the shape is the declared
-    one (`parallel_fraction`), and only its scale follows the runs. Older runs count less: with a
-    weight of `memory` per run that came after.
+    one (`parallel_fraction`), and only its scale follows the runs; then it is learned, as far as
+    runs differ by more than their noise. Older runs count less: with a weight of `memory` per run
+    that came after.
     """
 
     parallel_fraction: float = 0.0
@@ -29,6 +34,7 @@ class SpeedUp:
     _y: float = 0.0
     _xx: float = 0.0
     _xy: float = 0.0
+    _yy: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.parallel_fraction <= 1:
@@ -50,6 +56,7 @@ class SpeedUp:
             _y=keep * self._y + seconds,
             _xx=keep * self._xx + x * x,
             _xy=keep * self._xy + x * seconds,
+            _yy=keep * self._yy + seconds * seconds,
         )
 
     @property
@@ -58,30 +65,52 @@ class SpeedUp:
         squared = self._x * self._x
         return self._n * self._xx - squared > _SPREAD * squared
 
-    def offered(self, levels: Sequence[int]) -> tuple[int, ...]:
-        """Those of `levels` (ascending) that the next run may have.
+    def offered(self, levels: Sequence[int], nth: int = 0) -> tuple[int, ...]:
+        """Those of `levels` (ascending) that the next run may have; `nth` counts the calls.
 
         All; but where runs had one level only, what is known of the others is a declaration that
-        decides for that level again: then the end of `levels` that is farther from it.
+        decides for that level again. Then one call in `_EVERY` tries another: not the herd that
+        waits behind it, and not the most distant level, where it would take for ever.
         """
-        if not self._n or self.explored:
+        if not self._n or self.explored or nth % _EVERY:
             return tuple(levels)
-        seen = self._x / self._n
-        return (max(levels[0], levels[-1], key=lambda level: abs(1.0 / level - seen)),)
+        seen = round(self._n / self._x, 6)
+        lower = max((m for m in levels if m <= seen / _APART), default=levels[0])
+        higher = min((m for m in levels if m >= seen * _APART), default=levels[-1])
+        # Fewer cores are no loss to others; where there are none fewer, more.
+        return (lower if lower <= seen / 2 or higher <= seen else higher,)
 
     @property
     def line(self) -> tuple[float, float]:
-        """(serial, parallel) in seconds, neither negative: least squares over the runs."""
-        declared = self.seconds_at_one * (1 - self.parallel_fraction)
+        """(serial, parallel) in seconds, neither negative.
+
+        Least squares over the runs, as far as they tell: calls of one function differ by more than
+        a few cores change them, so what is within their noise is rather what was declared.
+        """
+        fraction = self.parallel_fraction
         if not self._n:
-            return declared, self.seconds_at_one - declared
+            return self.seconds_at_one * (1 - fraction), self.seconds_at_one * fraction
+        # The declared shape 1 - f + f/m, scaled: least squares too.
+        inner = (1 - fraction) * self._y + fraction * self._xy
+        square = (1 - fraction) ** 2 * self._n + fraction**2 * self._xx
+        at_one = inner / (square + 2 * fraction * (1 - fraction) * self._x)
+        declared = at_one * (1 - fraction), at_one * fraction
+        if not self.explored or self._n <= 2:  # any two runs are on a line
+            return declared
         spread = self._xx - self._x * self._x / self._n
-        if not self.explored:
-            # One level: the declared shape, scaled.
-            shape = 1 - self.parallel_fraction + self.parallel_fraction * self._x / self._n
-            at_one = self._y / self._n / shape
-            return at_one * (1 - self.parallel_fraction), at_one * self.parallel_fraction
-        parallel = (self._xy - self._x * self._y / self._n) / spread
+        slope = (self._xy - self._y * self._x / self._n) / spread
+        residual = max(0.0, self._yy - self._y * self._y / self._n - slope * slope * spread)
+        # The standard error of the slope, squared, beside how far it is from the declared one.
+        doubt = residual / (self._n - 2) / spread
+        apart = (slope - declared[1]) ** 2
+        trust = apart / (apart + doubt) if apart + doubt > 0 else 1.0
+        fitted = self._fitted(slope)
+        return (
+            trust * fitted[0] + (1 - trust) * declared[0],
+            trust * fitted[1] + (1 - trust) * declared[1],
+        )
+
+    def _fitted(self, parallel: float) -> tuple[float, float]:
         serial = (self._y - parallel * self._x) / self._n
         if parallel < 0:  # more made it slower: nothing to be gained
             return self._y / self._n, 0.0

@@ -41,7 +41,7 @@ class Host:
 
     name: str
     free: Amounts
-    running: Sequence[Running] = ()
+    running: Collection[Running] = ()
     functions: Collection[str] = ()
     near: Amounts = field(default_factory=dict)
     capacity: Amounts | None = None
