@@ -1,0 +1,170 @@
+"""The elastic pool: hosts on which actions run when and with as much as `decide_over` says."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import simpy
+
+from simulator.trace import Call
+from troupe.scheduling.elastic import (
+    Action,
+    Amounts,
+    Elastic,
+    Host,
+    Placed,
+    Rules,
+    Running,
+    SpeedUp,
+    decide_over,
+    turn,
+)
+
+CORES: Final = "cores"
+
+Process: TypeAlias = Generator[simpy.Event, Any, None]
+Decide: TypeAlias = Callable[..., list[Placed]]
+
+
+@dataclass(slots=True)
+class _Machine:
+    """What a host has left, and what runs there."""
+
+    name: str
+    capacity: Amounts
+    free: dict[str, int]
+    running: dict[str, Running] = field(default_factory=dict)
+    functions: set[str] = field(default_factory=set)
+    homes: int = 0
+
+    def seen(self) -> Host:
+        return Host(
+            self.name, self.free, self.running.values(), self.functions, capacity=self.capacity
+        )
+
+
+@dataclass(slots=True)
+class _Waiting:
+    call: Call
+    started: simpy.Event
+
+
+class ElasticPool:
+    """Takes calls and runs each once; learns how long functions take as the services do."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        hosts: Sequence[Amounts],
+        *,
+        rules: Rules = Rules(),  # noqa: B008 (frozen)
+        fixed: int | None = None,
+        fractions: Mapping[str, float] | None = None,
+        decide: Decide = decide_over,
+    ) -> None:
+        """`hosts` are the capacities of each. `fixed`: every action that is elastic gets exactly
+        so many cores. `fractions` are what functions declare as their parallel part. `decide` is
+        for those who want to watch it."""
+        self._env = env
+        self._machines = {
+            str(i): _Machine(str(i), capacity, dict(capacity)) for i, capacity in enumerate(hosts)
+        }
+        self._rules = rules
+        self._fixed = fixed
+        self._fractions = dict(fractions or {})
+        self._decide = decide
+        self._curves: dict[str, SpeedUp] = {}
+        self._levels: dict[tuple[int, int], tuple[int, ...]] = {}
+        # In the order of `turn`.
+        self._queue: list[Action] = []
+        self._kinds: Counter[str] = Counter()
+        self._waiting: dict[str, _Waiting] = {}
+        self._count = 0
+        self._pumping = False
+        self.core_seconds = 0.0
+        self.decisions = 0
+
+    def run(self, call: Call, host: str | None = None) -> Generator[simpy.Event, Any, str]:
+        """Wait for its turn, then run; returns the host that it ran on. `host` is the only one
+        where it can run."""
+        started = self._env.event()
+        action = self._action(call, host)
+        self._waiting[action.action_id] = _Waiting(call, started)
+        bisect.insort(self._queue, action, key=turn)
+        self._kinds[action.kind] += 1
+        if self._kinds[action.kind] == 1:  # else it waits behind one that waits for the same
+            self._pump()
+        placed: Placed = yield started
+        machine, cores = self._machines[placed.host], placed.holds.get(CORES, 0)
+        seconds = call.seconds(cores)
+        yield self._env.timeout(seconds)
+        del machine.running[action.action_id]
+        for resource, amount in placed.holds.items():
+            machine.free[resource] += amount
+        self.core_seconds += seconds * cores
+        self._curves[call.function] = self._curve(call).observed(max(1, cores), seconds)
+        self._pump()
+        return placed.host
+
+    def settle(self) -> str:
+        """A home for one more trajectory: where there are the fewest for its cores."""
+        machine = min(self._machines.values(), key=lambda m: m.homes / m.capacity[CORES])
+        machine.homes += 1
+        return machine.name
+
+    def leave(self, home: str) -> None:
+        """Its trajectory has ended."""
+        self._machines[home].homes -= 1
+
+    def _action(self, call: Call, host: str | None) -> Action:
+        self._count += 1
+        action_id, function = f"{self._count:09}", call.function
+        curve = self._curve(call)
+        lowest, highest = call.cores, call.max_cores
+        if self._fixed is not None:
+            lowest = highest = min(self._fixed, highest)
+        if highest == lowest:
+            (seconds,) = curve.seconds((lowest,))
+            needs = {CORES: lowest}
+            return Action(action_id, self._env.now, needs, None, seconds, 1, function, host)
+        levels = self._levels.setdefault((lowest, highest), tuple(range(lowest, highest + 1)))
+        offered = curve.offered(levels, self._count)
+        elastic = Elastic(CORES, offered, curve.seconds(offered))
+        return Action(action_id, self._env.now, {}, elastic, 1.0, 1, function, host)
+
+    def _curve(self, call: Call) -> SpeedUp:
+        known = self._curves.get(call.function)
+        if known is None:
+            fraction = self._fractions.get(call.function, 0.0)
+            known = self._curves[call.function] = SpeedUp(fraction)
+        return known
+
+    def _pump(self) -> None:
+        """Decide once all that happens at this instant has happened."""
+        if not self._pumping:
+            self._pumping = True
+            self._env.timeout(0).callbacks.append(lambda _: self._start())
+
+    def _start(self) -> None:
+        self._pumping = False
+        if not self._queue:
+            return
+        hosts = [machine.seen() for machine in self._machines.values()]
+        self.decisions += 1
+        grants = self._decide(hosts, self._queue, self._env.now, self._rules)
+        started = {grant.action.action_id for grant in grants}
+        if started:
+            self._queue = [a for a in self._queue if a.action_id not in started]
+        for grant in grants:
+            action = grant.action
+            self._kinds[action.kind] -= 1
+            machine = self._machines[grant.host]
+            machine.running[action.action_id] = Running(grant.holds, self._env.now + grant.seconds)
+            machine.functions.add(action.function)
+            for resource, amount in grant.holds.items():
+                machine.free[resource] -= amount
+            self._waiting.pop(action.action_id).started.succeed(grant)

@@ -1,0 +1,81 @@
+"""Trajectories that play a trace against an elastic pool or pods, and what they waited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import simpy
+
+from simulator.actions import ElasticPool
+from simulator.pods import Pods
+from simulator.trace import Trajectory
+
+
+@dataclass
+class Played:
+    """What came of one batch. `acts`: seconds from asking for an action to its end, in the order
+    of their ends; the wait for a pod is part of the first. `seconds`: until the last trajectory
+    ended."""
+
+    acts: list[float] = field(default_factory=list)
+    runs: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def act(self) -> float:
+        """Mean action completion time."""
+        return sum(self.acts) / len(self.acts)
+
+
+def play(
+    trajectories: Sequence[Trajectory],
+    make: Callable[[simpy.Environment], ElasticPool | Pods],
+    *,
+    stateful: bool = True,
+) -> Played:
+    """All trajectories begin at once. With `stateful` what a trajectory runs stays on the host of
+    its first action, where its files are."""
+    env, played = simpy.Environment(), Played()
+    pool = make(env)
+    for trajectory in trajectories:
+        if isinstance(pool, Pods):
+            env.process(_in_a_pod(env, pool, trajectory, played))
+        else:
+            env.process(_elastic(env, pool, trajectory, played, stateful))
+    env.run()
+    played.seconds = float(env.now)
+    return played
+
+
+def _elastic(
+    env: simpy.Environment,
+    pool: ElasticPool,
+    trajectory: Trajectory,
+    played: Played,
+    stateful: bool,
+) -> Generator[simpy.Event, Any, None]:
+    home = pool.settle() if stateful else None
+    for turn in trajectory:
+        yield env.timeout(turn.think)
+        asked = env.now
+        yield from pool.run(turn.call, home)
+        played.acts.append(env.now - asked)
+    if home is not None:
+        pool.leave(home)
+
+
+def _in_a_pod(
+    env: simpy.Environment, pods: Pods, trajectory: Trajectory, played: Played
+) -> Generator[simpy.Event, Any, None]:
+    asked = env.now
+    pod = yield from pods.reserve()
+    waited = env.now - asked
+    for turn in trajectory:
+        yield env.timeout(turn.think)
+        asked = env.now
+        yield from pods.run(turn.call)
+        played.acts.append(waited + env.now - asked)
+        waited = 0.0
+    pods.release(pod)

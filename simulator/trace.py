@@ -1,0 +1,116 @@
+"""Seeded workloads: what coding agents do, turn by turn, and how long each action takes.
+
+Everything is drawn per trajectory from (seed, index), so a batch of 256 is the beginning of one of
+1536. What the published systems say of their workloads is little: the share of its life that a
+coding sandbox is busy (47 %, ARL-Tangram section 2); the rest of `CodingLaw` is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+Rng: TypeAlias = np.random.Generator
+
+SHELL, TESTS, REWARD = "shell", "tests", "reward"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One action as it will turn out: `serial + parallel / m` seconds with m cores, of which it
+    can use `cores` .. `max_cores`. Who schedules it does not know these seconds."""
+
+    function: str
+    cores: int
+    max_cores: int
+    serial: float
+    parallel: float
+
+    def seconds(self, cores: int) -> float:
+        """How long it takes with so many cores."""
+        return self.serial + self.parallel / max(1, min(cores, self.max_cores))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`think` seconds of generation, then an action."""
+
+    think: float
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class CodingLaw:
+    """What a coding agent does. Seconds are of one core; spreads are sigmas of lognormals.
+
+    Most actions are commands; `test_share` of them are test runs, which can use many cores, and
+    the last of every trajectory is its reward, the whole test suite. `duty` is the part of a
+    trajectory's life in which its sandbox is busy when it has `duty_cores` cores of its own: it
+    says how long the model thinks in between.
+    """
+
+    turns: float = 16.0
+    turns_spread: float = 0.4
+    test_share: float = 0.3
+    shell_seconds: float = 2.0
+    test_seconds: float = 60.0
+    reward_seconds: float = 180.0
+    seconds_spread: float = 0.8
+    parallel_fraction: float = 0.98
+    max_cores: int = 64
+    duty: float = 0.47
+    duty_cores: int = 4
+    think_spread: float = 0.5
+
+    @property
+    def busy_seconds(self) -> float:
+        """Mean seconds of actions per trajectory, each with `duty_cores`."""
+        line = 1 - self.parallel_fraction + self.parallel_fraction / self.duty_cores
+        tests = self.turns * self.test_share * self.test_seconds + self.reward_seconds
+        return self.turns * (1 - self.test_share) * self.shell_seconds + tests * line
+
+    @property
+    def think_seconds(self) -> float:
+        """Mean seconds of generation before each action."""
+        return self.busy_seconds * (1 - self.duty) / self.duty / (self.turns + 1)
+
+    def scaled(self, factor: float) -> dict[str, float]:
+        """Fields whose unit is seconds, times `factor`: for `dataclasses.replace`."""
+        names = ("shell_seconds", "test_seconds", "reward_seconds")
+        return {name: factor * getattr(self, name) for name in names}
+
+
+Trajectory: TypeAlias = Sequence[Turn]
+
+
+def coding(count: int, law: CodingLaw, seed: int) -> list[Trajectory]:
+    """`count` trajectories; the last turn of each is its reward."""
+    return [_trajectory(law, np.random.default_rng((seed, index))) for index in range(count)]
+
+
+def _trajectory(law: CodingLaw, rng: Rng) -> Trajectory:
+    turns: list[Turn] = []
+    for _ in range(max(1, round(_lognormal(rng, law.turns, law.turns_spread)))):
+        if rng.random() < law.test_share:
+            seconds = _lognormal(rng, law.test_seconds, law.seconds_spread)
+            call = _elastic(TESTS, seconds, law)
+        else:
+            seconds = _lognormal(rng, law.shell_seconds, law.seconds_spread)
+            call = Call(SHELL, 1, 1, seconds, 0.0)
+        turns.append(Turn(_lognormal(rng, law.think_seconds, law.think_spread), call))
+    seconds = _lognormal(rng, law.reward_seconds, law.seconds_spread)
+    think = _lognormal(rng, law.think_seconds, law.think_spread)
+    return [*turns, Turn(think, _elastic(REWARD, seconds, law))]
+
+
+def _elastic(function: str, seconds: float, law: CodingLaw) -> Call:
+    parallel = seconds * law.parallel_fraction
+    return Call(function, 1, law.max_cores, seconds - parallel, parallel)
+
+
+def _lognormal(rng: Rng, mean: float, spread: float) -> float:
+    return float(rng.lognormal(math.log(mean) - spread * spread / 2, spread))
