@@ -8,7 +8,7 @@ import time
 
 import redis
 
-from benchmarks.store.served import Timings, append_all, create, drop
+from benchmarks.store.served import CALL_SECONDS, Timings, append_all, create, drop
 from benchmarks.store.servers import Stub
 from benchmarks.store.workload import (
     GROUP_SIZE,
@@ -27,7 +27,7 @@ _TURNS = 125
 
 
 async def fill(stub: Stub, job: str, first: int, steps: int, rows: int) -> None:
-    """Put about `rows` ready rows into `steps` steps from `first` on, through AppendTrajectory."""
+    """Put about `rows` ready rows into `steps` steps from `first` on, as rollout does."""
     shape = Shape(_TOKENS, max(1, round(rows / steps / GROUP_SIZE / _TURNS)), _TURNS)
     for step in range(first, first + steps):
         await stub.OpenStep(open_request(job, step, shape))
@@ -40,7 +40,7 @@ async def fill(stub: Stub, job: str, first: int, steps: int, rows: int) -> None:
 
 
 async def _append(stub: Stub, append: store_pb.AppendTrajectoryRequest) -> None:
-    await stub.AppendTrajectory(append)
+    await stub.writer.append(append, CALL_SECONDS)
 
 
 async def claim_seconds(stub: Stub, job: str, step: int, claims: int) -> list[float]:

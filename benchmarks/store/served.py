@@ -26,6 +26,7 @@ from troupe.v1 import experience_store_pb2 as store_pb
 T = TypeVar("T")
 Claim = store_pb.ClaimMicroBatchResponse
 MICRO_BATCH = 64
+CALL_SECONDS = 60.0
 
 
 @dataclass
@@ -69,10 +70,10 @@ async def append_all(
 
     async def write() -> None:
         for append in waiting:
-            await timings.of("append", stub.AppendTrajectory(append))
+            await timings.of("append", stub.writer.append(append, CALL_SECONDS))
             samples = [row.sample_id for row in append.samples]
             fill = fill_request(append.job_id, append.step, samples)
-            await timings.of("reward", stub.FillColumns(fill))
+            await timings.of("reward", stub.writer.fill(fill, CALL_SECONDS))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(writers):
@@ -123,13 +124,14 @@ async def ready_seconds(stub: Stub, shape: Shape, groups: int) -> list[float]:
         group = appends[start : start + GROUP_SIZE]
         *most, last = [row.sample_id for append in group for row in append.samples]
         for append in group:
-            await stub.AppendTrajectory(append)
-        await stub.FillColumns(fill_request(job, 0, most))
+            await stub.writer.append(append, CALL_SECONDS)
+        await stub.writer.fill(fill_request(job, 0, most), CALL_SECONDS)
         call = stub.ClaimMicroBatch(claim_request(job, 0, GROUP_SIZE))
         waiting = asyncio.ensure_future(_answer(call))
         await asyncio.sleep(0.01)
         started = time.perf_counter()
-        filling = asyncio.ensure_future(_answer(stub.FillColumns(fill_request(job, 0, [last]))))
+        fill = stub.writer.fill(fill_request(job, 0, [last]), CALL_SECONDS)
+        filling = asyncio.ensure_future(_answer(fill))
         claimed = await waiting
         found.append(time.perf_counter() - started)
         await filling

@@ -11,19 +11,32 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
+import grpc
 import psutil
 import redis
 
 from benchmarks.command import end
 from troupe.cluster.redis import redis_executable, write_config
 from troupe.cluster.settings import Fsync
+from troupe.experience import ExperienceWriter
 from troupe.rpc import ClientSettings, connect
 from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 _START_SECONDS = 60.0
-Stub: TypeAlias = "store_grpc.ExperienceStoreAsyncStub"
+if TYPE_CHECKING:
+    _Calls = store_grpc.ExperienceStoreAsyncStub
+else:
+    _Calls = store_grpc.ExperienceStoreStub
+
+
+class Stub(_Calls):
+    """Calls to the store; endings and late columns go through `writer`, as rollout's do."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        super().__init__(channel)
+        self.writer = ExperienceWriter(channel)
 
 
 @dataclass(frozen=True)
@@ -55,7 +68,7 @@ class Servers:
         """Calls to the store, over the clients' own channel."""
         channel = connect(self.address, ClientSettings())
         try:
-            yield store_grpc.ExperienceStoreStub(channel)
+            yield Stub(channel)
         finally:
             await channel.close(None)
 

@@ -93,9 +93,21 @@ class Database:
         for call in calls:
             commands += call.before
             places.append(len(commands))
-            commands.append(("EVALSHA", self._scripts[call.script].sha, 1, call.base, *call.args))
+            commands.append(self._command(call))
         replies = await self.execute_each(commands, missing_scripts=calls)
         return [list(replies[place]) for place in places]
+
+    async def run_all(
+        self, before: Sequence[Sequence[str | bytes]], calls: Sequence[Call]
+    ) -> list[list[Any]]:
+        """The replies of several scripts, sent together behind commands on any of their keys: only
+        where one server has them all."""
+        commands = [*before, *map(self._command, calls)]
+        replies = await self.execute_each(commands, missing_scripts=calls)
+        return [list(reply) for reply in replies[len(before) :]]
+
+    def _command(self, call: Call) -> Sequence[str | bytes | int]:
+        return ("EVALSHA", self._scripts[call.script].sha, 1, call.base, *call.args)
 
     async def execute(self, *command: str | bytes | int | float) -> Any:
         """The reply of one command."""

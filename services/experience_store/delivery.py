@@ -12,25 +12,12 @@ from typing import Final
 
 from services.experience_store.records import Record
 from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.wire import tag, varint
 
 Response = store_pb.ClaimMicroBatchResponse
 
-# Wire type of strings, bytes and messages.
-_DELIMITED: Final = 2
-
-
-def varint(number: int) -> bytes:
-    """A number that is not negative, seven bits to a byte, the lowest first."""
-    found = bytearray()
-    while number > 0x7F:
-        found.append(number & 0x7F | 0x80)
-        number >>= 7
-    found.append(number)
-    return bytes(found)
-
-
-_SAMPLES: Final = varint(Response.SAMPLES_FIELD_NUMBER << 3 | _DELIMITED)
-_SAMPLE: Final = varint(store_pb.ClaimedSample.SAMPLE_FIELD_NUMBER << 3 | _DELIMITED)
+_SAMPLES: Final = tag(Response.SAMPLES_FIELD_NUMBER)
+_SAMPLE: Final = tag(store_pb.ClaimedSample.SAMPLE_FIELD_NUMBER)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from typing import Final
 PREFIX: Final = "troupe"
 # All jobs that have tables; what the sweeper walks over.
 JOBS: Final = f"{PREFIX}:jobs"
+# Field of staged rows that holds their records (lua/policy.lua); no id looks like it.
+RECORDS: Final = "\t"
 # Matches the channels of all policies of all jobs.
 CHANNEL_PATTERN: Final = f"{PREFIX}:*:changes"
 

@@ -12,6 +12,7 @@ from services.experience_store.background import Background
 from services.experience_store.delivery import Delivery
 from services.experience_store.keys import JOBS
 from services.experience_store.store import Store
+from services.experience_store.trajectories import Append
 from troupe.rpc import TroupeError
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -76,13 +77,11 @@ class Meters:
         """End it."""
         await self._background.stop()
 
-    def appended(
-        self, state: str, accepted: bool, request: store_pb.AppendTrajectoryRequest
-    ) -> None:
+    def appended(self, append: Append, accepted: bool) -> None:
         """An ending was decided."""
-        self._trajectories.labels(state.lower(), str(accepted).lower()).inc()
+        self._trajectories.labels(append.ending.state.lower(), str(accepted).lower()).inc()
         if accepted:
-            rows = Counter(sample.policy for sample in request.samples)
+            rows = Counter(row.policy for row in append.rows)
             for policy, number in rows.items():
                 self._appended.labels(policy).inc(number)
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from troupe import tensors
 from troupe.rpc import InvalidArgument
@@ -19,7 +19,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 # Records are lines of tab-separated fields.
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
-_ID_LENGTH: Final = 256
+ID_LENGTH: Final = 256
 _REASON_LENGTH: Final = 1000
 # A claim's response holds at least one row, and must pass the message limit.
 ROW_BYTES: Final = 16 * 2**20
@@ -42,21 +42,34 @@ def check_name(field: str, value: str) -> str:
         raise InvalidArgument(
             "must be 1 to 128 letters, digits, '.', '_' or '-', and begin with a letter or digit",
             field=field,
-            value=_printable(value),
+            value=printable(value),
         )
     return value
 
 
 def check_id(field: str, value: str) -> str:
     """An id that the caller chose: any printable text."""
-    if not value or len(value) > _ID_LENGTH or _CONTROL.search(value):
+    if not value or len(value) > ID_LENGTH or _CONTROL.search(value):
         raise InvalidArgument(
-            f"must be 1 to {_ID_LENGTH} characters without control characters",
+            f"must be 1 to {ID_LENGTH} characters without control characters",
             field=field,
-            value=_printable(value),
+            value=printable(value),
             remedy="Every mutating call carries an id of the caller's." if not value else None,
         )
     return value
+
+
+def check_common(request: Any) -> None:
+    """What every mutating call has: an id of its own, a job."""
+    check_id("request_id", request.request_id)
+    check_name("job_id", request.job_id)
+
+
+def check_step_call(request: Any) -> None:
+    """What every mutating call on a step of a table has."""
+    check_common(request)
+    check_name("policy", request.policy)
+    check_step(request.step)
 
 
 def check_step(step: int) -> int:
@@ -107,23 +120,23 @@ def clean_reason(reason: str) -> str:
 def check_columns(field: str, columns: Mapping[str, store_pb.Column]) -> None:
     """User-defined columns: their names, and that each has a value which can be read."""
     for name, column in columns.items():
-        where = f"{field}[{_printable(name)}]"
+        where = f"{field}[{printable(name)}]"
         if not _COLUMN.fullmatch(name) or name == "reward":
             raise InvalidArgument(
                 "a column is named by up to 64 letters, digits, '.', '_' or '-'; 'reward' is taken",
                 field=where,
-                value=_printable(name),
+                value=printable(name),
             )
         if column.WhichOneof("value") is None:
             raise InvalidArgument(
                 "a column needs a value", field=where, remedy="Set tensor, json or ref."
             )
-        _check_size(where, column.ByteSize())
+        check_size(where, column.ByteSize())
         _check_value(where, column)
         kind = _TYPED_COLUMNS.get(name)
         if kind is not None and not column.ref:
             # What is behind a reference, its reader checks.
-            _check_vector(f"{where}.tensor", column.tensor, kind)
+            check_vector(f"{where}.tensor", column.tensor, kind)
 
 
 def check_create(request: store_pb.CreateTablesRequest) -> None:
@@ -137,7 +150,7 @@ def check_create(request: store_pb.CreateTablesRequest) -> None:
     for column in request.required_columns:
         if not _COLUMN.fullmatch(column):
             raise InvalidArgument(
-                "not the name of a column", field="required_columns", value=_printable(column)
+                "not the name of a column", field="required_columns", value=printable(column)
             )
 
 
@@ -158,7 +171,7 @@ def check_open(request: store_pb.OpenStepRequest, policies: Iterable[str]) -> No
     for policy in sorted(set(request.versions) ^ known):
         raise InvalidArgument(
             "has no table" if policy in request.versions else "is missing",
-            field=f"versions[{_printable(policy)}]",
+            field=f"versions[{printable(policy)}]",
             remedy=f"Give the versions of the trained policies: {', '.join(sorted(known))}.",
         )
     for policy, version in request.versions.items():
@@ -191,41 +204,6 @@ def check_amend(request: store_pb.AmendStepRequest) -> None:
         )
 
 
-def check_append(request: store_pb.AppendTrajectoryRequest) -> list[bytes]:
-    """An ending, and rows that belong to it. Returns the rows as they are stored: to write one is
-    as much work as to measure it.
-    """
-    ends = (
-        pb.TRAJECTORY_STATE_COMPLETED,
-        pb.TRAJECTORY_STATE_FAILED,
-        pb.TRAJECTORY_STATE_ABORTED,
-    )
-    if request.state not in ends:
-        raise InvalidArgument(
-            "is not the end of a trajectory",
-            field="state",
-            value=_enum_name(pb.TrajectoryState, request.state),
-            remedy="Send COMPLETED, FAILED or ABORTED.",
-        )
-    if request.state != pb.TRAJECTORY_STATE_COMPLETED:
-        if request.samples:
-            raise InvalidArgument(
-                "a trajectory that did not complete has no samples", field="samples"
-            )
-        if not request.reason:
-            raise InvalidArgument("say why it did not complete", field="reason")
-    seen: set[str] = set()
-    rows: list[bytes] = []
-    for index, sample in enumerate(request.samples):
-        rows.append(_check_sample(f"samples[{index}]", request, sample))
-        if sample.sample_id in seen:
-            raise InvalidArgument(
-                "occurs twice", field=f"samples[{index}].sample_id", value=sample.sample_id
-            )
-        seen.add(sample.sample_id)
-    return rows
-
-
 @dataclass(frozen=True)
 class Fill:
     """What is to be filled in of one sample, or why it is dropped."""
@@ -256,7 +234,7 @@ def check_commit(request: store_pb.CommitStepRequest) -> None:
         raise InvalidArgument(
             "says nothing about the step",
             field="outcome",
-            value=_enum_name(store_pb.StepOutcome, request.outcome),
+            value=enum_name(store_pb.StepOutcome, request.outcome),
             remedy="Send APPLIED, SKIPPED or EMPTY.",
         )
     if request.outcome == store_pb.STEP_OUTCOME_APPLIED and not request.HasField("weights"):
@@ -267,7 +245,7 @@ def check_commit(request: store_pb.CommitStepRequest) -> None:
     ):
         if request.HasField("weights") and ours and ours != theirs:
             raise InvalidArgument(
-                f"must be {theirs}", field=f"weights.{name}", value=_printable(ours)
+                f"must be {theirs}", field=f"weights.{name}", value=printable(ours)
             )
     for claim in request.claim_ids:
         check_id("claim_ids", claim)
@@ -301,53 +279,13 @@ def _check_value(field: str, column: store_pb.Column) -> None:
             check_id(f"{field}.ref", column.ref)
 
 
-def _check_sample(
-    field: str, request: store_pb.AppendTrajectoryRequest, sample: store_pb.Sample
-) -> bytes:
-    for name, ours, theirs in (
-        ("query_id", sample.query_id, request.query_id),
-        ("trajectory_id", sample.trajectory_id, request.trajectory_id),
-        (
-            "sample_id",
-            sample.sample_id,
-            f"{request.query_id}_{sample.turn}_{request.trajectory_id}",
-        ),
-    ):
-        if ours != theirs:
-            raise InvalidArgument(
-                f"must be {theirs}", field=f"{field}.{name}", value=_printable(ours)
-            )
-    check_id(f"{field}.sample_id", sample.sample_id)
-    check_id(f"{field}.group_id", sample.group_id)
-    check_id(f"{field}.agent", sample.agent)
-    for span in sample.versions:
-        check_not_negative(f"{field}.versions", span.version)
-    if sample.HasField("reward"):
-        check_reward(f"{field}.reward", sample.reward)
-    for name, tensor, dtype in (
-        ("prompt_ids", sample.prompt_ids, pb.DTYPE_INT32),
-        ("response_ids", sample.response_ids, pb.DTYPE_INT32),
-        ("logprobs", sample.logprobs, pb.DTYPE_FLOAT32),
-    ):
-        _check_vector(f"{field}.{name}", tensor, dtype)
-    if sample.logprobs.shape != sample.response_ids.shape:
-        raise InvalidArgument(
-            f"must have one value per response token ({sample.response_ids.shape[0]})",
-            field=f"{field}.logprobs",
-            value=sample.logprobs.shape[0],
-        )
-    check_columns(f"{field}.columns", sample.columns)
-    row = sample.SerializeToString()
-    _check_size(field, len(row))
-    return row
-
-
-def _check_vector(field: str, tensor: pb.Tensor, dtype: pb.Dtype.ValueType) -> None:
+def check_vector(field: str, tensor: pb.Tensor, dtype: pb.Dtype.ValueType) -> None:
+    """A tensor of one dimension that holds as many bytes as it says."""
     if tensor.dtype != dtype or len(tensor.shape) != 1:
         raise InvalidArgument(
             f"must be {pb.Dtype.Name(dtype)} of one dimension",
             field=field,
-            value=f"{_enum_name(pb.Dtype, tensor.dtype)}{list(tensor.shape)}",
+            value=f"{enum_name(pb.Dtype, tensor.dtype)}{list(tensor.shape)}",
         )
     if len(tensor.data) != tensor.shape[0] * _ITEM_BYTES[dtype]:
         raise InvalidArgument(
@@ -356,7 +294,8 @@ def _check_vector(field: str, tensor: pb.Tensor, dtype: pb.Dtype.ValueType) -> N
         )
 
 
-def _check_size(field: str, size: int) -> None:
+def check_size(field: str, size: int) -> None:
+    """Bytes that a row may have."""
     if size > ROW_BYTES:
         raise InvalidArgument(
             f"is larger than a row may be ({ROW_BYTES:,} bytes)",
@@ -382,12 +321,14 @@ def _check_distinct(field: str, values: Iterable[str]) -> None:
         seen.add(value)
 
 
-def _enum_name(enum: object, number: int) -> str:
+def enum_name(enum: object, number: int) -> str:
+    """The name of a value that may not be one of the enum's."""
     try:
         return str(enum.Name(number))  # type: ignore[attr-defined]
     except ValueError:
         return str(number)
 
 
-def _printable(text: str) -> str:
-    return text.encode("unicode_escape").decode()[:_ID_LENGTH]
+def printable(text: str) -> str:
+    """What an error may repeat of a text that can hold anything."""
+    return text.encode("unicode_escape").decode()[:ID_LENGTH]

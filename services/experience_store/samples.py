@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from services.experience_store.records import STATE_OF, Record
 from services.experience_store.requests import Fill
 from services.experience_store.steps import Steps
 from services.experience_store.tables import Tables
-from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -25,8 +26,18 @@ PAGE_BYTES: Final = 16 * 2**20
 # Samples looked at for one page: a filter that matches little must not hold a call for long.
 SCAN_LIMIT: Final = 10_000
 # Samples that one script fills: it is done before Redis does anything else.
-FILL_BATCH: Final = 64
+FILL_BATCH: Final = 256
 _FREED: Final = frozenset("TD")
+
+
+@dataclass(frozen=True)
+class SampleFills:
+    """Columns of some samples of one table and step."""
+
+    job: str
+    policy: str
+    step: int
+    fills: Sequence[Fill]
 
 
 class PayloadGoneError(Exception):
@@ -84,6 +95,47 @@ class Samples:
         ended without it), `FailedPrecondition` for a new column of one that is claimed already.
         The other samples are filled nevertheless.
         """
+        (result,) = await self.fill_each([SampleFills(job, policy, step, fills)])
+        if isinstance(result, TroupeError):
+            raise result
+        return result
+
+    async def fill_each(
+        self, calls: Sequence[SampleFills]
+    ) -> list[list[tuple[pb.SampleState.ValueType, bool]] | TroupeError]:
+        """`fill` of each by itself: what it returns, or its error."""
+        together: dict[tuple[str, str, int], list[SampleFills]] = {}
+        for call in calls:
+            together.setdefault((call.job, call.policy, call.step), []).append(call)
+        found: dict[int, list[tuple[pb.SampleState.ValueType, bool]] | TroupeError] = {}
+
+        async def fill_all(job: str, policy: str, step: int, group: Sequence[SampleFills]) -> None:
+            try:
+                fills = [fill for call in group for fill in call.fills]
+                replies = iter(await self._fill(job, policy, step, fills))
+            except TroupeError as error:
+                found.update((id(call), error) for call in group)
+                return
+            for call in group:
+                own = [(fill.sample, next(replies)) for fill in call.fills]
+                try:
+                    found[id(call)] = [_filled(policy, step, *one) for one in own]
+                except TroupeError as error:
+                    found[id(call)] = error
+
+        if len(together) == 1:
+            ((table, group),) = together.items()
+            await fill_all(*table, group)
+        else:
+            async with asyncio.TaskGroup() as tasks:
+                for table, group in together.items():
+                    tasks.create_task(fill_all(*table, group))
+        return [found[id(call)] for call in calls]
+
+    async def _fill(
+        self, job: str, policy: str, step: int, fills: Sequence[Fill]
+    ) -> list[list[str]]:
+        """A reply of fill_columns.lua for each."""
         await self._tables.check_policy(job, policy)
         base = PolicyKeys(job, policy).base
         # One script for many: what calls cost is each script, each reply and each notice.
@@ -98,10 +150,7 @@ class Samples:
                 replies[index] = await self._fill_carried(job, policy, step, fills[index])
         if any(reply[0] == "filled" for reply in replies):
             self._notices.written(job, policy, step)
-        return [
-            _filled(policy, step, fill.sample, reply)
-            for fill, reply in zip(fills, replies, strict=True)
-        ]
+        return replies
 
     async def _fill_carried(self, job: str, policy: str, step: int, fill: Fill) -> list[str]:
         """The reply of fill_columns.lua where the sample's query was carried to, if it was."""

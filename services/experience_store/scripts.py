@@ -15,6 +15,7 @@ _POLICY_SCRIPTS: Final = (
     "stage",
     "unstage",
     "append_rows",
+    "end_trajectories",
     "fill_columns",
     "claim",
     "renew",
@@ -24,8 +25,15 @@ _POLICY_SCRIPTS: Final = (
     "forget_step",
     "sweep",
 )
-# What is put between the prelude and scripts that work on several steps of a table.
-_BETWEEN: Final = {"commit": ("return",), "admit": ("return", "roster")}
+# What is put between the prelude and scripts that share more than that.
+_BETWEEN: Final = {
+    "end_trajectory": ("decide",),
+    "append_rows": ("carry",),
+    "end_trajectories": ("decide", "carry"),
+    # They work on several steps of a table.
+    "commit": ("return",),
+    "admit": ("return", "roster"),
+}
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,8 @@ def load_scripts() -> dict[str, Script]:
         return (folder / f"{name}.lua").read_text()
 
     job, policy = read("job"), lua_transitions() + read("policy") + read("leases")
-    texts = {name: job + read(name) for name in _JOB_SCRIPTS}
-    for name in _POLICY_SCRIPTS:
-        parts = (*_BETWEEN.get(name, ()), name)
-        texts[name] = policy + "".join(read(part) for part in parts)
+    texts = {}
+    for prelude, names in ((job, _JOB_SCRIPTS), (policy, _POLICY_SCRIPTS)):
+        for name in names:
+            texts[name] = prelude + "".join(read(part) for part in (*_BETWEEN.get(name, ()), name))
     return {name: Script.of(name, text) for name, text in texts.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 
@@ -16,11 +16,10 @@ from services.experience_store.claims import ClaimRequest
 from services.experience_store.database import Database
 from services.experience_store.high_water import MIB
 from services.experience_store.meters import Meters
-from services.experience_store.records import Ending
 from services.experience_store.settings import StoreSettings
 from services.experience_store.store import Store
-from troupe.rpc import ResourceExhausted
-from troupe.v1 import common_pb2 as pb
+from services.experience_store.writes import Writes
+from troupe.rpc import TroupeError, to_status
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
@@ -28,11 +27,20 @@ from troupe.v1 import experience_store_pb2_grpc as store_grpc
 _DEADLINE_MARGIN: Final = 0.5
 
 
+T = TypeVar("T")
+
+
 def _ending_of(request: store_pb.AppendTrajectoryRequest) -> bytes:
     """Everything of the request but its rows, of which it tells the ids."""
     ending = (request.job_id, request.step, request.query_id, request.trajectory_id)
     samples = [sample.sample_id for sample in request.samples]
     return repr((*ending, request.state, request.reason, samples)).encode()
+
+
+def _parts_of(request: store_pb.WriteRequest) -> bytes:
+    """What it consists of: each part has an id that stands for its contents."""
+    endings = [part.request_id for part in request.endings]
+    return repr((endings, [part.request_id for part in request.fills])).encode()
 
 
 class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
@@ -43,6 +51,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     def __init__(self, store: Store, meters: Meters) -> None:
         self.store = store
         self._meters = meters
+        self._writes = Writes(store, meters)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with the chassis' server."""
@@ -66,7 +75,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def CreateTables(
         self, request: store_pb.CreateTablesRequest, context: Any
     ) -> store_pb.CreateTablesResponse:
-        _check_common(request)
+        requests.check_common(request)
         requests.check_create(request)
         await self.store.tables.create(
             request.job_id,
@@ -80,7 +89,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def OpenStep(
         self, request: store_pb.OpenStepRequest, context: Any
     ) -> store_pb.OpenStepResponse:
-        _check_common(request)
+        requests.check_common(request)
         requests.check_step(request.step)
         table = await self.store.tables.get(request.job_id)
         requests.check_open(request, table.policies)
@@ -102,46 +111,32 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def AppendTrajectory(
         self, request: store_pb.AppendTrajectoryRequest, context: Any
     ) -> store_pb.AppendTrajectoryResponse:
-        _check_common(request)
-        requests.check_step(request.step)
-        requests.check_id("query_id", request.query_id)
-        requests.check_id("trajectory_id", request.trajectory_id)
-        rows = requests.check_append(request)
-        state = pb.TrajectoryState.Name(request.state).removeprefix("TRAJECTORY_STATE_")
-        ending = Ending(
-            state, request.request_id, request.query_id, requests.clean_reason(request.reason)
-        )
-        try:
-            await self.store.high_water.admit(request.job_id, request.step, sum(map(len, rows)))
-        except ResourceExhausted:
-            self._meters.pushed_back()
-            raise
-        appended = await self.store.trajectories.append(
-            request.job_id, request.step, request.trajectory_id, ending, request.samples, rows
-        )
-        self._meters.appended(state, appended.accepted, request)
-        return store_pb.AppendTrajectoryResponse(
-            accepted=appended.accepted,
-            step=appended.step,
-            drop_reason=appended.drop_reason,
-            group_complete=appended.group_complete,
-        )
+        return _given(*await self._writes.end_each([request]))
 
     async def FillColumns(
         self, request: store_pb.FillColumnsRequest, context: Any
     ) -> store_pb.FillColumnsResponse:
-        _check_step_call(request)
-        fills = [requests.check_fill("", request)]
-        for index, item in enumerate(request.more):
-            fills.append(requests.check_fill(f"more[{index}].", item))
-        (state, accepted), *more = await self.store.samples.fill(
-            request.job_id, request.policy, request.step, fills
-        )
-        return store_pb.FillColumnsResponse(
-            state=state,
-            accepted=accepted,
-            more=[
-                store_pb.SampleFilled(state=state, accepted=accepted) for state, accepted in more
+        return _given(*await self._writes.fill_each([request]))
+
+    @compares(_parts_of)
+    async def Write(self, request: store_pb.WriteRequest, context: Any) -> store_pb.WriteResponse:
+        requests.check_id("request_id", request.request_id)
+        # Neither needs the other: who fills columns has heard that the rows are here.
+        async with asyncio.TaskGroup() as group:
+            ended = group.create_task(self._writes.end_each(request.endings))
+            filled = group.create_task(self._writes.fill_each(request.fills))
+        return store_pb.WriteResponse(
+            endings=[
+                store_pb.EndingWritten(error=to_status(one).SerializeToString())
+                if isinstance(one, TroupeError)
+                else store_pb.EndingWritten(response=one)
+                for one in ended.result()
+            ],
+            fills=[
+                store_pb.FillWritten(error=to_status(one).SerializeToString())
+                if isinstance(one, TroupeError)
+                else store_pb.FillWritten(response=one)
+                for one in filled.result()
             ],
         )
 
@@ -150,7 +145,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def ClaimMicroBatch(
         self, request: store_pb.ClaimMicroBatchRequest, context: Any
     ) -> Any:  # the bytes of a ClaimMicroBatchResponse
-        _check_step_call(request)
+        requests.check_step_call(request)
         requests.check_id("claimant", request.claimant)
         requests.check_positive("max_samples", request.max_samples, requests.LARGEST_CLAIM)
         requests.check_positive("lease_seconds", request.lease_seconds, requests.LONGEST_LEASE)
@@ -189,7 +184,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def RenewClaims(
         self, request: store_pb.RenewClaimsRequest, context: Any
     ) -> store_pb.RenewClaimsResponse:
-        _check_step_call(request)
+        requests.check_step_call(request)
         requests.check_id("claimant", request.claimant)
         requests.check_positive("lease_seconds", request.lease_seconds, requests.LONGEST_LEASE)
         renewed = await self.store.claims.renew(
@@ -200,7 +195,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def ReleaseClaims(
         self, request: store_pb.ReleaseClaimsRequest, context: Any
     ) -> store_pb.ReleaseClaimsResponse:
-        _check_step_call(request)
+        requests.check_step_call(request)
         if request.claimant:
             requests.check_id("claimant", request.claimant)
         released = await self.store.claims.release(
@@ -211,7 +206,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def CommitStep(
         self, request: store_pb.CommitStepRequest, context: Any
     ) -> store_pb.CommitStepResponse:
-        _check_step_call(request)
+        requests.check_step_call(request)
         requests.check_id("claimant", request.claimant)
         requests.check_commit(request)
         commit, existed = await self.store.commits.commit(
@@ -286,7 +281,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def AmendStep(
         self, request: store_pb.AmendStepRequest, context: Any
     ) -> store_pb.AmendStepResponse:
-        _check_common(request)
+        requests.check_common(request)
         requests.check_step(request.step)
         requests.check_amend(request)
         complete = await self.store.amendments.amend(
@@ -329,7 +324,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def DropTables(
         self, request: store_pb.DropTablesRequest, context: Any
     ) -> store_pb.DropTablesResponse:
-        _check_common(request)
+        requests.check_common(request)
         await self.store.tables.drop(request.job_id, purge_log=request.purge_log)
         self.store.recent.forget(request.job_id)
         return store_pb.DropTablesResponse()
@@ -343,12 +338,7 @@ def make_service(settings: StoreSettings, telemetry: Telemetry) -> ExperienceSto
     return ExperienceStoreService(store, Meters(telemetry, store))
 
 
-def _check_common(request: Any) -> None:
-    requests.check_id("request_id", request.request_id)
-    requests.check_name("job_id", request.job_id)
-
-
-def _check_step_call(request: Any) -> None:
-    _check_common(request)
-    requests.check_name("policy", request.policy)
-    requests.check_step(request.step)
+def _given(answer: T | TroupeError) -> T:
+    if isinstance(answer, TroupeError):
+        raise answer
+    return answer

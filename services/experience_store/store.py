@@ -48,7 +48,9 @@ class Store:
         self.steps = Steps(database, self.tables, self.notices, self.log, self.rosters, keep_steps)
         self.amendments = Amendments(database, self.tables, self.rosters)
         self.recent = RecentRows(recent_bytes)
-        self.trajectories = Trajectories(database, self.tables, self.steps, self.recent)
+        self.trajectories = Trajectories(
+            database, self.tables, self.steps, self.notices, self.recent
+        )
         self.samples = Samples(database, self.tables, self.steps, self.notices, self.recent)
         self.claims = Claims(self.tables, self.steps, self.samples, self.notices)
         self.commits = Commits(database, self.tables, self.steps, self.notices)

@@ -8,28 +8,33 @@ single script can write them. In order, each arrow repeatable:
 
 A crash before the decision leaves only staged rows, freed with the step. After it, whoever notices
 first carries the ending out: a repeated append, `Steps.status`, the sweeper.
+
+Where one server holds all keys (no cluster) the arrows travel together, and those of many endings
+at once: rows are staged, then one script per table decides and carries out (end_trajectories.lua).
+What it does not find as it mostly is takes the long way.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from services.experience_store.database import Call, Database
-from services.experience_store.keys import JobKeys, PolicyKeys
+from services.experience_store.keys import RECORDS, JobKeys, PolicyKeys
+from services.experience_store.notices import Notices
 from services.experience_store.recent import RecentRows
-from services.experience_store.records import LETTER_OF, REDUNDANT, REWARD, Ending, Record
+from services.experience_store.records import REDUNDANT, Ending
+from services.experience_store.rows import Row
 from services.experience_store.steps import Steps, not_open
 from services.experience_store.tables import Table, Tables
-from troupe.rpc import FailedPrecondition, InvalidArgument
-from troupe.v1 import common_pb2 as pb
+from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
 from troupe.v1 import experience_store_pb2 as store_pb
 
-# Policy, records (a line each), then id and payload of each row.
-_StagedRows: TypeAlias = list[tuple[str, str, list[str | bytes]]]
-# Samples of each policy, with their payloads.
-_ByPolicy: TypeAlias = dict[str, list[tuple[store_pb.Sample, bytes]]]
+# Policy, then what is staged in its table: id and payload of each row, and their records.
+_StagedRows: TypeAlias = list[tuple[str, list[str | bytes]]]
+_ByPolicy: TypeAlias = dict[str, list[Row]]
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,44 @@ class Appended:
     """Its group has all its members, and the redundant trajectories of its query were ended."""
 
 
+@dataclass(frozen=True)
+class Append:
+    """One ending, with its rows."""
+
+    job: str
+    step: int
+    trajectory: str
+    ending: Ending
+    """Its `attempt` identifies this append."""
+    rows: Sequence[Row] = ()
+
+
+@dataclass(frozen=True)
+class _Staging:
+    """An ending whose rows are ready to be staged."""
+
+    append: Append
+    table: Table
+    ending: Ending
+    by_policy: _ByPolicy
+    rows: _StagedRows
+
+
 class Trajectories:
     """Endings of trajectories."""
 
     def __init__(
-        self, database: Database, tables: Tables, steps: Steps, recent: RecentRows
+        self,
+        database: Database,
+        tables: Tables,
+        steps: Steps,
+        notices: Notices,
+        recent: RecentRows,
     ) -> None:
         self._database = database
         self._tables = tables
         self._steps = steps
+        self._notices = notices
         self._recent = recent
 
     async def append(
@@ -63,34 +97,111 @@ class Trajectories:
         trajectory: str,
         ending: Ending,
         samples: Sequence[store_pb.Sample],
-        payloads: Sequence[bytes] = (),
     ) -> Appended:
         """End `trajectory` with `samples`, unless another ending had won before, its query was
         dropped, or its group is complete without it.
-
-        `payloads` are the samples as bytes, where the caller has them already.
 
         `ending.attempt` identifies this append: repeating it returns what the first call returned.
         Raises `FailedPrecondition` for a step that is not open, a query that is not in it, or one
         whose trajectories have all ended; `InvalidArgument` for a policy that has no table.
         """
-        table = await self._tables.get(job)
-        if not payloads:
-            payloads = [sample.SerializeToString() for sample in samples]
-        staged = _by_policy(table, samples, payloads)
-        ending = replace(ending, rows=_numbers(staged))
-        rows = _staged_rows(table, staged)
+        rows = [Row.of(sample) for sample in samples]
+        (result,) = await self.append_each([Append(job, step, trajectory, ending, rows)])
+        if isinstance(result, TroupeError):
+            raise result
+        return result
+
+    async def append_each(self, appends: Sequence[Append]) -> list[Appended | TroupeError]:
+        """`append` of each by itself, in any order: what became of it, or the error."""
+        found: dict[int, Appended | TroupeError] = {}
+        # By job and step: what one script can end.
+        together: dict[tuple[str, int], dict[int, _Staging]] = {}
+        for number, append in enumerate(appends):
+            try:
+                staging = _staging(await self._tables.get(append.job), append)
+            except TroupeError as error:
+                found[number] = error
+            else:
+                together.setdefault((append.job, append.step), {})[number] = staging
+
+        async def end_each(group: dict[int, _Staging]) -> None:
+            stagings, ended = [*group.values()], {}
+            if not self._database.clustered:
+                try:
+                    ended = await self._end_each(stagings)
+                except TroupeError as error:
+                    found.update(dict.fromkeys(group, error))
+                    return
+            for place, (number, staging) in enumerate(group.items()):
+                try:
+                    found[number] = ended.get(place) or await self._end_alone(staging)
+                except TroupeError as error:
+                    found[number] = error
+
+        if len(together) == 1:
+            await end_each(*together.values())
+        else:
+            async with asyncio.TaskGroup() as tasks:
+                for group in together.values():
+                    tasks.create_task(end_each(group))
+        return [found[number] for number in range(len(appends))]
+
+    async def _end_each(self, stagings: Sequence[_Staging]) -> dict[int, Appended]:
+        """End trajectories of one step in one round trip; what became of each of those that won,
+        or had won before, by its place. The others are as they were."""
+        table, (job, step) = stagings[0].table, (stagings[0].append.job, stagings[0].append.step)
+        before: dict[str, list[Sequence[str | bytes]]] = {policy: [] for policy in table.policies}
+        args: list[str | bytes | int] = [step, JobKeys(job).base]
+        for one in stagings:
+            trajectory, ending = one.append.trajectory, one.ending
+            for policy, rows in one.rows:
+                before[policy] += _stage(PolicyKeys(job, policy), step, trajectory, ending, rows)
+            args += (trajectory, ending.query, ending.format())
+            args += (ending.attempt, ending.state, ending.reason)
+        replies = await self._database.run_all(
+            [command for commands in before.values() for command in commands],
+            [
+                Call("end_trajectories", PolicyKeys(job, policy).base, args)
+                for policy in table.policies
+            ],
+        )
+        for policy in table.policies:
+            self._notices.written(job, policy, step)
+        texts = [reply[1].decode().split("\n") for reply in replies]
+        found: dict[int, Appended] = {}
+        for place, (one, *outcomes) in enumerate(zip(stagings, *texts, strict=True)):
+            spare = ""
+            for policy, text in zip(table.policies, outcomes, strict=True):
+                outcome, _, rest = text.partition("\t")
+                since, _, spare = rest.partition("\t")
+                if outcome == "other":
+                    break
+                self._keep(one, policy, since)
+            else:
+                found[place] = Appended(True, step, group_complete=spare != "0")
+        return found
+
+    def _keep(self, one: _Staging, policy: str, since: str) -> None:
+        """Its rows of this policy entered the table just now, at `since` ('': they did not)."""
+        own = one.by_policy.get(policy)
+        if since and own:
+            rows = [(row.sample, row.payload) for row in own]
+            self._recent.add(one.append.job, policy, since, rows)
+
+    async def _end_alone(self, staging: _Staging) -> Appended:
+        """End one trajectory, arrow by arrow."""
+        append, table, ending = staging.append, staging.table, staging.ending
+        job, step, trajectory = append.job, append.step, append.trajectory
         while True:
-            end, to, entered = await self._end(table, step, trajectory, ending, rows)
+            end, to, entered = await self._end(table, step, trajectory, ending, staging.rows)
             for policy, since in entered.items():
-                own = [(sample.sample_id, row) for sample, row in staged.get(policy, ())]
-                self._recent.add(job, policy, since, own)
+                self._keep(staging, policy, since)
             if to is None:
                 return end
             # First every table moves what is staged there: the same attempt may have won before its
             # query was carried, and then these rows are the ones that count.
             await self._steps.follow(job, to)
-            await self._unstage(job, step, trajectory, ending, list(staged))
+            await self._unstage(job, step, trajectory, ending, list(staging.by_policy))
             step = to
 
     async def _end(
@@ -104,8 +215,15 @@ class Trajectories:
                 job,
                 step,
                 [
-                    _stage(PolicyKeys(job, policy), step, trajectory, ending, records, staged)
-                    for policy, records, staged in rows
+                    Call(
+                        "stage",
+                        keys.base,
+                        (step, trajectory, ending.attempt),
+                        before=_stage(keys, step, trajectory, ending, staged),
+                    )
+                    for keys, staged in (
+                        (PolicyKeys(job, policy), staged) for policy, staged in rows
+                    )
                 ],
             )
         outcome, *rest = await self._database.run(
@@ -151,81 +269,49 @@ class Trajectories:
         )
 
 
-def _by_policy(
-    table: Table, samples: Sequence[store_pb.Sample], payloads: Sequence[bytes]
-) -> _ByPolicy:
+def _by_policy(table: Table, rows: Sequence[Row]) -> _ByPolicy:
     found: _ByPolicy = {}
-    for index, (sample, payload) in enumerate(zip(samples, payloads, strict=True)):
-        if sample.policy not in table.policies:
+    for index, row in enumerate(rows):
+        if row.policy not in table.policies:
             raise InvalidArgument(
                 f"job {table.job} trains no policy of this name",
                 kind="unknown_policy",
                 field=f"samples[{index}].policy",
-                value=sample.policy,
+                value=row.policy,
                 remedy=f"Send samples of {', '.join(table.policies)} only.",
             )
-        found.setdefault(sample.policy, []).append((sample, payload))
+        found.setdefault(row.policy, []).append(row)
     return found
 
 
 def _numbers(staged: _ByPolicy) -> str:
-    """`Ending.rows` of these samples."""
-    return ",".join(f"{policy}={len(samples)}" for policy, samples in sorted(staged.items()))
+    """`Ending.rows` of these rows."""
+    return ",".join(f"{policy}={len(rows)}" for policy, rows in sorted(staged.items()))
+
+
+def _staging(table: Table, append: Append) -> _Staging:
+    by_policy = _by_policy(table, append.rows)
+    ending = replace(append.ending, rows=_numbers(by_policy))
+    rows = [(policy, _staged(table, append, own)) for policy, own in by_policy.items()]
+    return _Staging(append, table, ending, by_policy, rows)
+
+
+def _staged(table: Table, append: Append, rows: Sequence[Row]) -> list[str | bytes]:
+    query, trajectory = append.ending.query, append.trajectory
+    records: list[str] = []
+    found: list[str | bytes] = []
+    for row in rows:
+        # What the record holds too, because it moves, is written over it when it is read.
+        record = row.record(query, trajectory, table.required)
+        records.append(f"{row.sample}\t{record.format()}")
+        found += (row.sample, row.payload)
+    return [*found, RECORDS, "\n".join(records)]
 
 
 def _stage(
-    keys: PolicyKeys,
-    step: int,
-    trajectory: str,
-    ending: Ending,
-    records: str,
-    rows: Sequence[str | bytes],
-) -> Call:
-    """Puts rows where only their ending finds them. They are noted first: whatever becomes of us,
-    they are freed with the step."""
+    keys: PolicyKeys, step: int, trajectory: str, ending: Ending, rows: Sequence[str | bytes]
+) -> Sequence[Sequence[str | bytes]]:
+    """Commands that put rows where only their ending finds them. They are noted first: whatever
+    becomes of us, they are freed with the step."""
     staged = keys.staged(step, trajectory, ending.attempt)
-    return Call(
-        "stage",
-        keys.base,
-        (step, trajectory, ending.attempt, records),
-        before=(("SADD", keys.step(step, "stages"), staged), ("HSET", staged, *rows)),
-    )
-
-
-def _staged_rows(table: Table, staged: _ByPolicy) -> _StagedRows:
-    found: _StagedRows = []
-    for policy, samples in staged.items():
-        records: list[str] = []
-        rows: list[str | bytes] = []
-        for sample, payload in samples:
-            # What the record holds too, because it moves, is written over it when it is read.
-            record = _record(table, sample, len(payload))
-            records.append(f"{sample.sample_id}\t{record.format()}")
-            rows += (sample.sample_id, payload)
-        found.append((policy, "\n".join(records), rows))
-    return found
-
-
-def _record(table: Table, sample: store_pb.Sample, size: int) -> Record:
-    missing = set(table.required) - set(sample.columns)
-    if not sample.HasField("reward"):
-        missing.add(REWARD)
-    return Record(
-        state=LETTER_OF[pb.SAMPLE_STATE_PENDING],
-        tokens=str(sum(sample.prompt_ids.shape) + sum(sample.response_ids.shape)),
-        size=str(size),
-        turn=str(sample.turn),
-        reward=repr(sample.reward) if sample.HasField("reward") else "",
-        missing=",".join(sorted(missing)),
-        early=",".join(sorted(sample.columns)),
-        late="",
-        query=sample.query_id,
-        trajectory=sample.trajectory_id,
-        agent=sample.agent,
-        group=sample.group_id,
-        reason="",
-        version=str(min(span.version for span in sample.versions)) if sample.versions else "",
-        uses="0",
-        since="",
-        origin="",
-    )
+    return ("SADD", keys.step(step, "stages"), staged), ("HSET", staged, *rows)

@@ -25,9 +25,10 @@ from services.rollout.store import TrajectoryLog
 from services.rollout.threads import DaemonThreads
 from services.rollout.warmup import warm_up
 from services.rollout.watchdog import Watchdog
+from troupe.experience import ExperienceWriter
 from troupe.rpc import InvalidArgument, RetryPolicy, connect
 from troupe.states import TRAJECTORY, is_terminal
-from troupe.v1 import experience_store_pb2_grpc, orchestrator_pb2, reward_pb2_grpc, rollout_pb2_grpc
+from troupe.v1 import orchestrator_pb2, reward_pb2_grpc, rollout_pb2_grpc
 from troupe.v1 import rollout_pb2 as pb
 
 # Endings must outlive a restart of the store: the deadline ends the attempts, not their number.
@@ -74,7 +75,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             count=lambda call, status: self._metrics.asked(call, status),
         )
         self._runner = Runner(
-            TrajectoryLog(experience_store_pb2_grpc.ExperienceStoreStub(self._store)),
+            TrajectoryLog(ExperienceWriter(self._store, client.retry)),
             self._endpoints,
         )
         self._jobs.before_release = self._runner.cancel

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import structlog
 
+from troupe.experience import ExperienceWriter
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from troupe.rpc.ids import new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import experience_store_pb2 as pb
-
-if TYPE_CHECKING:
-    from troupe.v1.experience_store_pb2_grpc import ExperienceStoreAsyncStub
 
 log = structlog.get_logger(__name__)
 
@@ -47,14 +45,15 @@ class End:
 
 
 class TrajectoryLog:
-    """Writes endings. The store keeps the first one of a trajectory.
+    """Writes endings; those of about the same time travel together (troupe.experience). The store
+    keeps the first one of a trajectory.
 
     All raise `TroupeError` when the store could not be asked within `Place.seconds`, or does not
     know the step.
     """
 
-    def __init__(self, stub: ExperienceStoreAsyncStub) -> None:
-        self._stub = stub
+    def __init__(self, writer: ExperienceWriter) -> None:
+        self._writer = writer
 
     async def complete(self, at: Place, samples: Sequence[pb.Sample]) -> End:
         """Store the rows of a completed trajectory, all or none.
@@ -86,7 +85,7 @@ class TrajectoryLog:
     async def _end(
         self, at: Place, state: State, reason: str, samples: Sequence[pb.Sample] = ()
     ) -> End:
-        response = await self._stub.AppendTrajectory(
+        response = await self._writer.append(
             pb.AppendTrajectoryRequest(
                 request_id=new_id("append"),
                 job_id=at.job_id,
@@ -97,7 +96,7 @@ class TrajectoryLog:
                 reason=reason,
                 samples=samples,
             ),
-            timeout=at.seconds,
+            at.seconds,
         )
         if response.step != at.step:
             log.info("its query was carried over", asked=at.step, step=response.step)

@@ -14,7 +14,6 @@ from services.experience_store.store import Store
 from tests.support.experience import Stage, make_stage
 from tests.support.experience_client import Client
 from troupe.rpc import ClientSettings, connect, new_id
-from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 
 @pytest.fixture
@@ -44,5 +43,5 @@ async def client(redis_url: str) -> AsyncIterator[Client]:
     settings = StoreSettings(redis_url=redis_url, drain_seconds=0.2, stream_drain_seconds=0)
     async with serve(make_service, settings) as server:
         channel = connect(server.address, ClientSettings())
-        yield Client(store_grpc.ExperienceStoreStub(channel))
+        yield Client(channel)
         await channel.close(None)

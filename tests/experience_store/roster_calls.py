@@ -67,7 +67,7 @@ class RosterCalls(RuleBasedStateMachine):
             return self.do(call()), False
         except CrashError:
             self.do(self.database.close())
-            self.database = CrashingDatabase(self.url)
+            self.database = CrashingDatabase(self.url, clustered=data.draw(st.booleans(), "long"))
             self.stage.store = Store(self.database)
         finally:
             self.database.live()

@@ -10,7 +10,7 @@ import pytest
 
 from services.experience_store.database import Database
 from services.experience_store.store import Store
-from tests.support.crashing import CrashError, CrashingDatabase
+from tests.support.crashing import MOMENTS, CrashError, CrashingDatabase
 from tests.support.experience import Response, Stage, ids_of, make_sample
 from troupe.rpc import new_id
 
@@ -21,10 +21,12 @@ QUERIES = ("q0", "q1")
 class Life:
     """One step of a job, each call repeated by another process when the first one dies."""
 
-    def __init__(self, url: str, fatal: int, moment: str, *, rerun: bool) -> None:
+    def __init__(
+        self, url: str, fatal: int, moment: str, *, rerun: bool = False, clustered: bool = False
+    ) -> None:
         self._url = url
         self._rerun = rerun
-        self._database = CrashingDatabase(url, fatal, moment)
+        self._database = CrashingDatabase(url, fatal, moment, clustered=clustered)
         self.crashed = 0
         self.stage = Stage(Store(self._database), new_id("job"), POLICIES, QUERIES, 2)
 
@@ -100,22 +102,23 @@ class Life:
         return {policy: await self.train(policy) for policy in POLICIES}
 
 
-@pytest.fixture
-async def trips(redis_url: str) -> int:
+async def trips_of(redis_url: str, *, clustered: bool) -> int:
     """Round trips of an undisturbed life."""
-    life = Life(redis_url, 0, "before", rerun=False)
+    life = Life(redis_url, 0, "before", clustered=clustered)
     await life.run()
     await life.close()
     return life._database.trips
 
 
+@pytest.mark.parametrize("clustered", [False, True])
 @pytest.mark.parametrize("rerun", [False, True])
-@pytest.mark.parametrize("moment", ["before", "middle", "after"])
+@pytest.mark.parametrize("moment", MOMENTS)
 async def test_a_crash_at_any_round_trip_loses_and_doubles_nothing(
-    redis_url: str, trips: int, moment: str, rerun: bool
+    redis_url: str, moment: str, rerun: bool, clustered: bool
 ) -> None:
+    trips = await trips_of(redis_url, clustered=clustered)
     for fatal in range(1, trips + 1):
-        life = Life(redis_url, fatal, moment, rerun=rerun)
+        life = Life(redis_url, fatal, moment, rerun=rerun, clustered=clustered)
         trained = await life.run()
         assert life.crashed == 1, f"trip {fatal} of {trips}"
         for turn, policy in enumerate(POLICIES):
@@ -145,16 +148,17 @@ async def test_a_crash_at_any_round_trip_loses_and_doubles_nothing(
 
 
 async def test_nobody_repeats_the_call_and_the_sweeper_completes_it(redis_url: str) -> None:
-    for moment in ("before", "middle", "after"):
-        life = Life(redis_url, 0, moment, rerun=False)
+    # With one server the first table has decided; in a cluster, stage and decide have arrived.
+    for moment, clustered in (("almost", False), *((moment, True) for moment in MOMENTS)):
+        life = Life(redis_url, 0, moment, clustered=clustered)
         stage = life.stage
         await stage.store.tables.create(stage.job, POLICIES, [])
         await stage.open(0)
         *most, last = stage.trajectories
         for query, trajectory in most:
             await stage.append(query, trajectory)
-        # Stage and decide arrive; carrying out does not, or only in one table.
-        life._database.die(3, moment)
+        # Carrying out does not arrive, or only in one table.
+        life._database.die(3 if clustered else 1, moment)
         with pytest.raises(CrashError):
             await stage.append(*last)
         await life.close()

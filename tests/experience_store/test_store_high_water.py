@@ -20,7 +20,6 @@ from tests.support.experience_client import Client
 from tests.support.redis_server import RedisServer
 from troupe.rpc import NO_RETRY, ClientSettings, ResourceExhausted, connect, new_id
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 
 async def counted(stage: Stage) -> dict[str, int]:
@@ -122,7 +121,7 @@ async def test_only_the_oldest_uncommitted_step_goes_on_above_the_mark(
     small: RunningServer[StoreSettings],
 ) -> None:
     channel = connect(small.address, ClientSettings(retry=NO_RETRY))
-    client = Client(store_grpc.ExperienceStoreStub(channel))
+    client = Client(channel)
     await client.create()
     await client.stub.OpenStep(client.open_request())
     await client.stub.OpenStep(client.open_request(step=1, query_ids=["q0", "q1"]))

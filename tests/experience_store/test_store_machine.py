@@ -81,8 +81,11 @@ class Life(RuleBasedStateMachine):
         queries=st.integers(1, 2),
         group_size=st.integers(1, 2),
         redundant=st.sampled_from([0, 0, 1]),
+        clustered=st.booleans(),
     )
-    def open(self, queries: int, group_size: int, redundant: int) -> None:
+    def open(self, queries: int, group_size: int, redundant: int, clustered: bool) -> None:
+        # The long way of endings, that of a cluster, or the short one.
+        self.database.clustered = clustered
         names = tuple(f"q{number}" for number in range(queries))
         self.stage = Stage(
             self.store, new_id("job"), (POLICY,), names, group_size, redundant=redundant

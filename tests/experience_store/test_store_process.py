@@ -13,7 +13,6 @@ from tests.support.experience import ids_of
 from tests.support.experience_client import Client
 from troupe.rpc import ClientSettings, connect
 from troupe.v1 import experience_store_pb2 as store_pb
-from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 
 class Process:
@@ -49,7 +48,7 @@ async def test_a_killed_store_goes_on_where_it_was(redis_url: str, tmp_path: Pat
     process = Process(redis_url, tmp_path)
     await process.start()
     channel = connect(f"127.0.0.1:{process.port}", ClientSettings())
-    client = Client(store_grpc.ExperienceStoreStub(channel))
+    client = Client(channel)
     await client.create()
     await client.stub.OpenStep(client.open_request())
     for trajectory in ("q0-t0", "q0-t1"):

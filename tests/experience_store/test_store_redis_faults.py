@@ -278,7 +278,7 @@ async def test_a_client_that_retries_does_not_notice_a_restart_of_redis(tmp_path
     async with opened(redis_server) as running:
         await running.become_ready()
         channel = connect(running.address, ClientSettings())
-        client = Client(store_grpc.ExperienceStoreStub(channel))
+        client = Client(channel)
         await client.create()
         redis_server.kill()
         opening = asyncio.ensure_future(client.stub.OpenStep(client.open_request()))

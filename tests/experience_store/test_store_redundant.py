@@ -121,10 +121,13 @@ async def test_any_race_gives_groups_of_the_same_size(redis_url: str) -> None:
         await store.stop()
 
 
+@pytest.mark.parametrize("clustered", [False, True])
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_who_completes_a_group_dies_at_any_moment(redis_url: str, moment: str) -> None:
-    for fatal in range(1, 8):
-        database = CrashingDatabase(redis_url, 0, moment)
+async def test_who_completes_a_group_dies_at_any_moment(
+    redis_url: str, moment: str, clustered: bool
+) -> None:
+    for fatal in range(1, 8 if clustered else 3):
+        database = CrashingDatabase(redis_url, 0, moment, clustered=clustered)
         stage = await make_stage(Store(database), new_id("job"), redundant=2)
         await stage.fail("q0", *names("q0", 0))
         await stage.append("q0", *names("q0", 1))
@@ -161,7 +164,7 @@ async def test_who_completes_a_group_dies_at_any_moment(redis_url: str, moment: 
 
 async def test_a_failure_that_a_table_has_not_heard_of_holds_no_group_back(redis_url: str) -> None:
     """It is decided and not carried out: the group is claimable, the step is not over."""
-    database = CrashingDatabase(redis_url, 0, "before")
+    database = CrashingDatabase(redis_url, 0, "before", clustered=True)
     stage = await make_stage(Store(database), new_id("job"), queries=("q0",), redundant=2)
     database.die(2, "before")
     with pytest.raises(CrashError):

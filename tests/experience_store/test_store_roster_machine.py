@@ -34,6 +34,7 @@ class Life(RosterRollout, RosterTraining):
         data=st.data(),
     )
     def begin(self, group_size: int, redundant: int, signal: bool, data: st.DataObject) -> None:
+        self.database.clustered = data.draw(st.booleans(), "long")
         store = Store(self.database)
         self.stage = Stage(store, new_id("job"), POLICIES, (), group_size, redundant=redundant)
         self.job = Job(group_size, signal, POLICIES, redundant)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from services.experience_store.database import Database
 
-MOMENTS: Final = ("before", "middle", "after")
+MOMENTS: Final = ("before", "middle", "almost", "after")
 
 
 class CrashError(Exception):
@@ -15,10 +15,16 @@ class CrashError(Exception):
 
 
 class CrashingDatabase(Database):
-    """Dies at its `fatal`-th round trip: before, after, or in the middle of sending it."""
+    """Dies at its `fatal`-th round trip: before, after, or in the middle of sending it.
 
-    def __init__(self, url: str, fatal: int = 0, moment: str = "before") -> None:
+    `clustered`: takes no way that only one server has, though it is one.
+    """
+
+    def __init__(
+        self, url: str, fatal: int = 0, moment: str = "before", *, clustered: bool = False
+    ) -> None:
         super().__init__(url)
+        self.clustered = clustered
         self.trips = 0
         self._fatal = fatal
         self._moment = moment
@@ -37,8 +43,11 @@ class CrashingDatabase(Database):
         self.trips += 1
         if self.trips != self._fatal:
             return await super().execute_each(commands, missing_scripts=missing_scripts)
-        # "middle": only the first command of a pipeline arrives.
-        arriving = {"before": 0, "middle": 1, "after": len(commands)}[self._moment]
+        # "middle": only the first command of a pipeline arrives; "almost": all but the last.
+        every = len(commands)
+        arriving = {"before": 0, "middle": 1, "almost": max(1, every - 1), "after": every}[
+            self._moment
+        ]
         if arriving:
             await super().execute_each(
                 commands[:arriving], missing_scripts=missing_scripts[:arriving]

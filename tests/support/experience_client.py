@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
+
 from tests.support.experience import make_sample
+from troupe.experience import ExperienceWriter
 from troupe.rpc import new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -14,8 +17,9 @@ from troupe.v1 import experience_store_pb2_grpc as store_grpc
 class Client:
     """Calls of one job, with fresh request ids."""
 
-    def __init__(self, stub: store_grpc.ExperienceStoreAsyncStub) -> None:
-        self.stub = stub
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.stub = store_grpc.ExperienceStoreStub(channel)
+        self.writer = ExperienceWriter(channel)
         self.job = new_id("job")
 
     async def create(self, policies: tuple[str, ...] = ("solver",), **fields: Any) -> None:

@@ -16,6 +16,7 @@ from troupe.rpc.errors import (
     Unavailable,
     Unimplemented,
     from_rpc_error,
+    from_status,
     to_status,
 )
 from troupe.rpc.ids import new_id
@@ -42,6 +43,7 @@ __all__ = [
     "connect",
     "connect_sync",
     "from_rpc_error",
+    "from_status",
     "new_id",
     "to_status",
 ]

@@ -202,6 +202,16 @@ def to_status(error: TroupeError) -> status_pb2.Status:
     return status
 
 
+def from_status(text: bytes) -> TroupeError:
+    """The error whose serialized `to_status` this is."""
+    status = status_pb2.Status.FromString(text)
+    for detail in status.details:
+        problem = pb.Problem()
+        if detail.Unpack(problem):
+            return TroupeError.from_problem(problem, _code(status.code))
+    return Internal(status.message)
+
+
 def from_rpc_error(
     error: grpc.RpcError, *, target: str = "", timeout: float | None = None
 ) -> TroupeError:
@@ -264,6 +274,10 @@ def _call(error: grpc.RpcError, name: str, default: Any) -> Any:
 
 def _number(code: grpc.StatusCode) -> int:
     return int(code_pb2.Code.Value(code.name))
+
+
+def _code(number: int) -> grpc.StatusCode | None:
+    return next((code for code in grpc.StatusCode if _number(code) == number), None)
 
 
 def _clip(text: str, limit: int) -> str:

@@ -14,7 +14,10 @@ end
 local now = now_ms()
 expire(now)
 
--- What the caller needs of samples: their records (those in `taken` are as they are there), and the
+-- State and reward, in the text of a record.
+local REWARD = '^(.)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)'
+
+-- What the caller needs of samples: their records (those in `taken` are read already), and the
 -- final rewards of their groups. As few texts: a reply costs whoever reads it by its elements.
 local function deliver(samples, taken)
   local records, groups, rewards, number_of = {}, {}, {}, {}
@@ -24,15 +27,17 @@ local function deliver(samples, taken)
     local name = group_name(record)
     if not number_of[name] then
       local values = {}
-      for _, member in ipairs(group_of(record)) do
-        if member[2][F.state] ~= 'D' then
-          values[#values + 1] = member[2][F.reward]
+      local _, texts = texts_of(family(record), record[F.group])
+      for _, text in ipairs(texts) do
+        local state, reward = text:match(REWARD)
+        if state ~= 'D' then
+          values[#values + 1] = reward
         end
       end
       rewards[#rewards + 1] = table.concat(values, ',')
       number_of[name] = #rewards
     end
-    records[index] = table.concat(record, '\t')
+    records[index] = book[sample]
     groups[index] = number_of[name]
   end
   return finish({

@@ -19,28 +19,63 @@ local function carried_to(sample)
   return table.concat(steps, ',')
 end
 
--- One record of every group that may have become ready, in order.
+-- Groups that may have become ready, by their query; `over`: queries that are complete.
 local touched, waiting, over = {}, false, {}
-local function touch(record)
-  local name, query = group_name(record), record[F.query]
+local function touch(query, origin, group)
   if over[query] == nil then
     over[query] = query_ended(query)
   end
   if over[query] then
     waiting = true
-    if not touched[name] then
-      touched[name] = true
-      touched[#touched + 1] = record
+    local name = origin == '' and query or query .. '@' .. origin
+    touched[name] = touched[name] or {}
+    touched[name][group] = true
+  end
+end
+
+-- Most fills are this one: a reward and nothing else. Of the record only that much is read.
+local REWARDLESS = '^(.)(' .. ('\t[^\t]*'):rep(3) .. '\t)([^\t]*)\t([^\t]*)(\t.*)$'
+local FAMILY = '^' .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)' .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)'
+  .. ('\t[^\t]*'):rep(4) .. '\t([^\t]*)$'
+local function fill_reward(sample, text, reward)
+  local state, sizes, known, missing, rest = text:match(REWARDLESS)
+  if state == 'D' or known ~= '' then
+    return {'repeated', state}
+  elseif state ~= 'P' and state ~= 'R' then
+    return {'final', state}
+  end
+  if missing == 'reward' then
+    missing = ''
+  elseif missing ~= '' then
+    local names = set_of(missing)
+    names['reward'] = nil
+    missing = text_of(names)
+  end
+  book[sample] = state .. sizes .. reward .. '\t' .. missing .. rest
+  unsaved[sample] = true
+  changes('counts')
+  -- What still lacks a column cannot make its group ready.
+  if state == 'P' and missing == '' then
+    local query, group, origin = rest:match(FAMILY)
+    if query then
+      touch(query, origin, group)
+    else
+      local record = parse(text)
+      touch(record[F.query], record[F.origin] or '', record[F.group])
     end
   end
+  return {'filled', state}
 end
 
 -- ARGV[first..last] are the columns.
 local function fill(sample, reward, reason, first, last)
-  local record = record_of(sample)
-  if not record then
+  local text = book[sample]
+  if not text then
     return {'unknown', carried_to(sample)}
+  elseif reason == '' and reward ~= '' and last < first then
+    return fill_reward(sample, text, reward)
   end
+  local record = parse(text)
   local state = record[F.state]
   if state == 'D' then
     return {'repeated', state}
@@ -50,7 +85,7 @@ local function fill(sample, reward, reason, first, last)
       return {'final', state}
     end
     drop(sample, record, reason)
-    touch(record)
+    touch(record[F.query], record[F.origin], record[F.group])
     return {'filled', 'D'}
   end
   local early, late, fresh = set_of(record[F.early]), set_of(record[F.late]), {}
@@ -84,7 +119,7 @@ local function fill(sample, reward, reason, first, last)
   save(sample, record)
   changes('counts')
   if state == 'P' then
-    touch(record)
+    touch(record[F.query], record[F.origin], record[F.group])
   end
   return {'filled', state}
 end
@@ -99,8 +134,19 @@ for number, at in ipairs(places) do
   local last = at + 3 + 2 * tonumber(ARGV[at + 3])
   replies[number] = fill(ARGV[at], ARGV[at + 1], ARGV[at + 2], at + 4, last)
 end
-for _, record in ipairs(touched) do
-  ripen_group(record)
+for query, groups in pairs(touched) do
+  local number = 0
+  for _ in pairs(groups) do
+    number = number + 1
+  end
+  -- A group costs as much to find as several rows to look at.
+  if tonumber(redis.call('HGET', TALLIES, query .. '\trows') or 0) <= 8 * number then
+    ripen_those(query)
+  else
+    for group in pairs(groups) do
+      ripen_those(query, group)
+    end
+  end
 end
 if waiting then
   if sealed() then
@@ -109,7 +155,7 @@ if waiting then
   end
   for number, reply in ipairs(replies) do
     if reply[1] == 'filled' then
-      reply[2] = record_of(samples[number])[F.state]
+      reply[2] = book[samples[number]]:sub(1, 1)
     end
   end
 end

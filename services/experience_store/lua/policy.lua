@@ -185,15 +185,16 @@ local function record_of(sample)
   return text and parse(text)
 end
 
--- Samples of a group (or, without `group`, of a query) in order, and the texts of their records.
+-- Samples of a group (or, without `group`, of a query) in order, the texts of their records, and their
+-- groups.
 local function texts_of(query, group)
   local prefix = query .. '\t' .. (group and group .. '\t' or '')
   -- '\n' follows '\t': the range holds exactly what starts with the prefix.
   local upper = prefix:sub(1, -2) .. '\n'
-  local names = redis.call('ZRANGEBYLEX', MEMBERS, '[' .. prefix, '(' .. upper)
+  local names, groups = redis.call('ZRANGEBYLEX', MEMBERS, '[' .. prefix, '(' .. upper), {}
   for index, member in ipairs(names) do
     -- Anchored: else every place in it is tried.
-    names[index] = member:match('^.*\t(.*)$')
+    groups[index], names[index] = member:match('^[^\t]*\t([^\t]*)\t(.*)$')
   end
   local texts = {}
   for first = 1, #names, AT_ONCE do
@@ -202,7 +203,7 @@ local function texts_of(query, group)
       texts[#texts + 1] = book[names[#texts + 1]] or text
     end
   end
-  return names, texts
+  return names, texts, groups
 end
 
 -- {sample, record} for each of `names`.
@@ -215,7 +216,8 @@ local function parsed(names, texts)
 end
 
 local function members(query, group)
-  return parsed(texts_of(query, group))
+  local names, texts = texts_of(query, group)
+  return parsed(names, texts)
 end
 
 -- Samples that come back from an earlier step (commit.lua) are no members of this step's queries,
@@ -406,17 +408,25 @@ local function ripen(found)
   end
 end
 
--- ripen() of the group of `record`. Most that ask find one of its members without a reward: this is
--- seen before all of them are read.
+-- ripen() of a group, or of all groups of a query. Most that ask find a member without a reward: this is
+-- seen in the texts of the records, of which only those that can become claimable are read.
 local PENDING_LACKS = '^P' .. ('\t[^\t]*'):rep(4) .. '\t[^\t]'
-local function ripen_group(record)
-  local names, texts = texts_of(family(record), record[F.group])
-  for _, text in ipairs(texts) do
+local function ripen_those(query, group)
+  local names, texts, groups = texts_of(query, group)
+  local lacking, found = {}, {}
+  for index, text in ipairs(texts) do
     if text and text:find(PENDING_LACKS) then
-      return
+      lacking[groups[index]] = true
     end
   end
-  ripen(parsed(names, texts))
+  for index, text in ipairs(texts) do
+    if text and not lacking[groups[index]] and text:sub(1, 1) == 'P' then
+      found[#found + 1] = {names[index], parse(text)}
+    end
+  end
+  if found[1] then
+    ripen(found)
+  end
 end
 
 -- Drops the groups of these samples that a too old version began, unless members were given out.

@@ -96,6 +96,6 @@ local function put_in(query, from, taken)
     redis.call('HINCRBY', COMPLETED, query, taken.completed)
   end
   if query_ended(query) then
-    ripen(members(query))
+    ripen_those(query)
   end
 end

@@ -1,0 +1,105 @@
+-- Carries out in this table what was decided about trajectories. Put behind policy.lua.
+
+-- A line of staged records: sample, its record up to `since`, its size and group.
+local STAGED = '^([^\t]*)\t(' .. ('[^\t]*\t'):rep(2) .. '([^\t]*)\t' .. ('[^\t]*\t'):rep(8)
+  .. '([^\t]*)\t' .. ('[^\t]*\t'):rep(3) .. ')\t$'
+
+-- Queries that may have become complete.
+local complete, seen = {}, {}
+
+-- Staged rows enter the table; returns when, ms of the Redis clock.
+local function enter(query, staged, rows, text)
+  redis.call('HDEL', staged, RECORDS)
+  redis.call('SREM', STAGES, staged)
+  redis.call('RENAME', staged, rows)
+  -- As it is in the records: who appended finds its rows by it (recent.py).
+  local now = string.format('%.0f', now_ms())
+  local samples, records, sizes, groups = {}, {}, {}, {}
+  for line in text:gmatch('[^\n]+') do
+    local sample, head, size, group = line:match(STAGED)
+    if sample then
+      head = head .. now .. '\t'
+    else
+      -- Of an older release, with fewer fields.
+      sample, head = line:match('^([^\t]*)\t(.*)$')
+      local fields = parse(head)
+      fields[F.since] = now
+      head, size, group = table.concat(fields, '\t'), fields[F.size], fields[F.group]
+    end
+    local number = #samples + 1
+    samples[number], records[number], sizes[number], groups[number] = sample, head, size, group
+  end
+  prefetch(samples)
+  local names, bytes = {}, 0
+  for index, sample in ipairs(samples) do
+    if not book[sample] then
+      book[sample] = records[index]
+      unsaved[sample] = true
+      names[#names + 1] = 0
+      names[#names + 1] = query .. '\t' .. groups[index] .. '\t' .. sample
+      bytes = bytes + tonumber(sizes[index])
+    else
+      -- Another trajectory has a sample of this id: its row must not be replaced.
+      count_dropped('sample_id_taken')
+    end
+  end
+  each('ZADD', MEMBERS, names)
+  count('P', #names / 2)
+  tally(query, 'rows', #names / 2)
+  tally(query, 'P', #names / 2)
+  weigh(bytes)
+  return now
+end
+
+-- Its staged rows enter the table, and its query is one trajectory nearer to being complete.
+-- `spare`: redundant trajectories of its query that were ended with it. Repeatable. Call
+-- all_carried() when all are through.
+local function carry(trajectory, query, attempt, how, reason, spare)
+  local staged = key('staged') .. ':' .. trajectory .. ':' .. attempt
+  if redis.call('HEXISTS', ENDED, trajectory) == 1 then
+    redis.call('UNLINK', staged)
+    redis.call('SREM', STAGES, staged)
+    return 'repeated', ''
+  end
+  local left = redis.call('HGET', ROSTER, query) or ''
+  if left:sub(1, 3) == 'to\t' then
+    return 'carried', left:sub(4)
+  end
+  redis.call('HSET', ENDED, trajectory, how .. '\t' .. query .. '\t' .. reason)
+  local text, now = redis.call('HGET', staged, RECORDS), ''
+  if text then
+    now = enter(query, staged, key('rows') .. ':' .. trajectory, text)
+  end
+  if reason ~= '' then
+    count_dropped(reason)
+  end
+  redis.call('HINCRBY', QUERIES, query, 1 + spare)
+  count('ended', 1 + spare)
+  if spare > 0 then
+    count_dropped('redundant', spare)
+  end
+  if how == 'COMPLETED' and get('redundant') > 0 then
+    redis.call('HINCRBY', COMPLETED, query, 1)
+  end
+  changes('counts')
+  if left:sub(1, 8) == 'dropped\t' then
+    drop_pending(query, left:sub(9))
+  elseif not seen[query] then
+    seen[query] = true
+    complete[#complete + 1] = query
+  end
+  return 'appended', now
+end
+
+-- Makes claimable what is complete now.
+local function all_carried()
+  for _, query in ipairs(complete) do
+    if query_ended(query) then
+      ripen_those(query)
+    end
+  end
+  if changed.counts and sealed() then
+    -- What is left may be claimed as a last, smaller micro-batch.
+    changes('claimable')
+  end
+end

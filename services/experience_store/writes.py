@@ -1,0 +1,113 @@
+"""Endings and late columns as they come over the wire: many at once, each taken by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from services.experience_store import requests
+from services.experience_store.meters import Meters
+from services.experience_store.records import Ending
+from services.experience_store.rows import check_append
+from services.experience_store.samples import SampleFills
+from services.experience_store.store import Store
+from services.experience_store.trajectories import Append
+from troupe.rpc import ResourceExhausted, TroupeError
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+T = TypeVar("T")
+
+
+class Writes:
+    """What rollout and whoever scores later writes."""
+
+    def __init__(self, store: Store, meters: Meters) -> None:
+        self._store = store
+        self._meters = meters
+
+    async def end_each(
+        self, sent: Sequence[store_pb.AppendTrajectoryRequest]
+    ) -> list[store_pb.AppendTrajectoryResponse | TroupeError]:
+        """The answers to these calls, or their errors."""
+        appends = [_of(_append_of, request) for request in sent]
+        for number, append in enumerate(appends):
+            if isinstance(append, Append):
+                try:
+                    size = sum(len(row.payload) for row in append.rows)
+                    await self._store.high_water.admit(append.job, append.step, size)
+                except TroupeError as error:
+                    if isinstance(error, ResourceExhausted):
+                        self._meters.pushed_back()
+                    appends[number] = error
+        taken = [append for append in appends if isinstance(append, Append)]
+        ended = iter(await self._store.trajectories.append_each(taken))
+        answers: list[store_pb.AppendTrajectoryResponse | TroupeError] = []
+        for append in appends:
+            if isinstance(append, TroupeError):
+                answers.append(append)
+                continue
+            result = next(ended)
+            if isinstance(result, TroupeError):
+                answers.append(result)
+                continue
+            self._meters.appended(append, result.accepted)
+            answers.append(
+                store_pb.AppendTrajectoryResponse(
+                    accepted=result.accepted,
+                    step=result.step,
+                    drop_reason=result.drop_reason,
+                    group_complete=result.group_complete,
+                )
+            )
+        return answers
+
+    async def fill_each(
+        self, sent: Sequence[store_pb.FillColumnsRequest]
+    ) -> list[store_pb.FillColumnsResponse | TroupeError]:
+        """The answers to these calls, or their errors."""
+        fills = [_of(_fills_of, request) for request in sent]
+        taken = [one for one in fills if isinstance(one, SampleFills)]
+        filled = iter(await self._store.samples.fill_each(taken))
+        answers: list[store_pb.FillColumnsResponse | TroupeError] = []
+        for one in fills:
+            result = next(filled) if isinstance(one, SampleFills) else one
+            if isinstance(result, TroupeError):
+                answers.append(result)
+                continue
+            (state, accepted), *more = result
+            answers.append(
+                store_pb.FillColumnsResponse(
+                    state=state,
+                    accepted=accepted,
+                    more=[store_pb.SampleFilled(state=s, accepted=a) for s, a in more],
+                )
+            )
+        return answers
+
+
+def _of(read: Callable[[Any], T], request: Any) -> T | TroupeError:
+    try:
+        return read(request)
+    except TroupeError as error:
+        return error
+
+
+def _append_of(request: store_pb.AppendTrajectoryRequest) -> Append:
+    requests.check_common(request)
+    requests.check_step(request.step)
+    requests.check_id("query_id", request.query_id)
+    requests.check_id("trajectory_id", request.trajectory_id)
+    rows = check_append(request)
+    state = pb.TrajectoryState.Name(request.state).removeprefix("TRAJECTORY_STATE_")
+    reason = requests.clean_reason(request.reason)
+    ending = Ending(state, request.request_id, request.query_id, reason)
+    return Append(request.job_id, request.step, request.trajectory_id, ending, rows)
+
+
+def _fills_of(request: store_pb.FillColumnsRequest) -> SampleFills:
+    requests.check_step_call(request)
+    fills = [requests.check_fill("", request)]
+    for index, item in enumerate(request.more):
+        fills.append(requests.check_fill(f"more[{index}].", item))
+    return SampleFills(request.job_id, request.policy, request.step, fills)

@@ -1,0 +1,178 @@
+"""Writing to the experience store: what is written at about the same time travels together.
+
+A call costs what several rows do, whatever it carries. So nothing waits while few calls are in
+flight, and what comes while more are is taken along by the next one. Each ending and each fill
+stays what it is: with an id of its own it is taken, refused and repeated by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import grpc
+from google.protobuf.message import Message
+
+from troupe.rpc import (
+    ClientSettings,
+    DeadlineExceeded,
+    RetryPolicy,
+    TroupeError,
+    from_status,
+    new_id,
+)
+from troupe.v1 import experience_store_pb2 as pb
+from troupe.wire import repeated
+
+_METHOD: Final = "/troupe.v1.ExperienceStore/Write"
+# One is being answered while the next one is on its way.
+_CALLS: Final = 2
+# Of one call, unless a single part is longer: who comes next need not wait for more.
+_CALL_BYTES: Final = 4 * 2**20
+
+_Result: TypeAlias = pb.EndingWritten | pb.FillWritten
+
+
+@dataclass
+class _Part:
+    """One ending or fill on its way."""
+
+    message: bytes
+    deadline: float
+    done: asyncio.Future[_Result | TroupeError]
+
+
+@dataclass
+class _Body:
+    """What one call carries."""
+
+    endings: list[_Part] = field(default_factory=list)
+    fills: list[_Part] = field(default_factory=list)
+    request_id: str = field(default_factory=lambda: new_id("write"))
+
+    @property
+    def parts(self) -> list[_Part]:
+        return [*self.endings, *self.fills]
+
+    def serialized(self) -> bytes:
+        """A WriteRequest."""
+        return b"".join(
+            (
+                pb.WriteRequest(request_id=self.request_id).SerializeToString(),
+                *repeated(
+                    pb.WriteRequest.ENDINGS_FIELD_NUMBER, (part.message for part in self.endings)
+                ),
+                *repeated(
+                    pb.WriteRequest.FILLS_FIELD_NUMBER, (part.message for part in self.fills)
+                ),
+            )
+        )
+
+
+class ExperienceWriter:
+    """AppendTrajectory and FillColumns for callers of one event loop."""
+
+    def __init__(self, channel: grpc.aio.Channel, retry: RetryPolicy | None = None) -> None:
+        """`channel`: to the store, of `troupe.rpc.connect`. `retry`: of parts that the store
+        refuses for now, by default as every call's.
+        """
+        self._call: Any = channel.unary_unary(
+            _METHOD,
+            request_serializer=_Body.serialized,
+            response_deserializer=pb.WriteResponse.FromString,
+        )
+        self._retry = retry or ClientSettings().retry
+        self._waiting: deque[tuple[bool, _Part]] = deque()
+        self._flying: set[asyncio.Task[None]] = set()
+        self._woken = False
+        # Calls are nobody's in particular: their log lines name no trajectory.
+        self._context = contextvars.copy_context()
+
+    async def append(
+        self, request: pb.AppendTrajectoryRequest, timeout: float
+    ) -> pb.AppendTrajectoryResponse:
+        """End a trajectory; the answer comes within `timeout` seconds.
+
+        Raises `TroupeError`: what AppendTrajectory raises.
+        """
+        result: pb.EndingWritten = await self._write(True, request, timeout)
+        return result.response
+
+    async def fill(self, request: pb.FillColumnsRequest, timeout: float) -> pb.FillColumnsResponse:
+        """Fill columns of samples; the answer comes within `timeout` seconds.
+
+        Raises `TroupeError`: what FillColumns raises.
+        """
+        result: pb.FillWritten = await self._write(False, request, timeout)
+        return result.response
+
+    async def _write(self, ends: bool, request: Message, timeout: float) -> Any:
+        message = request.SerializeToString()
+
+        async def attempt(left: float | None) -> _Result | TroupeError:
+            seconds = timeout if left is None else left
+            loop = asyncio.get_running_loop()
+            part = _Part(message, time.monotonic() + seconds, loop.create_future())
+            self._waiting.append((ends, part))
+            if not self._woken:
+                self._woken = True
+                loop.call_soon(self._send_waiting)
+            try:
+                async with asyncio.timeout(seconds):
+                    result = await part.done
+            except TimeoutError:
+                raise DeadlineExceeded(f"the store took no row within {timeout:g} s") from None
+            if not isinstance(result, TroupeError) and result.WhichOneof("result") == "error":
+                raise from_status(result.error)
+            return result
+
+        result = await self._retry.run(attempt, timeout)
+        if isinstance(result, TroupeError):
+            # The call as a whole failed, and has been repeated where that can help.
+            raise result
+        return result
+
+    def _send_waiting(self) -> None:
+        """Begin calls while there may be more of them."""
+        self._woken = False
+        while self._waiting and len(self._flying) < _CALLS:
+            body, size = _Body(), 0
+            while self._waiting:
+                ends, part = self._waiting[0]
+                if size and size + len(part.message) > _CALL_BYTES:
+                    break
+                self._waiting.popleft()
+                if part.done.done():
+                    continue  # nobody waits for it any more
+                (body.endings if ends else body.fills).append(part)
+                size += len(part.message)
+            if size:
+                task = asyncio.create_task(self._send(body), context=self._context)
+                self._flying.add(task)
+                task.add_done_callback(self._sent)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._flying.discard(task)
+        self._send_waiting()
+
+    async def _send(self, body: _Body) -> None:
+        parts = body.parts
+        left = max(part.deadline for part in parts) - time.monotonic()
+        results: list[_Result | TroupeError]
+        try:
+            response = await self._call(body, timeout=max(left, 0.001))
+            results = [*response.endings, *response.fills]
+        except TroupeError as error:
+            results = [copy.copy(error) for _ in parts]
+        except asyncio.CancelledError:
+            for part in parts:
+                part.done.cancel()
+            raise
+        for part, result in zip(parts, results, strict=True):
+            if not part.done.done():
+                part.done.set_result(result)
