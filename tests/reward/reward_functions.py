@@ -98,3 +98,38 @@ not_a_function = 3
 
 def its_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def mixed(i: int, end: str) -> Any:
+    """Ends as it is told to."""
+    if end == "raise":
+        raise ValueError(i)
+    if end == "nan":
+        return float("nan")
+    if end == "die":
+        os._exit(7)
+    if end == "memory":
+        raise MemoryError
+    return None if end == "none" else i
+
+
+def prints() -> str:
+    print("one")
+    print("two\nthree", end="")
+    return "done"
+
+
+def prints_and_waits(path: str) -> bool:
+    print("waiting", flush=True)
+    while not Path(path).exists():
+        time.sleep(0.005)
+    return True
+
+
+def dies_at_first(path: str, times: int) -> int:
+    marks = Path(path)
+    died = len(marks.read_text()) if marks.exists() else 0
+    if died < times:
+        marks.write_text("x" * (died + 1))
+        os._exit(9)
+    return died

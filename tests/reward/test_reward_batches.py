@@ -1,0 +1,217 @@
+"""Batches, streams, logs, retries, deletion: every call has an outcome of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.reward.test_reward_service import Client, appears, client_of
+from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, new_id
+from troupe.v1 import reward_pb2 as pb
+
+Kind = pb.InvocationError
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client() -> AsyncIterator[Client]:
+    async with client_of(reward_workers=2, reward_min_workers=2) as client:
+        yield client
+
+
+def batch(client: Client, name: str, arguments: list[Any], **fields: Any) -> pb.InvokeBatchRequest:
+    return pb.InvokeBatchRequest(
+        name=name,
+        version=client.versions[name],
+        calls=[
+            pb.BatchCall(invocation_id=new_id(), arguments_json=json.dumps(one))
+            for one in arguments
+        ],
+        **fields,
+    )
+
+
+async def test_results_in_order_and_each_error_its_own(client: Client) -> None:
+    await client.register("mixed", kind="reward")
+    ends = ["ok", "raise", "ok", "nan", "none", "die", "ok", "memory", "ok"]
+    for _ in range(2):  # not known to be short, then sent ahead of each other
+        request = batch(client, "mixed", [{"i": i, "end": end} for i, end in enumerate(ends)])
+        request.calls.add(invocation_id=new_id(), arguments_json="[]")
+        responses = (await client.stub.InvokeBatch(request)).responses
+        for i, (end, response) in enumerate(zip(ends, responses, strict=False)):
+            if end == "ok":
+                assert json.loads(response.result_json) == i
+        kinds = [response.error.kind for response in responses]
+        assert kinds == [
+            *(0, Kind.KIND_RAISED, 0, Kind.KIND_BAD_RESULT, 0, Kind.KIND_WORKER_DIED, 0),
+            *(Kind.KIND_OUT_OF_MEMORY, 0, Kind.KIND_BAD_ARGUMENTS),
+        ]
+        assert responses[4].result_json == "null"
+        # Who comes back finds what there was.
+        again = await client.stub.InvokeBatch(request)
+        assert list(again.responses) == list(responses)
+
+
+async def test_a_call_of_a_batch_is_known_by_its_id_everywhere(client: Client) -> None:
+    await client.register("score")
+    request = batch(client, "score", [{"answer": "a", "expected": "a"}])
+    (first,) = (await client.stub.InvokeBatch(request)).responses
+    key = request.calls[0].invocation_id
+    assert (
+        await client.invoke("score", {"answer": "a", "expected": "a"}, invocation_id=key) == first
+    )
+    with pytest.raises(AlreadyExists):
+        await client.invoke("score", {"answer": "b", "expected": "a"}, invocation_id=key)
+    request.calls.add().CopyFrom(request.calls[0])
+    with pytest.raises(InvalidArgument, match="twice"):
+        await client.stub.InvokeBatch(request)
+
+
+async def test_a_slow_call_keeps_nobody_behind_it(client: Client, tmp_path: Path) -> None:
+    await client.register("stamps", kind="reward")
+    for _ in range(3):
+        await client.invoke("stamps", {"path": str(tmp_path / "warm")})
+    slow = {"path": str(tmp_path / "slow"), "seconds": 60}
+    request = batch(
+        client, "stamps", [slow, *({"path": str(tmp_path / str(i))} for i in range(40))]
+    )
+    call = asyncio.ensure_future(client.stub.InvokeBatch(request))
+    for i in range(40):
+        await appears(tmp_path / str(i), 60)
+    assert not call.done()
+    key = request.calls[0].invocation_id
+    assert (
+        await client.stub.CancelInvocation(pb.CancelInvocationRequest(invocation_id=key))
+    ).cancelled
+    responses = (await call).responses
+    assert responses[0].error.kind == Kind.KIND_CANCELLED
+    assert not any(response.HasField("error") for response in responses[1:])
+
+
+async def test_a_stream_tells_what_happens_until_the_outcome(client: Client) -> None:
+    await client.register("prints")
+    request = pb.InvokeRequest(
+        invocation_id=new_id(), name="prints", version=client.versions["prints"], job_id="job-a"
+    )
+    events = [event async for event in client.stub.InvokeStream(request)]
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds == ["queued", "started", "output", "output", "output", "outcome"]
+    assert [event.output for event in events[2:5]] == ["one\n", "two\n", "three\n"]
+    assert events[-1].outcome.result_json == '"done"'
+    # The same once more: only how it ended is known.
+    (again,) = [event async for event in client.stub.InvokeStream(request)]
+    assert again.outcome == events[-1].outcome
+    with pytest.raises(NotFound):
+        async for _ in client.stub.InvokeStream(pb.InvokeRequest(invocation_id="x", name="none")):
+            pass
+
+
+async def test_output_is_streamed_while_it_runs(client: Client, tmp_path: Path) -> None:
+    await client.register("prints_and_waits")
+    go = tmp_path / "go"
+    request = pb.InvokeRequest(
+        invocation_id=new_id(),
+        name="prints_and_waits",
+        version=client.versions["prints_and_waits"],
+        arguments_json=json.dumps({"path": str(go)}),
+    )
+    heard = []
+    async for event in client.stub.InvokeStream(request):
+        heard.append(event)
+        if event.output == "waiting\n":
+            go.touch()  # it ends only because its output came before its end
+    assert heard[-1].outcome.result_json == "true"
+
+
+async def test_logs_are_kept_by_function_and_followed(client: Client) -> None:
+    await client.register("prints", version="logged")
+    await client.invoke("prints", job_id="job-a")
+    await client.invoke("prints", job_id="job-b")
+    ask = pb.ReadLogsRequest(name="prints", version="logged", job_id="job-b", lines=2)
+    texts = [line.text async for line in client.stub.ReadLogs(ask)]
+    assert texts == ["two", "three"]
+    ask = pb.ReadLogsRequest(name="prints", version="logged", lines=1, follow=True)
+    lines = client.stub.ReadLogs(ask)
+    assert (await anext(aiter(lines))).job_id == "job-b"
+    invoked = asyncio.create_task(client.invoke("prints", job_id="job-c"))
+    followed = [await anext(aiter(lines)) for _ in range(3)]
+    assert [(line.job_id, line.text) for line in followed] == [
+        ("job-c", "one"),
+        ("job-c", "two"),
+        ("job-c", "three"),
+    ]
+    await invoked
+    # Its end is the end of what follows it.
+    gone = pb.DeleteFunctionRequest(request_id=new_id(), name="prints", version="logged")
+    assert (await client.stub.DeleteFunction(gone)).deleted
+    assert [line async for line in lines] == []
+    with pytest.raises(NotFound):
+        await client.invoke("prints")
+
+
+async def test_what_died_is_begun_again_as_often_as_declared(
+    client: Client, tmp_path: Path
+) -> None:
+    for retries, kinds in ((1, Kind.KIND_WORKER_DIED), (2, 0)):
+        await client.register("dies_at_first", retries=retries)
+        marks = tmp_path / str(retries)
+        response = await client.invoke("dies_at_first", {"path": str(marks), "times": 2})
+        assert response.error.kind == kinds
+        assert response.attempts == retries + 1
+    # What raised or was wrong is not the worker's fault.
+    await client.register("raises", retries=3)
+    assert (await client.invoke("raises")).attempts == 1
+
+
+async def test_a_functions_own_queue_is_limited(client: Client) -> None:
+    await client.register("sleeps", max_queued=2, max_concurrency=1)
+    with pytest.raises(InvalidArgument, match="may ever wait"):
+        await client.stub.InvokeBatch(batch(client, "sleeps", [{"seconds": 0}] * 3))
+    calls = [
+        asyncio.create_task(client.invoke("sleeps", {"seconds": 60}, invocation_id=f"limited {i}"))
+        for i in range(3)
+    ]
+    await asyncio.sleep(0.2)
+    request = batch(client, "sleeps", [{"seconds": 0}])
+    with pytest.raises(ResourceExhausted) as full:
+        await client.stub.InvokeBatch(request, timeout=0.1)
+    assert full.value.retry_after_ms
+    gone = pb.DeleteFunctionRequest(
+        request_id=new_id(), name="sleeps", version=client.versions["sleeps"]
+    )
+    await client.stub.DeleteFunction(gone)
+    for call in calls:
+        assert (await call).error.kind == Kind.KIND_CANCELLED
+
+
+async def test_jobs_take_turns(client: Client) -> None:
+    """However much one job asks for, the next one's first call does not wait for all of it."""
+    async with client_of(reward_workers=1) as alone:
+        await alone.register("sleeps", version="turns")
+        version = alone.versions["sleeps"]
+        ended: list[str] = []
+
+        async def call(job: str) -> None:
+            request = pb.InvokeRequest(
+                invocation_id=new_id(),
+                name="sleeps",
+                version=version,
+                arguments_json='{"seconds": 0.05}',
+                job_id=job,
+            )
+            await alone.stub.Invoke(request)
+            ended.append(job)
+
+        greedy = [asyncio.create_task(call("greedy")) for _ in range(20)]
+        await asyncio.sleep(0.1)
+        modest = [asyncio.create_task(call("modest")) for _ in range(3)]
+        await asyncio.gather(*greedy, *modest)
+        assert ended.index("modest") < 10
+        last = len(ended) - 1 - ended[::-1].index("modest")
+        assert ended[last + 1 :].count("greedy") >= 8
