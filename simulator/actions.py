@@ -14,7 +14,6 @@ from simulator.trace import Call
 from troupe.scheduling.elastic import (
     Action,
     Amounts,
-    Elastic,
     Host,
     Placed,
     Rules,
@@ -132,8 +131,7 @@ class ElasticPool:
             needs = {CORES: lowest}
             return Action(action_id, self._env.now, needs, None, seconds, 1, function, host)
         levels = self._levels.setdefault((lowest, highest), tuple(range(lowest, highest + 1)))
-        offered = curve.offered(levels, self._count)
-        elastic = Elastic(CORES, offered, curve.seconds(offered))
+        elastic = curve.elastic(CORES, levels, self._count)
         return Action(action_id, self._env.now, {}, elastic, 1.0, 1, function, host)
 
     def _curve(self, call: Call) -> SpeedUp:

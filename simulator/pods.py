@@ -1,7 +1,7 @@
 """A reservation for every trajectory's life: static Kubernetes, as it is measured against.
 
 A trajectory waits for a pod of its own (first come, first served), holds all of its cores until it
-ends, and runs every action with just these.
+ends, and runs every action in it, as parallel as its image is set to.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ class Pods:
         hosts: Sequence[Amounts],
         *,
         cores: int,
+        parallelism: int | None = None,
         start_seconds: float = 0.0,
         made_per_second: float = float("inf"),
     ) -> None:
-        """Raises ValueError where no pod fits. `start_seconds`: from being made to being ready."""
+        """`parallelism`: cores that an action uses of the pod's; None: all. `start_seconds`: from
+        being made to being ready. Raises ValueError where no pod fits."""
         places = sum(host["cores"] // cores for host in hosts)
         if not places:
             raise ValueError(f"cores = {cores}: no host has so many")
         self._env = env
-        self._cores = cores
+        self._cores = min(cores, parallelism or cores)
         self._start_seconds = start_seconds
         self._interval = 1.0 / made_per_second
         self._next = 0.0

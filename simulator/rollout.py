@@ -1,4 +1,5 @@
-"""Trajectories that play a trace against an elastic pool or pods, and what they waited."""
+"""Trajectories that play a trace against an elastic pool or pods, calls that play one against model
+services; and what they waited."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from typing import Any
 import simpy
 
 from simulator.actions import ElasticPool
+from simulator.models import Dedicated, SharedPool
 from simulator.pods import Pods
-from simulator.trace import Trajectory
+from simulator.trace import Asked, Trajectory
 
 
 @dataclass
@@ -20,7 +22,6 @@ class Played:
     ended."""
 
     acts: list[float] = field(default_factory=list)
-    runs: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -79,3 +80,24 @@ def _in_a_pod(
         played.acts.append(waited + env.now - asked)
         waited = 0.0
     pods.release(pod)
+
+
+def ask(
+    calls: Sequence[Asked],
+    names: Sequence[str],
+    make: Callable[[simpy.Environment], Dedicated | SharedPool],
+) -> Played:
+    """Every call at its time, to the service of that place in `names`."""
+    env, played = simpy.Environment(), Played()
+    pool = make(env)
+
+    def one(call: Asked) -> Generator[simpy.Event, Any, None]:
+        yield env.timeout(call.at)
+        yield from pool.run(names[call.service], call.seconds)
+        played.acts.append(env.now - call.at)
+
+    for call in calls:
+        env.process(one(call))
+    env.run()
+    played.seconds = float(env.now)
+    return played

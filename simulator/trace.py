@@ -56,14 +56,14 @@ class CodingLaw:
     turns: float = 16.0
     turns_spread: float = 0.4
     test_share: float = 0.3
-    shell_seconds: float = 2.0
+    shell_seconds: float = 1.0
     test_seconds: float = 60.0
     reward_seconds: float = 180.0
     seconds_spread: float = 0.8
     parallel_fraction: float = 0.98
-    max_cores: int = 64
+    max_cores: int = 8
     duty: float = 0.47
-    duty_cores: int = 4
+    duty_cores: int = 2
     think_spread: float = 0.5
 
     @property
@@ -90,6 +90,52 @@ Trajectory: TypeAlias = Sequence[Turn]
 def coding(count: int, law: CodingLaw, seed: int) -> list[Trajectory]:
     """`count` trajectories; the last turn of each is its reward."""
     return [_trajectory(law, np.random.default_rng((seed, index))) for index in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """At `at` seconds somebody asks `service` something that takes `seconds`."""
+
+    at: float
+    service: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherLaw:
+    """Who asks model services for scores: at the end of each group of trajectories the service of
+    its domain, in bursts, since the groups of a step end together.
+
+    `busy` is the part of the time in which a service of its own would be at work: dedicated reward
+    GPUs are used 7 % (RollArt). The rest is ours.
+    """
+
+    services: int = 9
+    busy: float = 0.07
+    seconds: float = 4.0
+    seconds_spread: float = 0.5
+    step_seconds: float = 600.0
+    # Of a step, when the first group ends on average, and the spread of ends.
+    first_end: float = 0.5
+    ends_spread: float = 0.25
+
+    @property
+    def calls_per_step(self) -> int:
+        """Of all services together."""
+        return round(self.services * self.busy * self.step_seconds / self.seconds)
+
+
+def teaching(steps: int, law: TeacherLaw, seed: int) -> list[Asked]:
+    """What is asked in so many steps, in the order of time."""
+    asked: list[Asked] = []
+    for step in range(steps):
+        rng = np.random.default_rng((seed, step))
+        for _ in range(law.calls_per_step):
+            end = _lognormal(rng, law.first_end, law.ends_spread)
+            at = (step + min(1.0, end)) * law.step_seconds
+            service = int(rng.integers(law.services))
+            asked.append(Asked(at, service, _lognormal(rng, law.seconds, law.seconds_spread)))
+    return sorted(asked, key=lambda one: one.at)
 
 
 def _trajectory(law: CodingLaw, rng: Rng) -> Trajectory:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from troupe.scheduling.elastic.actions import Elastic
 
 # Below this variance of 1/m, relative to its squared mean, the runs say nothing about the shape:
 # they had all the same level. Runs at another level are forgotten after some hundred.
@@ -122,3 +125,13 @@ class SpeedUp:
         """Expected duration at each of `levels`, at least `least`."""
         serial, parallel = self.line
         return tuple(max(least, serial + parallel / level) for level in levels)
+
+    def elastic(self, resource: str, levels: tuple[int, ...], nth: int = 0) -> Elastic:
+        """What the `nth` call can do with `resource`: all of `levels`, or what it is to try."""
+        return _elastic(self, resource, self.offered(levels, nth))
+
+
+@lru_cache(maxsize=1024)
+def _elastic(curve: SpeedUp, resource: str, levels: tuple[int, ...]) -> Elastic:
+    # All that wait for a function share one: it is looked at in every decision.
+    return Elastic(resource, levels, curve.seconds(levels))
