@@ -147,7 +147,11 @@ def test_a_level_that_never_ran_is_tried_by_one_in_a_few() -> None:
     curve = curve.observed(64, 10.0)
     offers = [curve.offered(levels, nth) for nth in range(64)]
     # Others do not stand still behind it, and it is not the level where it takes for ever.
-    assert [offer for offer in offers if offer != levels] == [(16,)] * 8
+    tries = [offer for offer in offers if offer != levels]
+    assert set(tries) == {(16,)}
+    assert 4 <= len(tries) <= 12
+    # Of a function that has every eighth call, too.
+    assert {curve.offered(levels, nth) for nth in range(3, 300, 8)} == {levels, (16,)}
     curve = curve.observed(16, 10.0)
     assert curve.offered(levels) == levels
     for _ in range(500):  # what was seen long ago may have changed

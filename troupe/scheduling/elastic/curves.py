@@ -13,6 +13,8 @@ from troupe.scheduling.elastic.actions import Elastic
 _SPREAD = 1e-3
 # Of so many calls of a function whose runs say nothing about the shape one tries another level,
 _EVERY = 8
+# (multiplicative hashing: a function may only ever have every second call),
+_MIXER = 2654435761
 # which has so many times fewer units, or more where there are no fewer.
 _APART = 4
 
@@ -75,7 +77,7 @@ class SpeedUp:
         decides for that level again. Then one call in `_EVERY` tries another: not the herd that
         waits behind it, and not the most distant level, where it would take for ever.
         """
-        if not self._n or self.explored or nth % _EVERY:
+        if not self._n or self.explored or (nth * _MIXER >> 16) % _EVERY:
             return tuple(levels)
         seen = round(self._n / self._x, 6)
         lower = max((m for m in levels if m <= seen / _APART), default=levels[0])
