@@ -7,6 +7,7 @@ import hashlib
 import re
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 
@@ -37,8 +38,12 @@ _RUNS: Final = (pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNN
 class Jobs:
     """All jobs of this orchestrator. Every change of state is durable before it is carried out."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(
+        self, shared: Shared, check: Callable[[JobSpec], Awaitable[None]] | None = None
+    ) -> None:
+        """`check` raises for a specification that cannot be carried out here."""
         self._shared = shared
+        self._check = check
         self._runners: dict[str, JobRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -55,6 +60,8 @@ class Jobs:
         `job_id` is another job's.
         """
         spec = await _parse(text)
+        if self._check is not None:
+            await self._check(spec)
         job_id = job_id or job_id_of(spec.name, request_id or new_id())
         if not _JOB_ID.match(job_id):
             raise InvalidArgument(

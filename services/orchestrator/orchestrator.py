@@ -7,9 +7,11 @@ from typing import Final
 import grpc
 
 from services.orchestrator.binder import Binder
+from services.orchestrator.catalogue import Catalogue
 from services.orchestrator.cluster import Cluster
 from services.orchestrator.context import Shared
 from services.orchestrator.event_log import EventLog
+from services.orchestrator.functions import Functions
 from services.orchestrator.generation import Generation
 from services.orchestrator.job_store import JobStore
 from services.orchestrator.jobs import Jobs
@@ -21,6 +23,7 @@ from services.orchestrator.trajectories import RecentTrajectories
 from services.orchestrator.workers import WorkerRegistry
 from troupe.rpc import NO_RETRY, RetryPolicy, connect
 from troupe.v1.experience_store_pb2_grpc import ExperienceStoreStub
+from troupe.v1.reward_pb2_grpc import RewardStub
 
 # A job rather waits for its experience store than fails; what bounds a job's waits are its limits.
 _PATIENT: Final = RetryPolicy(max_attempts=100_000)
@@ -57,7 +60,9 @@ class Orchestrator:
             experience=ExperienceStoreStub(self._experience),
             in_flight={},
         )
-        self.jobs = Jobs(self.shared)
+        self._reward = connect(settings.reward_address, hasty)
+        self.functions = Functions(Catalogue(self._redis), RewardStub(self._reward))
+        self.jobs = Jobs(self.shared, self.functions.check_job)
         self.generation = Generation(self.shared, self.jobs)
         self.cluster = Cluster(
             self.shared.workers,
@@ -72,13 +77,16 @@ class Orchestrator:
         await self._redis.ping()
         self.shared.workers.start()
         self.shared.binder.start()
+        self.functions.start()
         await recover(self.shared.store, self.jobs)
 
     async def stop(self) -> None:
         """Stop running jobs; what they are is in Redis and in the experience store."""
         await self.jobs.stop()
+        await self.functions.stop()
         await self.shared.binder.close()
         await self.shared.workers.close()
-        for channel in (self._experience, *(channel for _, channel in self._probes.values())):
+        probes = (channel for _, channel in self._probes.values())
+        for channel in (self._experience, self._reward, *probes):
             await channel.close(None)
         await self._redis.close()

@@ -12,6 +12,7 @@ import grpc
 
 from services.chassis.telemetry import Telemetry
 from services.orchestrator import audit, checkpoints, directory
+from services.orchestrator.functions_door import FunctionDoor
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.records import TERMINAL, JobRecord
 from services.orchestrator.settings import OrchestratorSettings
@@ -19,6 +20,7 @@ from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import orchestrator_pb2_grpc as orch_grpc
+from troupe.v1 import reward_pb2_grpc
 
 _PAGE_SIZE: Final = 50
 _MAX_PAGE_SIZE: Final = 500
@@ -37,6 +39,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with the chassis' server."""
         orch_grpc.add_OrchestratorServicer_to_server(self, server)
+        reward_pb2_grpc.add_RewardServicer_to_server(FunctionDoor(self._at.functions), server)
 
     async def start(self) -> None:
         """Returns once Redis answers and unfinished jobs go on."""

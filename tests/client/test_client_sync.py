@@ -11,8 +11,10 @@ from tests.client.conftest import Stage
 from tests.support.fake_orchestrator import S
 from troupe.client import (
     AsyncClient,
+    AsyncFunctions,
     AsyncJobHandle,
     Client,
+    Functions,
     JobHandle,
     JobState,
     MetricsLogged,
@@ -22,7 +24,8 @@ from troupe.rpc import DeadlineExceeded, InvalidArgument, NotFound
 
 
 @pytest.mark.parametrize(
-    ("blocking", "native"), [(Client, AsyncClient), (JobHandle, AsyncJobHandle)]
+    ("blocking", "native"),
+    [(Client, AsyncClient), (JobHandle, AsyncJobHandle), (Functions, AsyncFunctions)],
 )
 def test_both_clients_have_the_same_methods_and_parameters(blocking: type, native: type) -> None:
     def surface(kind: type) -> dict[str, list[tuple[str, object, object]]]:

@@ -4,6 +4,14 @@ from troupe.client.aio import AsyncClient
 from troupe.client.cluster_records import Binding, Cluster, Engine, Service, Worker
 from troupe.client.errors import JobCancelled, JobFailed
 from troupe.client.events import Activity, Event, MetricsLogged, Notice, StateChanged
+from troupe.client.function_records import (
+    Function,
+    Invocation,
+    InvocationFailed,
+    InvocationProgress,
+    LogLine,
+)
+from troupe.client.functions import AsyncFunctions
 from troupe.client.handle import AsyncJobHandle
 from troupe.client.records import (
     Checkpoint,
@@ -17,11 +25,13 @@ from troupe.client.records import (
     Version,
 )
 from troupe.client.sync import Client, JobHandle
+from troupe.client.sync_functions import Functions
 from troupe.client.table_records import Audit, PolicyAudit, Sample, Tables, TableSummary
 
 __all__ = [
     "Activity",
     "AsyncClient",
+    "AsyncFunctions",
     "AsyncJobHandle",
     "Audit",
     "Binding",
@@ -30,12 +40,18 @@ __all__ = [
     "Cluster",
     "Engine",
     "Event",
+    "Function",
+    "Functions",
     "Generation",
+    "Invocation",
+    "InvocationFailed",
+    "InvocationProgress",
     "Job",
     "JobCancelled",
     "JobFailed",
     "JobHandle",
     "JobState",
+    "LogLine",
     "MetricsLogged",
     "MetricsRow",
     "Notice",

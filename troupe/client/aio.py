@@ -9,6 +9,7 @@ from pydantic import SecretStr
 
 from troupe.client.address import resolve_address
 from troupe.client.cluster_records import Cluster
+from troupe.client.functions import AsyncFunctions
 from troupe.client.handle import AsyncJobHandle
 from troupe.client.records import Job, JobState
 from troupe.client.specs import Spec, read_spec
@@ -17,6 +18,7 @@ from troupe.rpc.ids import new_id
 from troupe.rpc.settings import ClientSettings
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
+from troupe.v1 import reward_pb2_grpc
 
 
 class AsyncClient:
@@ -50,6 +52,8 @@ class AsyncClient:
             settings = settings.model_copy(update={"token": SecretStr(token)})
         self._settings = settings
         self._channel = connect(self.address, settings)
+        self.functions = AsyncFunctions(reward_pb2_grpc.RewardStub(self._channel))
+        """Rewards and tools of the cluster."""
         self._stub: pb_grpc.OrchestratorAsyncStub = pb_grpc.OrchestratorStub(self._channel)
 
     async def submit(self, spec: Spec, job_id: str | None = None) -> AsyncJobHandle:

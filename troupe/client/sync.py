@@ -28,6 +28,7 @@ from troupe.client.records import (
 )
 from troupe.client.sampling import Messages
 from troupe.client.specs import Spec
+from troupe.client.sync_functions import Functions
 from troupe.client.table_records import Audit, Sample, Tables
 from troupe.rpc.settings import ClientSettings
 
@@ -173,6 +174,8 @@ class Client:
             self._loop.close()
             raise
         self.address = self._client.address
+        self.functions = Functions(self._client.functions, self._loop)
+        """Rewards and tools of the cluster."""
 
     def submit(self, spec: Spec, job_id: str | None = None) -> JobHandle:
         """Submit a job: a path, YAML or JSON text, or a `JobSpec`."""

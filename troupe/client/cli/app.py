@@ -13,6 +13,7 @@ from troupe.client.cli.cluster import down, status, up
 from troupe.client.cli.environment import app as environment
 from troupe.client.cli.export import export
 from troupe.client.cli.failures import explain
+from troupe.client.cli.functions import app as functions
 from troupe.client.cli.jobs import app as jobs
 from troupe.client.cli.policies import generate
 from troupe.client.cli.samples import app as samples
@@ -31,6 +32,7 @@ app.command("up")(up)
 app.command("down")(down)
 app.command("status")(status)
 app.add_typer(jobs, name="jobs")
+app.add_typer(functions, name="functions")
 app.add_typer(samples, name="samples")
 app.command("generate")(generate)
 app.command("export")(export)

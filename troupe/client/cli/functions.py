@@ -1,0 +1,272 @@
+"""`troupe functions ...`: deploy rewards and tools, call them, look at them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from troupe.client.aio import AsyncClient
+from troupe.client.cli import options
+from troupe.client.cli.connection import call
+from troupe.client.cli.failures import FAILED
+from troupe.client.function_records import Function, Invocation, InvocationProgress
+from troupe.rpc.errors import InvalidArgument
+
+app = typer.Typer(help="Deploy rewards and tools, call them, look at them.", no_args_is_help=True)
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", show_default=False, help="NAME or NAME@VERSION.")
+]
+
+
+@app.command()
+def deploy(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE_OR_MODULE",
+            show_default=False,
+            help="FILE.py[:function] or a folder, to be uploaded, or package.module[:function].",
+        ),
+    ],
+    entrypoint: Annotated[
+        str | None,
+        typer.Option(help="A function in it; of a folder MODULE[:FUNCTION].", show_default=False),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Default: as declared.", show_default=False)
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option(help="Default: as declared.", show_default=False)
+    ] = None,
+    costs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Override what was declared, e.g. --set cores=2. May be repeated.",
+        ),
+    ] = None,
+    as_json: options.AsJson = False,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Deploy what a file or module declares with @troupe.reward and @troupe.tool."""
+    own = _assignments(costs or [])
+
+    async def ask(client: AsyncClient) -> list[Function]:
+        return await client.functions.deploy(
+            source, entrypoint=entrypoint, name=name, version=version, **own
+        )
+
+    deployed = call(ask, address=cluster, data_dir=data_dir)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in deployed], indent=2))
+        return
+    for one in deployed:
+        code = f"source {one.source_sha256[:12]}" if one.source_sha256 else one.entrypoint
+        kind = f"{one.kind} " if one.kind else ""
+        Console().print(f"deployed {kind}{one.name}@{one.version} ({code})", highlight=False)
+
+
+@app.command("list")
+def list_functions(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Those of jobs, too, that were not deployed by name.")
+    ] = False,
+    as_json: options.AsJson = False,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """List functions and what became of their calls."""
+
+    async def ask(client: AsyncClient) -> list[Function]:
+        return await client.functions.list()
+
+    found = call(ask, address=cluster, data_dir=data_dir)
+    shown = [one for one in found if everything or not one.job_id]
+    if as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in shown], indent=2))
+        return
+    console = Console()
+    if not shown:
+        console.print("no functions")
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("function", "kind", "calls", "errors", "running", "queued", "mean s", "warm"):
+        table.add_column(column, justify="left" if column in ("function", "kind") else "right")
+    for one in shown:
+        table.add_row(
+            escape(f"{one.name}@{one.version}"),
+            one.kind or "-",
+            str(one.invocations),
+            str(one.errors),
+            str(one.running),
+            str(one.queued),
+            f"{one.mean_seconds:.3g}",
+            str(one.warm_workers),
+        )
+    console.print(table)
+
+
+@app.command()
+def show(
+    name: Name,
+    as_json: options.AsJson = False,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Show a function: its costs, its arguments, and what was learned of it."""
+
+    async def ask(client: AsyncClient) -> Function:
+        return await client.functions.get(*_split(name))
+
+    one = call(ask, address=cluster, data_dir=data_dir)
+    fields = dataclasses.asdict(one)
+    if as_json:
+        print(json.dumps(fields, indent=2))
+        return
+    Console().print(
+        yaml.safe_dump(fields, sort_keys=False, allow_unicode=True).rstrip(),
+        highlight=False,
+        markup=False,
+    )
+
+
+@app.command()
+def invoke(
+    name: Name,
+    arguments: Annotated[
+        str, typer.Option(metavar="JSON", help="Keyword arguments; -: from stdin.")
+    ] = "{}",
+    trajectory: Annotated[
+        str, typer.Option(help="Whose files a stateful function finds.", show_default=False)
+    ] = "",
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait.")] = 600.0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Not what it prints.")] = False,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Call a function; prints its value as JSON, and on stderr what it prints meanwhile.
+
+    Exit status 1: the call failed.
+    """
+    import asyncio
+
+    given = _object(sys.stdin.read() if arguments == "-" else arguments)
+    function, version = _split(name)
+
+    async def ask(client: AsyncClient) -> Invocation:
+        stream = client.functions.invoke_stream(
+            function, given, version=version, trajectory_id=trajectory
+        )
+        async with asyncio.timeout(timeout):
+            async for event in stream:
+                if isinstance(event, Invocation):
+                    return event
+                _tell(event, quiet)
+        raise AssertionError("a stream ends with how the call ended")
+
+    try:
+        ended = call(ask, address=cluster, data_dir=data_dir)
+    except TimeoutError as error:
+        from troupe.rpc.errors import DeadlineExceeded
+
+        raise DeadlineExceeded(f"{name} gave no result within {timeout:g} s") from error
+    if ended.error is not None:
+        if ended.error.traceback:
+            print(ended.error.traceback, file=sys.stderr)
+        raise ended.error
+    print(json.dumps(ended.value, ensure_ascii=False))
+
+
+@app.command()
+def logs(
+    name: Name,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is printed.")
+    ] = False,
+    lines: Annotated[int, typer.Option(min=0, help="Last lines; 0: all that are kept.")] = 100,
+    job: Annotated[str, typer.Option(help="Only calls of this job.", show_default=False)] = "",
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """What the calls of a function printed; Ctrl-C ends `--follow`."""
+    function, version = _split(name)
+
+    async def ask(client: AsyncClient) -> None:
+        async for line in client.functions.logs(
+            function, version=version, job_id=job, lines=lines, follow=follow
+        ):
+            at = line.at.astimezone().strftime("%H:%M:%S")
+            print(f"{at} {line.invocation_id} {line.text}", flush=True)
+
+    call(ask, address=cluster, data_dir=data_dir)
+
+
+@app.command()
+def delete(
+    name: Annotated[str, typer.Argument(metavar="NAME@VERSION", show_default=False)],
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Forget a deployed function. Its calls are cancelled."""
+    function, version = _split(name)
+    if version is None:
+        raise InvalidArgument(
+            "names no version", field="NAME@VERSION", value=name, remedy="Write NAME@VERSION."
+        )
+
+    async def ask(client: AsyncClient) -> bool:
+        return await client.functions.delete(function, version)
+
+    if not call(ask, address=cluster, data_dir=data_dir):
+        print(f"error: there is no deployed function {name}.", file=sys.stderr)
+        raise typer.Exit(FAILED)
+    Console().print(f"{name} is deleted", highlight=False)
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """Name and version of NAME or NAME@VERSION."""
+    function, at, version = name.partition("@")
+    return function, version if at else None
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidArgument(f"is not JSON: {error}", field="--arguments", value=text) from error
+    if not isinstance(found, dict):
+        raise InvalidArgument(
+            f"is a {type(found).__name__}, not an object",
+            field="--arguments",
+            value=text,
+            remedy="""Write `{"argument": value}`.""",
+        )
+    return found
+
+
+def _assignments(given: list[str]) -> dict[str, Any]:
+    costs = {}
+    for one in given:
+        field, equals, value = one.partition("=")
+        if not equals or not field:
+            raise InvalidArgument(
+                "is no assignment", field="--set", value=one, remedy="Write FIELD=VALUE."
+            )
+        costs[field] = yaml.safe_load(value)
+    return costs
+
+
+def _tell(event: InvocationProgress, quiet: bool) -> None:
+    if event.output and not quiet:
+        print(event.output, end="", file=sys.stderr, flush=True)

@@ -1,0 +1,232 @@
+"""Functions of a cluster: deploy, invoke, look at, delete. Through the orchestrator, which answers
+the reward service's own calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from troupe.client.deploying import prepare
+from troupe.client.function_records import (
+    Function,
+    Invocation,
+    InvocationProgress,
+    LogLine,
+)
+from troupe.rpc.errors import InvalidArgument, NotFound
+from troupe.rpc.ids import new_id
+from troupe.v1 import reward_pb2 as pb
+
+if TYPE_CHECKING:
+    from troupe.v1.reward_pb2_grpc import RewardAsyncStub
+
+_SECONDS = 600.0
+
+
+class AsyncFunctions:
+    """Rewards and tools of a cluster. All methods raise `troupe.rpc.TroupeError`."""
+
+    def __init__(self, stub: RewardAsyncStub) -> None:
+        """Made by `AsyncClient.functions`."""
+        self._stub = stub
+
+    async def deploy(
+        self,
+        source: str | Path,
+        *,
+        entrypoint: str | None = None,
+        name: str | None = None,
+        version: str | None = None,
+        **costs: Any,
+    ) -> list[Function]:
+        """Deploy what a file, a folder or a module declares; deploying it again changes nothing.
+
+        `source` is FILE.py or a folder, whose text is uploaded (known by its SHA-256, never
+        pickled), or a `package.module` that is installed where the cluster runs.
+        `entrypoint` is one function in it (`FILE.py:function` does the same), which need not be
+        declared; for a folder it is `module[:function]`. `costs`, `name` and `version` override
+        what was declared. Raises `InvalidArgument` for what does not import or cannot work and
+        `AlreadyExists` when the version stands for other code.
+        """
+        made = await asyncio.to_thread(prepare, source, entrypoint, name, version, costs)
+        sha256 = ""
+        if made.files:
+            upload = pb.UploadSourceRequest(request_id=new_id("upload"), files=made.files)
+            sha256 = (await self._stub.UploadSource(upload)).sha256
+        deployed = []
+        for spec in made.functions:
+            spec.source_sha256 = sha256
+            await self._stub.RegisterFunction(
+                pb.RegisterFunctionRequest(request_id=new_id("deploy"), function=spec)
+            )
+            deployed.append(Function.of(pb.FunctionStatus(function=spec)))
+        return deployed
+
+    async def get(self, name: str, version: str | None = None) -> Function:
+        """One function; without `version` the one registered last. Raises `NotFound`."""
+        found = [f for f in await self.list() if f.name == name and version in (None, f.version)]
+        if not found:
+            raise NotFound(
+                "there is no such function" + (f" of version {version!r}" if version else ""),
+                kind="function_not_found",
+                field="name",
+                value=name,
+                remedy="`troupe functions list` shows what there is.",
+            )
+        return found[-1]
+
+    async def invoke(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        version: str | None = None,
+        trajectory_id: str = "",
+        invocation_id: str | None = None,
+        timeout: float = _SECONDS,
+    ) -> Any:
+        """The value that a call returns, within `timeout` seconds; without `version` of the one
+        deployed last.
+
+        A call repeated with the same `invocation_id` runs once. Stateful functions keep their
+        files by `trajectory_id`. Raises `InvocationFailed` when the call ends without a value.
+        """
+        request = _request(name, arguments, version, trajectory_id, invocation_id)
+        reply = await self._stub.Invoke(request, timeout=timeout)
+        ended = Invocation.of(name, request.invocation_id, reply)
+        if ended.error is not None:
+            raise ended.error
+        return ended.value
+
+    async def invoke_batch(
+        self,
+        name: str,
+        calls: Sequence[Mapping[str, Any]],
+        *,
+        version: str | None = None,
+        timeout: float = _SECONDS,
+    ) -> list[Invocation]:
+        """One call for each of the arguments, and how each ended, in their order."""
+        ids = [new_id("invoke") for _ in calls]
+        request = pb.InvokeBatchRequest(
+            name=name,
+            version=version or "",
+            calls=[
+                pb.BatchCall(invocation_id=one, arguments_json=_json(arguments))
+                for one, arguments in zip(ids, calls, strict=True)
+            ],
+        )
+        reply = await self._stub.InvokeBatch(request, timeout=timeout)
+        return [
+            Invocation.of(name, one, response)
+            for one, response in zip(ids, reply.responses, strict=True)
+        ]
+
+    async def invoke_stream(
+        self,
+        name: str,
+        arguments: Mapping[str, Any] | None = None,
+        *,
+        version: str | None = None,
+        trajectory_id: str = "",
+        invocation_id: str | None = None,
+    ) -> AsyncIterator[InvocationProgress | Invocation]:
+        """What happens to a call, what it prints, and last how it ended. Leaving early gives the
+        call up."""
+        request = _request(name, arguments, version, trajectory_id, invocation_id)
+        call = self._stub.InvokeStream(request)
+        try:
+            async for event in call:
+                yield _event(name, request.invocation_id, event)
+        finally:
+            call.cancel()
+
+    async def cancel(self, invocation_id: str) -> bool:
+        """End a call that waits or runs. False: it has ended, or there is none."""
+        request = pb.CancelInvocationRequest(invocation_id=invocation_id)
+        return (await self._stub.CancelInvocation(request)).cancelled
+
+    async def logs(
+        self,
+        name: str,
+        *,
+        version: str | None = None,
+        job_id: str = "",
+        invocation_id: str = "",
+        lines: int = 0,
+        follow: bool = False,
+    ) -> AsyncIterator[LogLine]:
+        """What calls printed last: so many `lines`, 0 for all that are kept; with `follow` what
+        they print from now on, too, until the caller leaves."""
+        call = self._stub.ReadLogs(
+            pb.ReadLogsRequest(
+                name=name,
+                version=version or "",
+                job_id=job_id,
+                invocation_id=invocation_id,
+                lines=lines,
+                follow=follow,
+            )
+        )
+        try:
+            async for line in call:
+                yield LogLine.of(line)
+        finally:
+            call.cancel()
+
+    async def delete(self, name: str, version: str) -> bool:
+        """Forget a deployed function; its calls are cancelled. False: there was none."""
+        request = pb.DeleteFunctionRequest(request_id=new_id("delete"), name=name, version=version)
+        return (await self._stub.DeleteFunction(request)).deleted
+
+    # Last, for the name means the type above.
+    async def list(self) -> list[Function]:
+        """All functions that the reward service knows, those of jobs included."""
+        reply = await self._stub.ListFunctions(pb.ListFunctionsRequest())
+        return [Function.of(status) for status in reply.functions]
+
+
+def _request(
+    name: str,
+    arguments: Mapping[str, Any] | None,
+    version: str | None,
+    trajectory_id: str,
+    invocation_id: str | None,
+) -> pb.InvokeRequest:
+    return pb.InvokeRequest(
+        invocation_id=invocation_id or new_id("invoke"),
+        name=name,
+        version=version or "",
+        arguments_json=_json(arguments or {}),
+        trajectory_id=trajectory_id,
+    )
+
+
+def _json(arguments: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(arguments), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(
+            f"are not JSON: {error}",
+            field="arguments",
+            value=arguments,
+            remedy="Pass strings, finite numbers, booleans, None, lists and dicts only.",
+        ) from error
+
+
+def _event(
+    name: str, invocation_id: str, event: pb.InvocationEvent
+) -> InvocationProgress | Invocation:
+    match event.WhichOneof("event"):
+        case "outcome":
+            return Invocation.of(name, invocation_id, event.outcome)
+        case "queued":
+            return InvocationProgress("queued", ahead=event.queued.ahead)
+        case "started":
+            started = event.started
+            return InvocationProgress("started", attempt=started.attempt, cores=started.cores)
+        case _:
+            return InvocationProgress("output", output=event.output)
