@@ -7,8 +7,10 @@ import re
 from typing import Final
 
 from services.reward.function import KINDS
-from services.reward.sandbox import BUBBLEWRAP, LEVELS, find_bubblewrap
-from troupe.rpc import InvalidArgument
+from services.reward.sandbox import BUBBLEWRAP, CONTAINER, LEVELS, PROCESS, find_bubblewrap
+from services.reward.sandboxes import landlock
+from services.reward.sandboxes.container import find_engine
+from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.v1 import reward_pb2 as pb
 
 _ENTRYPOINT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -49,6 +51,31 @@ def check(spec: pb.FunctionSpec, cores: int) -> None:
         refuse("sandbox", spec.sandbox, "is no sandbox", f"Known: {', '.join(LEVELS)}.")
     if spec.sandbox == BUBBLEWRAP:
         find_bubblewrap()
+    if spec.sandbox == CONTAINER:
+        if not spec.image:
+            refuse("image", "", "is empty", "Name the image that its containers are made of.")
+        find_engine()
+    if spec.stateful and spec.sandbox in ("", PROCESS):
+        refuse(
+            "stateful",
+            True,
+            "is for sandboxes",
+            f"Declare `sandbox: {BUBBLEWRAP}`, or `sandbox: {CONTAINER}` with an image.",
+        )
+    if (spec.reads or spec.writes) and spec.sandbox not in ("", PROCESS):
+        refuse(
+            "reads" if spec.reads else "writes",
+            list(spec.reads or spec.writes),
+            f"is for `sandbox: {PROCESS}`; a sandbox reaches no files of the host",
+            "Leave it out.",
+        )
+    if (spec.reads or spec.writes) and not landlock.version():
+        raise FailedPrecondition(
+            "the kernel where the reward service runs has no landlock",
+            kind="no_sandbox",
+            field="function.reads" if spec.reads else "function.writes",
+            remedy=f"Leave reads and writes out, or declare `sandbox: {BUBBLEWRAP}`.",
+        )
     if cores and spec.cores > cores:
         refuse(
             "cores",

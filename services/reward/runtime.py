@@ -66,12 +66,13 @@ class Runtime:
         *,
         priority: int = 0,
         weight: float = 1.0,
+        place: Place | None = None,
     ) -> pb.InvokeResponse:
         """Queue the call and wait for its outcome.
 
         Raises `ResourceExhausted` (with retry_after_ms) when a queue is full.
         """
-        (waiting,) = self.submit([(invocation_id, call)], function, priority, weight)
+        (waiting,) = self.submit([(invocation_id, call)], function, priority, weight, place)
         return await waiting
 
     def submit(
@@ -237,6 +238,7 @@ class Runtime:
             attempts=waiting.attempts,
             cold_start_seconds=waiting.cold_seconds,
             host=waiting.host,
+            sandbox=outcome.sandbox,
         )
         label = "ok"
         if outcome.error is None:

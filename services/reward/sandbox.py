@@ -27,7 +27,7 @@ from troupe.v1 import reward_pb2 as pb
 PROCESS: Final = "process"
 BUBBLEWRAP: Final = "bubblewrap"
 CONTAINER: Final = "container"
-LEVELS: Final = (PROCESS, BUBBLEWRAP)
+LEVELS: Final = (PROCESS, BUBBLEWRAP, CONTAINER)
 
 _NOBODY: Final = 65534
 _FILES: Final = 256

@@ -15,6 +15,7 @@ from services.reward.function import Function
 from services.reward.logs import listening
 from services.reward.registry import Registry
 from services.reward.runtime import Runtime
+from services.reward.sandboxes.guests import Guests
 from services.reward.settings import RewardSettings
 from services.reward.sources import Sources
 from services.reward.workplace import Workplace
@@ -42,6 +43,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         self._runtime = Runtime(
             [self._workplace.host], telemetry, max_queued=settings.reward_max_queued
         )
+        self._guests = Guests(self._workplace.sandboxes, self._runtime)
         self._most = settings.reward_max_queued
         self._once = IdempotencyCache(
             settings.reward_result_seconds, _RESULTS, settings.reward_result_mib << 20
@@ -58,6 +60,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def stop(self, grace: float) -> None:
         """Kill the workers."""
         await self._runtime.stop()
+        await self._workplace.sandboxes.stop()
         self._workplace.close()
         await self._once.close()
         self._sources.close()
@@ -73,6 +76,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         self, request: pb.RegisterFunctionRequest, context: Any
     ) -> pb.RegisterFunctionResponse:
         """Make a function known."""
+        self._workplace.sandboxes.check(request.function)
         function = self._registry.register(request.function)
         self._runtime.dispatcher.warm_up(function)
         return pb.RegisterFunctionResponse()
@@ -99,13 +103,19 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         """Run a function once per invocation id, however often it is asked."""
         function = self._registry.find(request.name, request.version)
         _check_ids([request.invocation_id])
+        runs = self._guests.invoke if function.own_place else self._runtime.invoke
         response = await self._run_once(
             function,
             request,
-            lambda: self._runtime.invoke(
+            lambda: runs(
                 request.invocation_id,
                 function,
-                Call(request.arguments_json, request.job_id, request.trajectory_id),
+                Call(
+                    request.arguments_json,
+                    request.job_id,
+                    request.trajectory_id,
+                    sandboxes=request.sandboxes,
+                ),
                 priority=request.priority,
                 weight=_weight(request.weight),
             ),
@@ -134,7 +144,17 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             for call in request.calls
             if call.invocation_id not in self._once
         }
-        outcomes = self._runtime.submit(list(fresh.items()), function, request.priority, weight)
+        if function.own_place:
+            outcomes: Iterable[Awaitable[pb.InvokeResponse]] = [
+                asyncio.ensure_future(
+                    self._guests.invoke(
+                        name, function, call, priority=request.priority, weight=weight
+                    )
+                )
+                for name, call in fresh.items()
+            ]
+        else:
+            outcomes = self._runtime.submit(list(fresh.items()), function, request.priority, weight)
         begun = dict(zip(fresh, outcomes, strict=True))
         responses = await asyncio.gather(
             *(
@@ -168,7 +188,16 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         self, request: pb.CancelInvocationRequest, context: Any
     ) -> pb.CancelInvocationResponse:
         """End an invocation that waits or runs."""
-        return pb.CancelInvocationResponse(cancelled=self._runtime.cancel(request.invocation_id))
+        name = request.invocation_id
+        cancelled = self._guests.cancel(name) or self._runtime.cancel(name)
+        return pb.CancelInvocationResponse(cancelled=cancelled)
+
+    async def CloseTrajectory(
+        self, request: pb.CloseTrajectoryRequest, context: Any
+    ) -> pb.CloseTrajectoryResponse:
+        """End what a trajectory's stateful functions kept."""
+        closed = self._workplace.sandboxes.close(request.job_id, request.trajectory_id)
+        return pb.CloseTrajectoryResponse(closed=closed)
 
     async def ReadLogs(
         self, request: pb.ReadLogsRequest, context: Any
@@ -204,8 +233,12 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             call.invocation_id,
             same.encode(),
             begin,
-            abandoned=lambda: self._runtime.abandon(call.invocation_id),
+            abandoned=lambda: self._abandon(call.invocation_id),
         )
+
+    def _abandon(self, invocation_id: str) -> None:
+        if not self._guests.cancel(invocation_id):
+            self._runtime.abandon(invocation_id)
 
 
 def _check_ids(ids: Iterable[str]) -> None:

@@ -23,6 +23,13 @@ class RewardSettings(ServiceSettings):
     0: none are handed out, and a call takes a worker process and nothing else."""
     reward_core_backend: Literal["auto", "cgroup2", "cgroup1", "affinity"] = "auto"
     """How the kernel is told; auto: the first of them that works here."""
+    reward_sandboxes: int = Field(default=64, gt=0)
+    """Sandboxes that outlive a call (`stateful`), and containers, that may be open at once; calls
+    that need another wait."""
+    reward_sandbox_memory_mib: int = Field(default=0, ge=0)
+    """Declared memory of all of them together; 0: three quarters of this machine's."""
+    reward_sandbox_idle_seconds: float = Field(default=600, gt=0)
+    """How long one without calls is kept for its trajectory, unless its function says otherwise."""
     reward_import_seconds: float = Field(default=120, gt=0)
     """How long a worker may take to import a function's module."""
     reward_max_queued: int = Field(default=10_000, gt=0)

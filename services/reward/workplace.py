@@ -8,6 +8,7 @@ from services.reward.cpu import CoreManager, choose_backend, usable_cores
 from services.reward.fence import Fence
 from services.reward.groups import Groups, open_groups
 from services.reward.host import Host
+from services.reward.sandboxes.keeper import Limits, Sandboxes
 from services.reward.settings import RewardSettings
 from services.reward.slot import Slot
 from troupe.rpc import InvalidArgument
@@ -33,6 +34,16 @@ class Workplace:
             self._cores,
             min_workers=settings.reward_min_workers,
             idle_seconds=settings.reward_idle_seconds,
+        )
+        self.sandboxes = Sandboxes(
+            Limits(
+                settings.reward_sandboxes,
+                settings.reward_sandbox_memory_mib,
+                settings.reward_sandbox_idle_seconds,
+            ),
+            settings.reward_import_seconds,
+            groups=groups,
+            cores=self._cores,
         )
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,22 @@ def lists(path: str) -> list[str]:
 
 def writes(path: str) -> None:
     Path(path).write_text("here")
+
+
+def reads_all(paths: list[str]) -> list[str]:
+    return [_done(reads, path) for path in paths]
+
+
+def writes_all(paths: list[str]) -> list[str]:
+    return [_done(writes, path) for path in paths]
+
+
+def _done(what: Callable[[str], Any], path: str) -> str:
+    try:
+        what(path)
+    except OSError as error:
+        return type(error).__name__
+    return "done"
 
 
 def connects(host: str, port: int) -> None:
@@ -56,6 +73,10 @@ def memory_hog(mib: int, processes: int) -> list[int]:
     for hog in hogs:
         hog.stdin.close()
     return [hog.wait() for hog in hogs]
+
+
+def hogs_alone(mib: int) -> int:
+    return len(b"x" * (mib << 20))
 
 
 def fills_the_disk(path: str, mib: int) -> int:
@@ -112,7 +133,7 @@ def forges(text: str) -> None:
             os.write(descriptor, text.encode())
         except OSError:
             continue
-    time.sleep(5)
+    time.sleep(1)
 
 
 def counts_in_background(path: str) -> None:

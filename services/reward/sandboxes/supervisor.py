@@ -23,6 +23,7 @@ import selectors
 import signal
 import struct
 import sys
+import time
 import types
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ _OUTPUT_BYTES: Final = 16 << 10
 _ANSWER_BYTES: Final = 20 << 20
 # Outputs of calls that have ended, which their background processes still write to.
 _BACKGROUNDS: Final = 32
+# How long the processes of answered calls may take to end, when there is no room for another.
+_LEAVING_SECONDS: Final = 1.0
 _PR_SET_DUMPABLE: Final = 4
 # Of calls, before the supervisor, where memory runs out.
 _OOM_SCORE: Final = "500"
@@ -76,6 +79,8 @@ class Supervisor:
         # Calls that have not been answered, by id; and all whose output is still open, by file.
         self._calls: dict[int, Call] = {}
         self._open: dict[int, Call] = {}
+        # Processes of calls that were answered and have not ended.
+        self._leaving: set[int] = set()
         self._awake, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         os.set_blocking(self._awake, False)
@@ -132,7 +137,7 @@ class Supervisor:
         answer, answer_end = os.pipe()
         output, output_end = os.pipe()
         try:
-            pid = os.fork()
+            pid = self._fork()
         except OSError:
             for descriptor in (answer, answer_end, output, output_end):
                 os.close(descriptor)
@@ -146,6 +151,18 @@ class Supervisor:
             os.set_blocking(descriptor, False)
             self._open[descriptor] = call
             self._select.register(descriptor, selectors.EVENT_READ)
+
+    def _fork(self) -> int:
+        deadline = time.monotonic() + _LEAVING_SECONDS
+        while True:
+            try:
+                return os.fork()
+            except OSError:
+                # A call that was answered a moment ago may still be there, and count.
+                if not self._leaving or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.002)
+            self._reap()
 
     def _child(self, frame: dict[str, Any], answers: int, output: int) -> None:
         """Run the call; never returns."""
@@ -205,6 +222,7 @@ class Supervisor:
                 return
             if pid == 0:
                 return
+            self._leaving.discard(pid)
             for call in list(self._calls.values()):
                 if call.pid == pid:
                     self._died(call, os.waitstatus_to_exitcode(status))
@@ -221,19 +239,22 @@ class Supervisor:
         if status < 0:
             with contextlib.suppress(ValueError):
                 how = f"was killed by {signal.Signals(-status).name}"
-        self._end(call, json.dumps([DIED, f"the call's process {how}", ""]).encode())
+        body = json.dumps([DIED, f"the call's process {how}", ""]).encode()
+        self._end(call, body, alive=False)
 
-    def _end(self, call: Call, body: bytes) -> None:
+    def _end(self, call: Call, body: bytes, *, alive: bool = True) -> None:
         call.done = True
         for _ in range(2):  # all that it printed itself, though others may print for ever
             if self._open.get(call.output_fd) is call:
                 self._read(call.output_fd)
         self._close(call, call.answer_fd)
         del self._calls[call.call_id]
-        text = bytes(call.output).decode(errors="replace")
-        try:
+        if alive:
+            self._leaving.add(call.pid)
+        text, answer = bytes(call.output).decode(errors="replace"), None
+        with contextlib.suppress(ValueError, RecursionError):
             answer = json.loads(body)
-        except (ValueError, RecursionError):
+        if not (isinstance(answer, list) and [type(field) for field in answer] == [str] * 3):
             answer = [DIED, "the call wrote what is no answer", ""]
         self._say(call.call_id, answer, text)
         over = [one for one in self._open.values() if one.done]

@@ -1,0 +1,274 @@
+"""All sandboxes of this host that outlive a call: whose they are, how many, for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import psutil
+import structlog
+
+from services.reward.call import Call
+from services.reward.cpu import CoreManager
+from services.reward.fence import BASE_MIB
+from services.reward.function import Function
+from services.reward.groups import Groups
+from services.reward.sandbox import CONTAINER, Cage
+from services.reward.sandboxes.bubblewrap import BubblewrapHome
+from services.reward.sandboxes.container import ContainerHome
+from services.reward.sandboxes.place import Kept, Owner, SandboxGone, SandboxPlace
+from services.reward.sandboxes.sandbox import Home, Sandbox
+from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
+from troupe.v1 import reward_pb2 as pb
+
+log = structlog.get_logger("troupe.reward")
+
+# How long a call waits for room before its caller is asked to come again.
+_WAIT_SECONDS: Final = 30.0
+_RETRY_MS: Final = 500
+# Sandboxes that ended, of which it is still known why.
+_REMEMBERED: Final = 1000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What all sandboxes together may be."""
+
+    count: int = 64
+    # Declared memory; 0: three quarters of the machine's.
+    memory_mib: int = 0
+    idle_seconds: float = 600.0
+
+    @property
+    def memory(self) -> int:
+        """In MiB."""
+        return self.memory_mib or int(psutil.virtual_memory().total * 3 / 4) >> 20
+
+
+@dataclass(eq=False)
+class _Opening:
+    """A sandbox that waits for room, and how many calls wait for it."""
+
+    task: asyncio.Task[Kept]
+    callers: int = 0
+
+
+class Sandboxes:
+    """Opens them for calls, and ends them with their trajectory or when they are idle."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        import_seconds: float,
+        *,
+        groups: Groups | None = None,
+        cores: CoreManager | None = None,
+    ) -> None:
+        """`cores` hands cores out to calls; `groups` is what the kernel lets us limit with."""
+        self._limits = limits
+        self._import_seconds = import_seconds
+        self._groups, self._cores = groups, cores
+        self._kept: dict[tuple[Owner, Cage], Kept] = {}
+        self._opening: dict[tuple[Owner, Cage], _Opening] = {}
+        # Why those ended that ended last.
+        self._ended: dict[str, str] = {}
+        self._numbers = itertools.count()
+        # Who waits for room, first come, first served.
+        self._line: list[tuple[int, asyncio.Future[None]]] = []
+        self._ending: set[asyncio.Task[None]] = set()
+        # Of those that end, too: they still take what they take.
+        self._count = 0
+        self._memory = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def check(self, spec: pb.FunctionSpec) -> None:
+        """Raises InvalidArgument for a function that there is never room for."""
+        if not spec.stateful and spec.sandbox != CONTAINER:
+            return
+        cage = Cage.of(spec)
+        if _memory_of(cage) > self._limits.memory:
+            raise InvalidArgument(
+                f"with {BASE_MIB} MiB of its own more than the {self._limits.memory} MiB that all "
+                "sandboxes may take: no call could ever run",
+                field="function.memory_mib",
+                value=cage.memory_mib,
+                remedy="Declare less, or raise TROUPE_REWARD_SANDBOX_MEMORY_MIB.",
+            )
+
+    @contextlib.asynccontextmanager
+    async def room(self, function: Function, call: Call) -> AsyncIterator[SandboxPlace]:
+        """Where a call runs, from before it is queued until it has ended.
+
+        Raises InvalidArgument where no trajectory is named, SandboxGone when it names a sandbox
+        that there is no more, ResourceExhausted (with retry_after_ms) when there is no room for
+        another for too long.
+        """
+        stateful = function.spec.stateful
+        if stateful and not call.trajectory_id:
+            raise InvalidArgument(
+                "is empty",
+                field="trajectory_id",
+                remedy="A stateful function is called for a trajectory, which has its sandbox.",
+            )
+        owner = Owner(call.job_id, call.trajectory_id, "" if stateful else new_id())
+        kept = await self._find(function, owner, call.sandboxes)
+        self._busy(kept)
+        try:
+            yield SandboxPlace(kept)
+        finally:
+            kept.users -= 1
+            if kept.users == 0 and kept.sandbox.gone is None:
+                self._rest(kept)
+
+    def close(self, job_id: str, trajectory_id: str) -> int:
+        """The trajectory has ended, and its sandboxes with it: how many that were."""
+        owner = Owner(job_id, trajectory_id)
+        theirs = [kept for kept in self._kept.values() if kept.owner == owner]
+        for kept in theirs:
+            self._end(kept, "its trajectory was closed")
+        return len(theirs)
+
+    async def stop(self) -> None:
+        """End all."""
+        opening = [one.task for one in self._opening.values()]
+        for task in opening:
+            task.cancel()
+        for kept in list(self._kept.values()):
+            self._end(kept, "the reward service stops")
+        await asyncio.gather(*opening, *self._ending, return_exceptions=True)
+
+    async def _find(self, function: Function, owner: Owner, had: Sequence[str]) -> Kept:
+        key = owner, function.cage
+        kept = self._kept.get(key)
+        mark = _mark(function.cage)
+        for sandbox_id in had:
+            if sandbox_id.startswith(f"{mark}-") and (
+                kept is None or kept.sandbox_id != sandbox_id
+            ):
+                why = self._ended.get(sandbox_id, "this service does not know it (any more)")
+                raise SandboxGone(sandbox_id, why)
+        if kept is not None:
+            return kept
+        opening = self._opening.get(key)
+        if opening is None:
+            opening = self._opening[key] = _Opening(
+                asyncio.create_task(self._open(function, owner))
+            )
+            opening.task.add_done_callback(lambda _: self._opening.pop(key, None))
+        opening.callers += 1
+        try:
+            return await asyncio.shield(opening.task)
+        finally:
+            opening.callers -= 1
+            if not opening.callers:
+                opening.task.cancel()  # nobody wants it any more, if it is not open yet
+
+    async def _open(self, function: Function, owner: Owner) -> Kept:
+        cage, spec = function.cage, function.spec
+        memory = _memory_of(cage)
+        await self._wait_for_room(memory)
+        name = f"sandbox-{next(self._numbers)}"
+        home: Home
+        if cage.level == CONTAINER:
+            home = ContainerHome(f"troupe-{new_id()}", cage)
+        else:
+            home = BubblewrapHome(name, cage, self._groups, self._cores)
+        sandbox = Sandbox(home, self._import_seconds, lambda why: self._end(kept, why))
+        idle = spec.sandbox_idle_seconds or self._limits.idle_seconds
+        sandbox_id = f"{_mark(cage)}-{new_id()}"
+        kept = Kept(name, sandbox_id, owner, cage, home, sandbox, idle)
+        self._kept[owner, cage] = kept
+        # Whoever wanted it may be gone by now.
+        self._idle(kept)
+        log.info("sandbox", sandbox=sandbox_id, level=cage.level, trajectory=owner.trajectory_id)
+        return kept
+
+    def _busy(self, kept: Kept) -> None:
+        kept.users += 1
+        if kept.timer is not None:
+            kept.timer.cancel()
+            kept.timer = None
+
+    def _rest(self, kept: Kept) -> None:
+        if kept.owner.call:
+            self._end(kept, "its call has ended")
+        else:
+            self._idle(kept)
+
+    def _idle(self, kept: Kept) -> None:
+        why = f"it was idle for {kept.idle_seconds:g} s"
+        kept.timer = asyncio.get_running_loop().call_later(kept.idle_seconds, self._end, kept, why)
+
+    def _end(self, kept: Kept, why: str) -> None:
+        if self._kept.get((kept.owner, kept.cage)) is not kept:
+            return
+        del self._kept[kept.owner, kept.cage]
+        if kept.timer is not None:
+            kept.timer.cancel()
+        if not kept.owner.call:
+            self._ended[kept.sandbox_id] = why
+            while len(self._ended) > _REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+        log.info("sandbox ends", sandbox=kept.sandbox_id, why=why)
+        task = asyncio.create_task(self._give_back(kept, why))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _give_back(self, kept: Kept, why: str) -> None:
+        try:
+            await kept.sandbox.end(why)
+        except Exception:
+            log.exception("a sandbox did not end", sandbox=kept.sandbox_id)
+        self._count -= 1
+        self._memory -= _memory_of(kept.cage)
+        self._admit()
+
+    async def _wait_for_room(self, memory: int) -> None:
+        """Take room, behind those who wait already."""
+        waits: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._line.append((memory, waits))
+        self._admit()
+        try:
+            async with asyncio.timeout(_WAIT_SECONDS):
+                await asyncio.shield(waits)
+        except BaseException as error:
+            if waits.done():  # it was given room just now
+                self._count -= 1
+                self._memory -= memory
+            else:
+                self._line.remove((memory, waits))
+            self._admit()
+            if isinstance(error, TimeoutError):
+                raise ResourceExhausted(
+                    f"{self._count} sandboxes of {self._memory} MiB are open, of at most "
+                    f"{self._limits.count} of {self._limits.memory} MiB; {len(self._line)} wait",
+                    retry_after_ms=_RETRY_MS,
+                ) from None
+            raise
+
+    def _admit(self) -> None:
+        while self._line:
+            memory, waits = self._line[0]
+            fits = self._memory + memory <= self._limits.memory
+            if not fits or self._count >= self._limits.count:
+                return
+            self._line.pop(0)
+            self._count += 1
+            self._memory += memory
+            waits.set_result(None)
+
+
+def _memory_of(cage: Cage) -> int:
+    return BASE_MIB + cage.memory_mib
+
+
+def _mark(cage: Cage) -> str:
+    """The part of a sandbox's id that tells which of a trajectory's sandboxes it is."""
+    return hashlib.sha256(repr(cage).encode()).hexdigest()[:8]

@@ -1,0 +1,247 @@
+"""Sandboxes that outlive a call: what stays, what ends, and that nobody else is harmed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from services.reward.call import Call, Outcome
+from services.reward.function import Function
+from services.reward.groups import open_groups
+from services.reward.sandboxes import keeper
+from services.reward.sandboxes.keeper import Limits, Sandboxes
+from services.reward.sandboxes.place import SandboxGone
+from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
+from troupe.v1 import reward_pb2 as pb
+
+Kind = pb.InvocationError
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
+]
+
+
+def function(name: str, **fields: Any) -> Function:
+    settings = {"timeout_seconds": 60, "sandbox": "bubblewrap", "memory_mib": 128}
+    settings |= {"processes": 16, "disk_mib": 8, "stateful": True, "version": str(fields)}
+    return Function(
+        pb.FunctionSpec(name=name, entrypoint=f"hostile_functions:{name}", **(settings | fields))
+    )
+
+
+class Trajectory:
+    """Calls functions in its sandbox, of which it knows as rollout does."""
+
+    def __init__(self, sandboxes: Sandboxes) -> None:
+        self.sandboxes = sandboxes
+        self.name = new_id()
+        self.had: list[str] = []
+
+    async def outcome(self, name: str, fields: dict[str, Any], **arguments: Any) -> Outcome:
+        call = Call(json.dumps(arguments), "job", self.name, sandboxes=tuple(self.had))
+        what = function(name, **fields)
+        async with self.sandboxes.room(what, call) as place:
+            outcome = await place.run(what, call)
+        self.had = [outcome.sandbox]
+        return outcome
+
+    async def call(self, name: str, fields: dict[str, Any] | None = None, **arguments: Any) -> Any:
+        outcome = await self.outcome(name, fields or {}, **arguments)
+        return outcome.error or json.loads(outcome.result_json)
+
+    def close(self) -> None:
+        self.sandboxes.close("job", self.name)
+
+
+@contextlib.asynccontextmanager
+async def sandboxes_of(**limits: Any) -> AsyncIterator[Sandboxes]:
+    groups = open_groups()
+    sandboxes = Sandboxes(Limits(**limits), 60, groups=groups)
+    try:
+        yield sandboxes
+    finally:
+        await sandboxes.stop()
+        if groups is not None:
+            groups.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandboxes() -> AsyncIterator[Sandboxes]:
+    async with sandboxes_of() as sandboxes:
+        yield sandboxes
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def mine(sandboxes: Sandboxes) -> AsyncIterator[Trajectory]:
+    trajectory = Trajectory(sandboxes)
+    yield trajectory
+    trajectory.close()
+
+
+async def test_files_and_processes_stay_and_are_nobody_elses(mine: Trajectory) -> None:
+    assert await mine.call("writes", path="here") is None
+    assert await mine.call("reads", path="/tmp/work/here") == "here"
+    await mine.call("counts_in_background", path="count")
+    first = await mine.call("reads", path="count")
+    while await mine.call("reads", path="count") == first:
+        pass
+    assert (await mine.call("where"))["uid"] == 65534
+    other = Trajectory(mine.sandboxes)
+    assert await other.call("lists", path="/tmp/work") == []
+    other.close()
+
+
+async def test_nothing_runs_between_calls(mine: Trajectory) -> None:
+    await mine.call("counts_in_background", path="count")
+    (process,) = [p for p in psutil.process_iter() if "ticker" in _name(p)]
+    spent = sum(process.cpu_times()[:2])
+    await asyncio.sleep(0.2)
+    assert sum(process.cpu_times()[:2]) == spent
+    mine.close()
+    await asyncio.to_thread(process.wait, 60)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
+
+
+async def test_a_timeout_ends_the_call_and_not_the_sandbox(mine: Trajectory) -> None:
+    await mine.call("writes", path="here")
+    for name in ("never_ends", "stubborn"):
+        error = await mine.call(name, {"timeout_seconds": 0.5})
+        assert (error.kind, "within 0.5 s" in error.message) == (Kind.KIND_TIMEOUT, True)
+    assert await mine.call("reads", path="here") == "here"
+
+
+async def test_calls_of_one_sandbox_overlap(mine: Trajectory) -> None:
+    first = asyncio.create_task(mine.call("waits_for", path="second"))
+    await mine.call("writes", path="second")
+    assert await asyncio.wait_for(first, 60) == "here"
+
+
+async def test_a_cancelled_call_ends_and_nothing_else(mine: Trajectory) -> None:
+    what = function("waits_for")
+    call = Call(json.dumps({"path": "never"}), "job", mine.name)
+    async with mine.sandboxes.room(what, call) as place:
+        running = asyncio.create_task(place.run(what, call))
+        await mine.call("writes", path="here")
+        place.cancel()
+        outcome = await running
+    assert outcome.error is not None
+    assert outcome.error.kind == Kind.KIND_CANCELLED
+    assert await mine.call("reads", path="here") == "here"
+    assert len(await mine.call("lists", path="/proc")) > 10  # alive
+
+
+async def test_what_is_gone_is_said_and_may_be_begun_anew(mine: Trajectory) -> None:
+    await mine.call("writes", path="here")
+    had = mine.had
+    mine.close()
+    for had_before, why in ((had, "closed"), ([f"{had[0][:8]}-of-old"], "does not know")):
+        mine.had = had_before
+        with pytest.raises(SandboxGone) as gone:
+            await mine.call("reads", path="here")
+        assert (gone.value.sandbox_id, why in str(gone.value)) == (had_before[0], True)
+        assert gone.value.error().kind == Kind.KIND_SANDBOX_GONE
+    mine.had = ["other-sandbox"]  # of a function with other limits: nothing to this one
+    error = await mine.call("reads", path="here")
+    assert "FileNotFoundError" in error.message
+    assert mine.had != had
+
+
+async def test_the_supervisor_is_out_of_reach_inside_and_missed_when_it_dies(
+    mine: Trajectory,
+) -> None:
+    done = await mine.call("attacks_its_supervisor")
+    assert done == ["PermissionError"] * 3
+    running = asyncio.create_task(mine.call("waits_for", path="never"))
+    await mine.call("writes", path="here")
+    for process in psutil.Process().children(recursive=True):
+        if "supervisor.py" in " ".join(process.cmdline()):
+            process.kill()
+    error = await asyncio.wait_for(running, 60)
+    assert (error.kind, "SIGKILL" in error.message) == (Kind.KIND_SANDBOX_GONE, True)
+    with pytest.raises(SandboxGone, match="SIGKILL"):
+        await mine.call("where")
+
+
+async def test_idle_for_too_long() -> None:
+    async with sandboxes_of(idle_seconds=0.05) as sandboxes:
+        trajectory = Trajectory(sandboxes)
+        await trajectory.call("where")
+        await until(lambda: not len(sandboxes))
+        with pytest.raises(SandboxGone, match=r"idle for 0\.05 s"):
+            await trajectory.call("where")
+
+
+async def test_they_are_bounded_in_number_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with sandboxes_of(count=2, memory_mib=1000) as sandboxes:
+        first, second, third = (Trajectory(sandboxes) for _ in range(3))
+        await asyncio.gather(first.call("where"), second.call("where"))
+        monkeypatch.setattr(keeper, "_WAIT_SECONDS", 0.05)
+        with pytest.raises(ResourceExhausted, match="2 sandboxes") as full:
+            await third.call("where")
+        assert full.value.retry_after_ms
+        monkeypatch.setattr(keeper, "_WAIT_SECONDS", 60)
+        waits = asyncio.create_task(third.call("where"))
+        assert (await second.call("where"))["uid"] == 65534  # its own is there
+        first.close()
+        assert (await waits)["uid"] == 65534
+        third.close()
+        # 384 MiB each: of one that takes 900, none.
+        waits = asyncio.create_task(first.call("where", {"memory_mib": 700}))
+        second.close()
+        assert (await waits)["uid"] == 65534
+        with pytest.raises(InvalidArgument, match="1000 MiB"):
+            sandboxes.check(function("where", memory_mib=1000).spec)
+        with pytest.raises(InvalidArgument) as nameless:
+            async with sandboxes.room(function("where"), Call("{}", "job")):
+                pass
+        assert nameless.value.field == "trajectory_id"
+
+
+async def test_one_calls_alone(sandboxes: Sandboxes) -> None:
+    before = len(sandboxes)
+    trajectory = Trajectory(sandboxes)
+    await trajectory.call("writes", {"stateful": False}, path="here")
+    assert await trajectory.call("lists", {"stateful": False}, path="/tmp/work") == []
+    assert trajectory.had == [""]
+    await until(lambda: len(sandboxes) == before)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="control groups are root's")
+async def test_no_room_for_another_process(mine: Trajectory) -> None:
+    error = await mine.call("where", {"processes": 2})  # bubblewrap and the supervisor
+    assert error.kind == Kind.KIND_WORKER_DIED
+    assert "no process could be started" in error.message
+
+
+async def test_what_does_not_start_is_said(
+    mine: Trajectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    error = await mine.call("where")
+    assert error.kind == Kind.KIND_WORKER_DIED
+    assert "bubblewrap is not installed" in error.message
+    monkeypatch.undo()
+    mine.had = []
+    assert (await mine.call("where"))["uid"] == 65534
