@@ -10,10 +10,10 @@ from services.reward.call import Place
 from services.reward.queues import Waiting
 
 # A worker is given as many calls as it is expected to do in this time, at most so many.
-SECONDS: Final = 0.02
+SECONDS: Final = 0.05
 MOST: Final = 64
 # A call that takes longer than this keeps nobody behind it: they go elsewhere.
-PATIENCE_SECONDS: Final = 0.1
+PATIENCE_SECONDS: Final = 0.2
 
 
 class Chunk:
