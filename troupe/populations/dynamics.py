@@ -8,7 +8,7 @@ from troupe.populations.games import Array, Profile, as_payoffs, member_values, 
 
 
 def projected_replicator(
-    payoffs: object, *, iterations: int = 20_000, rate: float = 1e-2, least: float = 1e-6
+    payoffs: object, *, iterations: int = 4_000, rate: float = 0.05, least: float = 1e-6
 ) -> Profile:
     """Average of the projected replicator dynamics (Lanctot et al. 2017, section 3.2).
 

@@ -15,6 +15,7 @@ from troupe.populations.games import (
     is_zero_sum,
     member_values,
     nash_conv,
+    uniform,
 )
 
 # Below this nobody gains by a change, up to rounding.
@@ -53,8 +54,10 @@ def nash(payoffs: object, *, starts: int = 16, seed: int = 0) -> Profile:
         return zero_sum_nash(game)
     scale = float(np.ptp(game)) or 1.0
     game = game / scale
-    best = projected_replicator(game)
-    least = nash_conv(game, best)
+    best = uniform(game)
+    if (least := nash_conv(game, best)) > _EXACT:
+        best = projected_replicator(game, iterations=2_000, rate=0.05)
+        least = nash_conv(game, best)
     rng = np.random.default_rng(seed)
     for start in range(starts):
         if least <= _EXACT:

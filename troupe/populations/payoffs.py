@@ -113,12 +113,12 @@ class PayoffTable:
     def tensor(self) -> Array:
         """Mean payoffs [n, k_1, ..., k_n]. Raises ValueError while a cell is missing."""
         found = np.empty((self.players, *self.sizes))
-        members: Members
+        members: Any
         for members in itertools.product(*map(range, self.sizes)):
             cell = self.cells.get(self.key(members))
             if cell is None:
                 raise ValueError(f"the members {members} have not met")
-            found[:, *members] = self._played(members, cell.mean)
+            found[(slice(None), *members)] = self._played(members, cell.mean)
         return found
 
     def to_json(self) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""PSRO with exact best responses and payoffs against OpenSpiel's, on Kuhn and Leduc poker.
+
+    python -m benchmarks.psro [--quick] [--json]
+
+Both sides run here, one after the other, on one thread: pools that begin with the uniform policy
+and grow by a best response per player, Nash equilibria of the meta-game by linear programming,
+payoffs and best responses exact. Seconds are of CPU, of the whole run from the game's name on;
+imports, and measuring NashConv where PSRO itself does not need it, are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.command import options_of
+from benchmarks.references import ReferenceUnavailable, reference_python
+from troupe.populations.psro import ExactPsro
+from troupe.populations.tree import SequenceForm
+
+# What OpenSpiel's linear program needs.
+PACKAGES: Final = ("cvxpy==1.7.3", "ecos==2.0.14")
+_ITERATIONS: Final = 400
+_RUN_SECONDS: Final = 1800.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """One iteration of one side."""
+
+    iteration: int
+    nash_conv: float
+    seconds: float
+
+
+def ours(game: str, target: float) -> list[Point]:
+    """Troupe's iterations until NashConv is at most `target`."""
+    began = time.process_time()
+    found = []
+    for one in ExactPsro(SequenceForm.of(game)).run(_ITERATIONS):
+        found.append(Point(one.number, one.nash_conv, time.process_time() - began))
+        if one.nash_conv <= target:
+            break
+    return found
+
+
+def openspiels(python: Path, game: str, target: float) -> list[Point]:
+    """OpenSpiel's iterations until then."""
+    command = [str(python), "-m", "benchmarks.psro.openspiel", game, str(_ITERATIONS), str(target)]
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_RUN_SECONDS,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    if run.returncode:
+        raise SystemExit(f"OpenSpiel's PSRO failed: {run.stderr.strip()[-500:]}")
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    return [Point(one["iteration"], one["nash_conv"], one["seconds"]) for one in lines]
+
+
+def first(points: Sequence[Point], level: float) -> Point | None:
+    """The first iteration at or below `level`."""
+    return next((one for one in points if one.nash_conv <= level), None)
+
+
+def row(name: str, side: str, level: float, point: Point | None) -> str:
+    """A line of the table."""
+    if point is None:
+        return f"{name:12} {side:10} {level:>9g} {'not reached':>24}"
+    return f"{name:12} {side:10} {level:>9g} {point.iteration:>10} {point.seconds:>13.2f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run both, print a table and the JSON object."""
+    options = options_of(__doc__, arguments)
+    levels = (3.0,) if options.quick else (1.0, 0.42, 0.157)
+    with tempfile.TemporaryDirectory(prefix="psro-") as directory:
+        try:
+            python = reference_python(PACKAGES, Path(directory))
+        except ReferenceUnavailable as error:
+            raise SystemExit(str(error)) from None
+        lines = [f"{'game':12} {'side':10} {'NashConv':>9} {'iteration':>10} {'CPU seconds':>13}"]
+        found = {}
+        for game, goals in (("kuhn_poker", (1e-6,)), ("leduc_poker", levels)):
+            for side, run in (
+                ("Troupe", ours(game, goals[-1])),
+                ("OpenSpiel", openspiels(python, game, goals[-1])),
+            ):
+                found[game, side] = run
+                lines += [row(game, side, level, first(run, level)) for level in goals]
+    goal = levels[0] if options.quick else 0.42
+    seconds = {
+        side: point.seconds if (point := first(found["leduc_poker", side], goal)) else None
+        for side in ("Troupe", "OpenSpiel")
+    }
+    result = {
+        "kuhn_nashconv": found["kuhn_poker", "Troupe"][-1].nash_conv,
+        "leduc_nashconv": found["leduc_poker", "Troupe"][-1].nash_conv,
+        "cpu_seconds": seconds["Troupe"],
+        "openspiel_cpu_seconds": seconds["OpenSpiel"],
+        "leduc_goal": goal,
+    }
+    if not options.json:
+        print("\n".join(lines), file=sys.stdout)
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""`SequenceForm`: an extensive-form game as arrays, for exact payoffs and best responses.
+
+A *sequence* of a player is an information set and an action there, or the empty one (number 0). A
+*plan* is a vector [s] with the probability with which the player's own choices lead to each
+sequence (Koller, Megiddo and von Stengel 1996). Plans are linear: the plan of a policy drawn from a
+pool at the start of each episode is the weighted mean of the pool's plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from troupe.populations.games import Array
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """The information sets of one player, those with most own choices before them first."""
+
+    names: tuple[str, ...]
+    """Information states in the game's own words."""
+    first: Indices
+    """The sequence of each set's first legal action [m]; the others follow it."""
+    actions: tuple[tuple[int, ...], ...]
+    """Legal actions of each set."""
+    parent: Indices
+    """The player's sequence before each set [m]."""
+    levels: tuple[slice, ...]
+    """Sets of equal depth, deepest first."""
+    sequences: int
+    """Sequences, the empty one included."""
+
+
+@dataclass(frozen=True)
+class SequenceForm:
+    """A finite game with perfect recall."""
+
+    decisions: tuple[Decisions, ...]
+    """By player."""
+    leaves: Indices
+    """The sequence of each player at each end of the game [t, n]."""
+    returns: Array
+    """What each player gets there, times the probability of chance [t, n]."""
+
+    @classmethod
+    def of(cls, game: Any) -> SequenceForm:
+        """The game of that OpenSpiel name (`leduc_poker`), or a loaded `pyspiel.Game`.
+
+        Walks the whole tree: for games of up to some 10^5 histories. Raises ImportError without
+        OpenSpiel, ValueError for a game that is played at once or has no such tree.
+        """
+        try:
+            import pyspiel
+        except ImportError as error:
+            raise ImportError("exact games are OpenSpiel's: pip install 'troupe[games]'") from error
+        loaded = pyspiel.load_game(game) if isinstance(game, str) else game
+        if loaded.get_type().dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
+            raise ValueError(
+                f"{game} is played at once; load it through turn_based_simultaneous_game(game=...)"
+            )
+        return _Walk(loaded.num_players()).form(loaded.new_initial_state())
+
+    @property
+    def players(self) -> int:
+        """Who plays, chance aside."""
+        return len(self.decisions)
+
+    def uniform(self, player: int) -> Array:
+        """The plan of who takes every legal action equally often."""
+        ours = self.decisions[player]
+        return self.plan(player, [np.full(len(a), 1.0 / len(a)) for a in ours.actions])
+
+    def plan(self, player: int, behaviour: Sequence[Array]) -> Array:
+        """The plan of the policy that draws from `behaviour[i]` at set i."""
+        ours = self.decisions[player]
+        found = np.zeros(ours.sequences)
+        found[0] = 1.0
+        for level in reversed(ours.levels):
+            for i in range(level.start, level.stop):
+                at = int(ours.first[i])
+                found[at : at + len(ours.actions[i])] = found[ours.parent[i]] * behaviour[i]
+        return found
+
+    def behaviour(self, player: int, plan: Array) -> dict[str, dict[int, float]]:
+        """Probabilities of actions by information state; where the plan never comes: uniform."""
+        ours = self.decisions[player]
+        found = {}
+        for name, at, actions in zip(ours.names, ours.first, ours.actions, strict=True):
+            part: Array = plan[at : at + len(actions)]
+            total = float(part.sum())
+            shares = part / total if total > 0 else np.full(len(actions), 1.0 / len(actions))
+            found[name] = dict(zip(actions, shares.tolist(), strict=True))
+        return found
+
+    def plan_of(self, player: int, policy: Mapping[str, Mapping[int, float]]) -> Array:
+        """The plan of probabilities by information state; sets it does not know: uniform."""
+        ours = self.decisions[player]
+        rows = []
+        for name, actions in zip(ours.names, ours.actions, strict=True):
+            shares = policy.get(name)
+            if shares is None:
+                rows.append(np.full(len(actions), 1.0 / len(actions)))
+            else:
+                rows.append(np.array([shares.get(action, 0.0) for action in actions]))
+        return self.plan(player, rows)
+
+    def values(self, plans: Sequence[Array]) -> Array:
+        """Expected returns [n] when player i follows `plans[i]`."""
+        reach = np.ones(len(self.leaves))
+        for player, plan in enumerate(plans):
+            reach *= plan[self.leaves[:, player]]
+        found: Array = reach @ self.returns
+        return found
+
+    def gradient(self, player: int, plans: Sequence[Array]) -> Array:
+        """What each sequence [s] of `player` contributes while the others follow their plans: the
+        value of a plan x is its product with this. `plans[player]` is not looked at."""
+        weights = self.returns[:, player].copy()
+        for other, plan in enumerate(plans):
+            if other != player:
+                weights *= plan[self.leaves[:, other]]
+        sequences = self.decisions[player].sequences
+        found: Any = np.bincount(self.leaves[:, player], weights, minlength=sequences)
+        return np.asarray(found, dtype=np.float64)
+
+    def best_response(
+        self, player: int, plans: Sequence[Array], *, tremble: float = 0.0
+    ) -> tuple[Array, float]:
+        """A best pure plan against the others' plans, and its value.
+
+        Among equally good actions the first is taken, also where the others never let play come.
+        With a small `tremble` the others err with that probability, and it is those actions that
+        are best against uniform play (Selten 1975): answers that are right in more of the game.
+        The value is always that against `plans`.
+        """
+        ours = self.decisions[player]
+        exact = self.gradient(player, plans)
+        worth = exact.copy()
+        if tremble:
+            erring = [
+                (1 - tremble) * plan + tremble * self.uniform(i) for i, plan in enumerate(plans)
+            ]
+            worth = self.gradient(player, erring)
+        counts = np.array([len(actions) for actions in ours.actions])
+        chosen = ours.first.copy()
+        for level in ours.levels:
+            first, count = ours.first[level], counts[level]
+            for width in np.unique(count):
+                rows = np.flatnonzero(count == width)
+                table = worth[first[rows, None] + np.arange(width)]
+                best = table.argmax(axis=1)
+                chosen[level.start + rows] = first[rows] + best
+                gained = table[np.arange(len(rows)), best]
+                np.add.at(worth, ours.parent[level][rows], gained)
+        plan = np.zeros(ours.sequences)
+        plan[0] = 1.0
+        for level in reversed(ours.levels):
+            plan[chosen[level]] = plan[ours.parent[level]]
+        return plan, float(plan @ exact)
+
+    def nash_conv(self, plans: Sequence[Array]) -> float:
+        """What all players together would gain by best responses; 0 at a Nash equilibrium."""
+        now = self.values(plans)
+        best = [self.best_response(player, plans)[1] for player in range(self.players)]
+        return float(np.sum(best) - now.sum())
+
+
+class _Walk:
+    """Visits all histories of a game once."""
+
+    def __init__(self, players: int) -> None:
+        # Per player: information state -> (number, sequence before it, depth, legal actions).
+        self._sets: list[dict[str, tuple[int, tuple[int, int] | None, int, tuple[int, ...]]]] = [
+            {} for _ in range(players)
+        ]
+        self._ends: list[tuple[list[tuple[int, int] | None], Array]] = []
+
+    def form(self, root: Any) -> SequenceForm:
+        self._visit(root, [None] * len(self._sets), [0] * len(self._sets), 1.0)
+        # Sets by falling depth; sequences of a set are neighbours.
+        decisions, numbers = [], []
+        for sets in self._sets:
+            ordered = sorted(sets.items(), key=lambda item: (-item[1][2], item[1][0]))
+            place: dict[tuple[int, int] | None, int] = {None: 0}
+            first = []
+            for _, (number, _, _, actions) in ordered:
+                first.append(len(place))
+                for action in actions:
+                    place[number, action] = len(place)
+            depths = [depth for _, (_, _, depth, _) in ordered]
+            starts = [i for i, depth in enumerate(depths) if i == 0 or depth != depths[i - 1]]
+            levels = tuple(
+                slice(a, b) for a, b in zip(starts, [*starts[1:], len(depths)], strict=True)
+            )
+            decisions.append(
+                Decisions(
+                    names=tuple(name for name, _ in ordered),
+                    first=np.array(first, dtype=np.int64),
+                    actions=tuple(actions for _, (_, _, _, actions) in ordered),
+                    parent=np.array([place[at] for _, (_, at, _, _) in ordered], dtype=np.int64),
+                    levels=levels,
+                    sequences=len(place),
+                )
+            )
+            numbers.append(place)
+        leaves = np.array(
+            [[place[at] for place, at in zip(numbers, ats, strict=True)] for ats, _ in self._ends],
+            dtype=np.int64,
+        )
+        return SequenceForm(tuple(decisions), leaves, np.array([got for _, got in self._ends]))
+
+    def _visit(
+        self, state: Any, at: list[tuple[int, int] | None], depth: list[int], chance: float
+    ) -> None:
+        if state.is_terminal():
+            self._ends.append((list(at), chance * np.array(state.returns())))
+            return
+        if state.is_chance_node():
+            for action, probability in state.chance_outcomes():
+                self._visit(state.child(action), at, depth, chance * probability)
+            return
+        player = state.current_player()
+        sets, name = self._sets[player], state.information_state_string(player)
+        actions = tuple(state.legal_actions(player))
+        known = sets.setdefault(name, (len(sets), at[player], depth[player], actions))
+        if known[1] != at[player] or known[3] != actions:
+            raise ValueError(f"player {player} forgets what it did before {name!r}")
+        before = at[player]
+        depth[player] += 1
+        for action in actions:
+            at[player] = (known[0], action)
+            self._visit(state.child(action), at, depth, chance)
+        at[player] = before
+        depth[player] -= 1
