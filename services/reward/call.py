@@ -25,6 +25,9 @@ class Call:
     sandboxes: Sequence[str] = ()
     # Variables that its process has while it runs.
     environment: Mapping[str, str] = field(default_factory=dict)
+    # Trajectories that cannot go on without it, and how long its caller waits.
+    waiters: int = 1
+    seconds: float | None = None
     # Nobody wants it any more: it need not be begun.
     dropped: bool = False
 

@@ -22,11 +22,8 @@ _COUNTS: Final = (
 )
 
 
-def check(spec: pb.FunctionSpec, cores: int) -> None:
-    """Raises `InvalidArgument` or `FailedPrecondition` for a field that cannot work here.
-
-    `cores`: as many as are handed out; 0: none are.
-    """
+def check(spec: pb.FunctionSpec) -> None:
+    """Raises `InvalidArgument` or `FailedPrecondition` for a field that cannot work anywhere."""
 
     def refuse(field: str, value: object, message: str, remedy: str) -> None:
         raise InvalidArgument(message, field=f"function.{field}", value=value, remedy=remedy)
@@ -75,13 +72,6 @@ def check(spec: pb.FunctionSpec, cores: int) -> None:
             kind="no_sandbox",
             field="function.reads" if spec.reads else "function.writes",
             remedy=f"Leave reads and writes out, or declare `sandbox: {BUBBLEWRAP}`.",
-        )
-    if cores and spec.cores > cores:
-        refuse(
-            "cores",
-            spec.cores,
-            f"more than the {cores} cores of this host: no call could ever run",
-            "Declare fewer, or start the reward service with a larger TROUPE_REWARD_CORES.",
         )
     if spec.max_cores and spec.max_cores < spec.cores:
         refuse("max_cores", spec.max_cores, f"less than cores ({spec.cores})", "0 means no more.")

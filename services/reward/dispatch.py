@@ -22,6 +22,7 @@ from services.reward.cpu import Lease
 from services.reward.function import Function, quantile
 from services.reward.host import Host
 from services.reward.queues import CORES, Queues, Waiting
+from services.reward.quota import Budget, QuotaManager
 from troupe.scheduling.elastic import Placed, Rules, Running, decide_over
 from troupe.scheduling.elastic.provision import workers_to_start
 from troupe.v1 import reward_pb2 as pb
@@ -52,8 +53,11 @@ class Listener(Protocol):
 class Dispatcher:
     """The queues, the hosts, and what runs."""
 
-    def __init__(self, hosts: Iterable[Host], listener: Listener) -> None:
+    def __init__(
+        self, hosts: Iterable[Host], listener: Listener, quotas: QuotaManager | None = None
+    ) -> None:
         self.queues = Queues()
+        self._quotas = quotas
         self.hosts = {host.name: host for host in hosts}
         self._listener = listener
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,10 +114,12 @@ class Dispatcher:
         handing = any(host.cores is not None for host in hosts)
         # How much the first get depends on how many are behind them, where there is more to get.
         beyond = _RULES.horizon if handing else 0
-        first = {
-            w.invocation_id: w for w in self.queues.first(sum(host.free for host in hosts) + beyond)
-        }
+        places = sum(host.free for host in hosts)
+        units = self._quotas.free() if self._quotas is not None else {}
+        budget = Budget(units, places)
+        first = {w.invocation_id: w for w in self.queues.first(places + beyond, budget)}
         if not first:
+            self._wish([], budget)
             return False
         functions = {w.function.key: w.function for w in first.values()}.values()
         startable = self._startable(next(iter(first.values())), now)
@@ -125,14 +131,40 @@ class Dispatcher:
             startable -= cold
             views.append(host.view(cold + guests, functions, plenty=handing))
         queue = [w.action(with_cores=handing) for w in first.values()]
-        grants = decide_over(views, queue, now, _RULES)
+        grants = decide_over(views, queue, now, _RULES, shared=units, quotas=units)
         begun = 0
         for grant in grants:
             waiting = first[grant.action.action_id]
             if waiting.chunk is None:  # else a worker that was given one before it has it, too
                 self._begin(waiting, grant)
                 begun += 1
+        self._wish([w for w in first.values() if w.chunk is None], budget)
         return begun < len(grants)
+
+    def refused(self, function: Function, seconds: float) -> None:
+        """The interface behind the function's quota wants no calls for so long."""
+        if self._quotas is not None:
+            self._quotas.shut(function.needs, seconds)
+
+    def short_of(self, function: Function) -> str:
+        """What quota a call of `function` waits for, and why; empty: for none."""
+        if self._quotas is None:
+            return ""
+        units = self._quotas.free()
+        short = any(units[r] < need for r, need in function.needs.items() if r in units)
+        return self._quotas.why(function.needs) if short else ""
+
+    def _wish(self, waiting: Iterable[Waiting], budget: Budget) -> None:
+        """Let the quotas know what could begin if it had units: `waiting`, and who had none."""
+        if self._quotas is None:
+            return
+        wishes: dict[str, list[int]] = {}
+        for one in waiting:
+            for resource, units in one.function.needs.items():
+                wishes.setdefault(resource, []).append(units)
+        for resource, units_of in budget.lacking.items():
+            wishes.setdefault(resource, []).extend(units_of)
+        self._quotas.wish(wishes)
 
     @property
     def cold_seconds(self) -> float:
@@ -172,14 +204,17 @@ class Dispatcher:
         function.chunks.add(work)
         ends = time.perf_counter() + grant.seconds * len(several)
         host.running[waiting.invocation_id] = Running(grant.holds, ends)
+        if self._quotas is not None:
+            self._quotas.take(grant.holds)
         self._spawn(self._run(waiting.invocation_id, function, work, host, lease))
 
     def _behind(self, waiting: Waiting) -> list[Waiting]:
         """What the same worker gets along with it: short calls, no more than its share of them."""
         function = waiting.function
-        alone = waiting.place is not None or function.elastic or not function.stays_warm
+        # What is handed out by the call cannot be shared.
+        alone = waiting.place is not None or function.elastic
         alone = alone or bool(function.spec.model_service or function.spec.quota)
-        if alone or not function.invocations:
+        if alone or not function.stays_warm or not function.invocations:
             return []
         fit = min(chunk.MOST, int(chunk.SECONDS / function.seconds))
         # As many workers as there are and its limit allows.
@@ -197,7 +232,9 @@ class Dispatcher:
             # Those that never began are as if nothing had happened to them.
             left = work.leave_all()
             function.chunks.discard(work)
-            del host.running[key]
+            held = host.running.pop(key)
+            if self._quotas is not None:
+                self._quotas.give_back(held.holds)
             seconds = host.give_back(work.place, lease)
             self._listener.held(function, 0 if lease is None else len(lease.cores), seconds)
             if not self._stopped:

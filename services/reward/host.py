@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Final, Protocol
 
@@ -81,6 +81,18 @@ class Host:
     def workers(self) -> int:
         """Calls that may run at once."""
         return len(self._places)
+
+    @property
+    def total_cores(self) -> int:
+        """Cores that it hands out, free or not; 0: it hands out none."""
+        if self.cores is None:
+            return 0
+        return self.cores.free + sum(r.holds.get(CORES, 0) for r in self.running.values())
+
+    @property
+    def residents(self) -> Mapping[str, int]:
+        """The first device of each of its models that is on devices."""
+        return {} if self._models is None else self._models.residents()
 
     @property
     def free(self) -> int:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from services.reward.call import Call
 from services.reward.function import Function
 from services.reward.logs import Lines
-from troupe.scheduling.elastic import Action, Elastic
+from services.reward.quota import Budget
+from troupe.scheduling.elastic import Action
 from troupe.scheduling.elastic.fair import FairShares
 from troupe.v1 import reward_pb2 as pb
 
@@ -70,8 +71,7 @@ class Waiting:
         elastic, function = None, self.function
         needs = {WORKERS: 1, **function.needs}
         if with_cores and function.elastic:
-            levels = function.curve.offered(function.levels)
-            elastic = Elastic(CORES, levels, function.curve.seconds(levels))
+            elastic = function.curve.elastic(CORES, function.levels, self.rank[1])
         elif with_cores:
             needs[CORES] = function.cores
         return Action(
@@ -128,16 +128,18 @@ class Queues:
                     del self._levels[waiting.priority]
         self._count(waiting.function, -1)
 
-    def first(self, count: int) -> list[Waiting]:
+    def first(self, count: int, budget: Budget | None = None) -> list[Waiting]:
         """The first `count` in turn; of a function only as many as its limit leaves room for.
 
-        What waits for nothing but its function's limit stands in nobody's way.
+        What waits for nothing but its function's limit, or for units of a quota that `budget` has
+        not, stands in nobody's way.
         """
         room: dict[str, int] = {}
+        budget = budget or Budget({}, 0)
         found: list[Waiting] = []
         for priority in sorted(self._levels, reverse=True):
             jobs = {
-                job: _startable(list(functions.values()), room)
+                job: _startable(list(functions.values()), room, budget)
                 for job, functions in self._levels[priority].items()
             }
             merged = self.shares.merge(jobs, lambda waiting: waiting.cost)
@@ -172,7 +174,7 @@ class Queues:
         self._size += change
 
 
-def _startable(queues: list[_Queue], room: dict[str, int]) -> Iterator[Waiting]:
+def _startable(queues: list[_Queue], room: dict[str, int], budget: Budget) -> Iterator[Waiting]:
     """Those of one job in rank; each takes of `room`, which is by function, when it is reached."""
     heads = [(queue[-1].rank, len(queue) - 1, queue) for queue in queues]
     heapq.heapify(heads)
@@ -181,7 +183,9 @@ def _startable(queues: list[_Queue], room: dict[str, int]) -> Iterator[Waiting]:
         waiting = queue[place]
         function = waiting.function
         left = room.setdefault(function.key, function.room)
-        if left <= 0:
+        if left <= 0 or (
+            function.needs and not budget.admits(function.needs, min(left, place + 1))
+        ):
             heapq.heappop(heads)
             continue
         room[function.key] = left - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from services.reward.checks import check
 from services.reward.function import Function
@@ -14,10 +14,10 @@ from troupe.v1 import reward_pb2 as pb
 class Registry:
     """All functions of this process; rollout workers register them anew after a restart."""
 
-    def __init__(self, sources: Sources, cores: int = 0) -> None:
-        """`cores`: as many as the host hands out; 0: it hands none out."""
+    def __init__(self, sources: Sources, place: Callable[[pb.FunctionSpec], None]) -> None:
+        """`place` raises `InvalidArgument` for what no host could ever run."""
         self._sources = sources
-        self._cores = cores
+        self._place = place
         self._functions: dict[tuple[str, str], Function] = {}
 
     def __iter__(self) -> Iterator[Function]:
@@ -29,7 +29,8 @@ class Registry:
         Raises `InvalidArgument` for a field that cannot work, `NotFound` for a source that was not
         uploaded, and `AlreadyExists` when the name and version stand for something else.
         """
-        check(spec, self._cores)
+        check(spec)
+        self._place(spec)
         source = self._sources.find(spec.source_sha256) if spec.source_sha256 else None
         known = self._functions.get((spec.name, spec.version))
         if known is None:

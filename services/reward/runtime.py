@@ -18,7 +18,9 @@ from services.reward.host import Host
 from services.reward.logs import Lines
 from services.reward.metrics import Metrics
 from services.reward.queues import CORES, Waiting
+from services.reward.quota import QuotaManager
 from troupe.rpc import ResourceExhausted, TroupeError, Unavailable
+from troupe.scheduling.elastic.waiters import head_start
 from troupe.v1 import reward_pb2 as pb
 
 Watcher = Callable[[pb.InvocationEvent], None]
@@ -29,15 +31,24 @@ _WORTH_A_RETRY: Final = (Kind.KIND_WORKER_DIED, Kind.KIND_TIMEOUT)
 # When to come again, at least and at most, with a queue that is full.
 _SOON_MS: Final = 100
 _LATE_MS: Final = 5000
+# Before its caller gives up, one that waits for a quota is told why: so much earlier, at most this
+# share of its time.
+_EARLY_SECONDS: Final = 1.0
+_EARLY_SHARE: Final = 0.1
 
 
 class Runtime:
     """What was invoked and has no outcome yet."""
 
     def __init__(
-        self, hosts: Iterable[Host], telemetry: Telemetry, *, max_queued: int = 10_000
+        self,
+        hosts: Iterable[Host],
+        telemetry: Telemetry,
+        *,
+        max_queued: int = 10_000,
+        quotas: QuotaManager | None = None,
     ) -> None:
-        self.dispatcher = Dispatcher(hosts, self)
+        self.dispatcher = Dispatcher(hosts, self, quotas)
         self._queues = self.dispatcher.queues
         self._max_queued = max_queued
         self._open: dict[str, Waiting] = {}
@@ -99,7 +110,7 @@ class Runtime:
                 call=call,
                 done=loop.create_future(),
                 since=now,
-                rank=(0.0, next(self._arrivals)),
+                rank=(now - head_start(call.waiters), next(self._arrivals)),
                 priority=priority,
                 weight=weight,
                 place=place,
@@ -110,6 +121,10 @@ class Runtime:
                 waiting,
                 lambda: pb.InvocationEvent(queued=pb.InvocationQueued(ahead=function.queued)),
             )
+            if call.seconds is not None and function.spec.quota:
+                early = min(_EARLY_SECONDS, _EARLY_SHARE * call.seconds)
+                timer = loop.call_later(call.seconds - early, self._expire, waiting)
+                waiting.done.add_done_callback(partial(_cancel, timer))
             self._queues.add(waiting)
             found.append(waiting.done)
         self.dispatcher.pump()
@@ -151,6 +166,18 @@ class Runtime:
         if waiting is not None and not waiting.began:
             self._refuse(waiting, Unavailable("its callers left before it ran"))
 
+    def _expire(self, waiting: Waiting) -> None:
+        """Its caller's time is nearly up: say what it waits for, if that is a quota."""
+        short = "" if waiting.began else self.dispatcher.short_of(waiting.function)
+        if self._open.get(waiting.invocation_id) is not waiting or not short:
+            return
+        self._take_out(waiting)
+        seconds = time.perf_counter() - waiting.since
+        error = pb.InvocationError(
+            kind=Kind.KIND_QUOTA_EXHAUSTED, message=f"it waited for {seconds:.1f} s: {short}"
+        )
+        self._finish(waiting, Outcome(error=error))
+
     def forget(self, function: Function) -> None:
         """The function is deleted: nothing more of it runs."""
         for invocation_id, waiting in list(self._open.items()):
@@ -190,6 +217,13 @@ class Runtime:
         if waiting.lines is not None:
             waiting.lines.end()
         error = outcome.error
+        if error is not None and error.retry_after_seconds and function.spec.quota:
+            self.dispatcher.refused(function, error.retry_after_seconds)
+            if function.repeatable and not self._stopped:
+                # It was not done, and will be when the interface takes calls again.
+                self.dispatcher.again([waiting])
+                return
+            error.kind = Kind.KIND_QUOTA_EXHAUSTED
         retry = error is not None and error.kind in _WORTH_A_RETRY
         if retry and waiting.attempts <= function.spec.retries and not self._stopped:
             function.retried += 1
@@ -323,6 +357,10 @@ class Runtime:
             "Workers replaced so far.",
             lambda: sum(host.restarts for host in hosts.values()),
         )
+
+
+def _cancel(timer: asyncio.TimerHandle, _: object) -> None:
+    timer.cancel()
 
 
 def _started(waiting: Waiting) -> pb.InvocationEvent:

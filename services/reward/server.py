@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterable
+from contextlib import aclosing
 from typing import Any, Final
 
 import grpc
@@ -12,7 +13,10 @@ from services.chassis.idempotency import IdempotencyCache
 from services.chassis.telemetry import Telemetry
 from services.reward.call import Call
 from services.reward.function import Function
+from services.reward.hosts.attached import AttachedHosts
+from services.reward.hosts.fleet import Fleet
 from services.reward.logs import listening
+from services.reward.quota import open_quotas
 from services.reward.registry import Registry
 from services.reward.runtime import Runtime
 from services.reward.sandboxes.guests import Guests
@@ -39,9 +43,31 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
         self._workplace = Workplace(settings)
         self._sources = Sources()
-        self._registry = Registry(self._sources, settings.reward_cores)
+        shared = settings.redis_url if "redis_url" in settings.model_fields_set else None
+        self._quotas = open_quotas(
+            settings.reward_quotas,
+            shared,
+            settings.worker_id,
+            lambda: self._runtime.dispatcher.pump(),
+        )
         self._runtime = Runtime(
-            [self._workplace.host], telemetry, max_queued=settings.reward_max_queued
+            [self._workplace.host],
+            telemetry,
+            max_queued=settings.reward_max_queued,
+            quotas=self._quotas,
+        )
+        self._fleet = Fleet(
+            self._workplace.host,
+            self._runtime.dispatcher,
+            self._quotas,
+            expected_seconds=settings.reward_host_expected_seconds,
+        )
+        self._registry = Registry(self._sources, self._fleet.check)
+        self._hosts = AttachedHosts(
+            self._sources,
+            self._fleet.attach,
+            self._fleet.detach,
+            beat_seconds=settings.reward_host_beat_seconds,
         )
         self._guests = Guests(self._workplace.sandboxes, self._runtime)
         self._most = settings.reward_max_queued
@@ -60,6 +86,8 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def stop(self, grace: float) -> None:
         """Kill the workers."""
         await self._runtime.stop()
+        if self._quotas is not None:
+            await self._quotas.stop()
         await self._workplace.sandboxes.stop()
         self._workplace.close()
         await self._once.close()
@@ -115,6 +143,8 @@ class RewardService(reward_pb2_grpc.RewardServicer):
                     request.job_id,
                     request.trajectory_id,
                     sandboxes=request.sandboxes,
+                    waiters=request.waiters,
+                    seconds=context.time_remaining(),
                 ),
                 priority=request.priority,
                 weight=_weight(request.weight),
@@ -183,6 +213,18 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             finally:
                 invoked.cancel()
             yield pb.InvocationEvent(outcome=await invoked)
+
+    async def AttachHost(
+        self, request_iterator: AsyncIterator[pb.HostMessage], context: Any
+    ) -> AsyncIterator[pb.HostCommand]:
+        """Have one more host run calls, for as long as it is heard of."""
+        async with aclosing(self._hosts.serve(request_iterator)) as commands:
+            async for command in commands:
+                yield command
+
+    async def ListHosts(self, request: pb.ListHostsRequest, context: Any) -> pb.ListHostsResponse:
+        """The hosts that are attached."""
+        return pb.ListHostsResponse(hosts=self._hosts.list())
 
     async def CancelInvocation(
         self, request: pb.CancelInvocationRequest, context: Any

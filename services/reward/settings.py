@@ -7,13 +7,16 @@ from typing import Literal
 from pydantic import Field
 
 from services.chassis.settings import ServiceSettings
+from services.reward.gpu.settings import ModelSettings
+from services.reward.quota.settings import QuotaSettings
 
 
 class RewardSettings(ServiceSettings):
     """What the reward service needs to know besides."""
 
-    reward_workers: int = Field(default=2, gt=0)
-    """Worker processes, that is, calls that run at once: the most that there are."""
+    reward_workers: int = Field(default=2, ge=0)
+    """Worker processes, that is, calls that run at once: the most that there are. 0: calls run on
+    other hosts only (`python -m services.reward.hosts`)."""
     reward_min_workers: int = Field(default=1, ge=0)
     """Worker processes that are there without any call; 0: none, the first call waits for one."""
     reward_idle_seconds: float = Field(default=60, ge=0)
@@ -30,6 +33,19 @@ class RewardSettings(ServiceSettings):
     """Declared memory of all of them together; 0: three quarters of this machine's."""
     reward_sandbox_idle_seconds: float = Field(default=600, gt=0)
     """How long one without calls is kept for its trajectory, unless its function says otherwise."""
+    reward_memory_mib: int = Field(default=0, ge=0)
+    """Memory for calls: those that run have declared no more together. 0: it is not counted."""
+    reward_quotas: dict[str, QuotaSettings] = Field(default_factory=dict)
+    """What interfaces outside allow, by name, as JSON:
+    `{"judge-api": {"rate": 20, "burst": 40, "concurrency": 16}}`."""
+    reward_gpus: int = Field(default=0, ge=0)
+    """Devices of this host that models are put on."""
+    reward_models: dict[str, ModelSettings] = Field(default_factory=dict)
+    """Model services of this host, by name, as JSON: `{"judge": {"entrypoint": "m:make"}}`."""
+    reward_host_beat_seconds: float = Field(default=1, gt=0)
+    """How often other hosts say that they are there; five missed, and a host is given up."""
+    reward_host_expected_seconds: float = Field(default=120, ge=0)
+    """A host that left is expected back for so long: what only it can run is not refused."""
     reward_import_seconds: float = Field(default=120, gt=0)
     """How long a worker may take to import a function's module."""
     reward_max_queued: int = Field(default=10_000, gt=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -334,13 +335,19 @@ def _outcome(
 ) -> Outcome:
     if answer.kind == worker.OK:
         return Outcome(answer.text, seconds, cold_seconds=cold_seconds)
+    text, retry_after = answer.text, 0.0
+    if answer.kind == worker.REFUSED:
+        said, _, text = answer.text.partition(" ")
+        with contextlib.suppress(ValueError):
+            retry_after = float(said)
     # What a sandbox answers is only a text; it may name a kind that there is not.
     return Outcome(
         error=pb.InvocationError(
             kind=_KINDS.get(answer.kind, pb.InvocationError.KIND_RAISED),
-            message=answer.text,
+            message=text,
             traceback=answer.traceback,
             output=output,
+            retry_after_seconds=retry_after,
         ),
         cold_seconds=cold_seconds,
     )

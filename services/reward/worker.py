@@ -33,6 +33,9 @@ OUT_OF_MEMORY: Final = "out_of_memory"
 BAD_RESULT: Final = "bad_result"
 BAD_ARGUMENTS: Final = "bad_arguments"
 NOT_IMPORTABLE: Final = "not_importable"
+# An interface outside takes no calls for a while: its text begins with the seconds, -1 where it did
+# not say, and a space.
+REFUSED: Final = "refused"
 # The modules' files changed since this process imported them: it must be replaced.
 STALE: Final = "stale"
 
@@ -154,7 +157,43 @@ def invoke(
         limit = f"needed more than {memory_mib} MiB" if memory_mib else "the machine has no more"
         return Answer(OUT_OF_MEMORY, limit, view)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's too
-        return Answer(RAISED, f"{type(error).__name__}: {error}"[:2000], _author_view(error))
+        text, view = f"{type(error).__name__}: {error}"[:2000], _author_view(error)
+        seconds = _retry_after(error)
+        if seconds is not None:
+            return Answer(REFUSED, f"{seconds:g} {text}", view)
+        return Answer(RAISED, text, view)
+
+
+def _retry_after(error: BaseException) -> float | None:
+    """In how many seconds an interface outside wants to be called again, if that is what `error`
+    is about: an attribute `retry_after`, or the response with status 429 (503 with a Retry-After)
+    that httpx, requests and OpenAI's client keep in their errors. Negative: it did not say."""
+    with contextlib.suppress(Exception):
+        seconds = getattr(error, "retry_after", None)
+        if isinstance(seconds, (int, float)) and 0 <= seconds < float("inf"):
+            return float(seconds) or -1.0
+        response = getattr(error, "response", None)
+        status = getattr(response, "status_code", getattr(error, "status_code", None))
+        headers = getattr(response, "headers", None) or {}
+        said = headers.get("retry-after") or headers.get("Retry-After")
+        if status == 429 or (status == 503 and said):
+            return _seconds_until(said)
+    return None
+
+
+def _seconds_until(said: str | None) -> float:
+    """Of a Retry-After: seconds, or a date (RFC 9110, 10.2.3)."""
+    if not said:
+        return -1.0
+    try:
+        return max(0.001, float(said))
+    except ValueError:
+        import email.utils
+        import time
+
+        with contextlib.suppress(TypeError, ValueError):
+            return max(0.001, email.utils.parsedate_to_datetime(said).timestamp() - time.time())
+    return -1.0
 
 
 async def _await(awaitable: Any) -> Any:

@@ -6,11 +6,13 @@ import structlog
 
 from services.reward.cpu import CoreManager, choose_backend, usable_cores
 from services.reward.fence import Fence
+from services.reward.gpu import ModelManager
 from services.reward.groups import Groups, open_groups
 from services.reward.host import Host
 from services.reward.sandboxes.keeper import Limits, Sandboxes
 from services.reward.settings import RewardSettings
 from services.reward.slot import Slot
+from services.reward.stock import MEMORY, SANDBOX, Stock
 from troupe.rpc import InvalidArgument
 
 log = structlog.get_logger("troupe.reward")
@@ -20,7 +22,7 @@ class Workplace:
     """Worker processes of this host, its cores, and the limits of its sandboxes."""
 
     def __init__(self, settings: RewardSettings) -> None:
-        """Raises `InvalidArgument` for cores that there are not."""
+        """Raises `InvalidArgument` for cores that there are not, and models that fit nowhere."""
         groups = open_groups()
         self._cores = _core_manager(settings, groups)
         self._fence = Fence(groups) if groups is not None else None
@@ -28,12 +30,19 @@ class Workplace:
             Slot(settings.reward_import_seconds, f"worker-{i}", self._cores, self._fence)
             for i in range(settings.reward_workers)
         ]
+        models = None
+        if settings.reward_models:
+            models = ModelManager(settings.reward_models, settings.reward_gpus)
+        memory = {MEMORY: settings.reward_memory_mib} if settings.reward_memory_mib else {}
+        stock = Stock(memory, None if models is None else models.board, plenty=(MEMORY, SANDBOX))
         self.host = Host(
             "",
             slots,
             self._cores,
             min_workers=settings.reward_min_workers,
             idle_seconds=settings.reward_idle_seconds,
+            stock=stock,
+            models=models,
         )
         self.sandboxes = Sandboxes(
             Limits(

@@ -35,7 +35,7 @@ def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Ch
     """An asyncio channel to the service at `address` ("host:port"). Connects when first used."""
     settings = settings or ClientSettings()
     common = _Common(address, settings)
-    interceptors: list[Any] = [_AioUnary(common), _AioStream(common)]
+    interceptors: list[Any] = [_AioUnary(common), _AioStream(common), _AioDuplex(common)]
     options = channel_options(settings.max_message_mib)
     if (credentials := _credentials(settings)) is not None:
         return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
@@ -185,15 +185,14 @@ class _AioUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
         return call
 
 
-class _AioStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+class _AioReader:
+    """What streams of responses have in common, whatever goes the other way."""
+
     def __init__(self, common: _Common) -> None:
         self._common = common
 
-    async def intercept_unary_stream(
-        self,
-        continuation: Callable[[Any, Any], Any],
-        details: Any,
-        request: Any,
+    async def _open(
+        self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
     ) -> Any:
         metadata = grpc.aio.Metadata(*self._common.metadata(details))
         call = await continuation(details._replace(metadata=metadata), request)
@@ -210,6 +209,26 @@ class _AioStream(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-ar
         finally:
             # A reader that stops early tells the server so.
             call.cancel()
+
+
+class _AioStream(_AioReader, grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    async def intercept_unary_stream(
+        self,
+        continuation: Callable[[Any, Any], Any],
+        details: Any,
+        request: Any,
+    ) -> Any:
+        return await self._open(continuation, details, request)
+
+
+class _AioDuplex(_AioReader, grpc.aio.StreamStreamClientInterceptor):  # type: ignore[type-arg]
+    async def intercept_stream_stream(
+        self,
+        continuation: Callable[[Any, Any], Any],
+        details: Any,
+        requests: Any,
+    ) -> Any:
+        return await self._open(continuation, details, requests)
 
 
 class _Sync(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[type-arg]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from troupe.scheduling.elastic.cells import Cell, Model, Plan, plan
+from troupe.scheduling.elastic.cells import Cell, Model, Plan, meet, plan
 
 PREFIX: Final = "model:"
 
@@ -46,7 +46,7 @@ class Board:
             if cell is None:
                 raise ValueError(f"no cell for {name}: everything is in use")
             for other in list(self.models.values()):
-                if other.cell is not None and (other.cell.holds(cell) or cell.holds(other.cell)):
+                if meet(other.cell, cell):
                     if other.running:
                         raise ValueError(f"no cell for {name}: {other.name} is in use")
                     self.put(other.name, None)
@@ -63,6 +63,16 @@ class Board:
     def put(self, name: str, cell: Cell | None) -> None:
         """It is on `cell` now, or on none."""
         self.models[name] = replace(self.models[name], cell=cell)
+
+    def see(self, residents: Mapping[str, int]) -> None:
+        """Of models elsewhere: the first device of each that is on devices there. What calls use
+        or wait for is where it was put here, which the host only has yet to do."""
+        for name, model in list(self.models.items()):
+            first = residents.get(name)
+            cell = None if first is None else Cell(first, model.size)
+            taken = [m.cell for m in self.models.values() if m.cell and m.name != name]
+            if not model.running and not any(meet(other, cell) for other in taken):
+                self.put(name, cell)
 
     def settle(self, name: str, home: Cell) -> None:
         """It cannot be anywhere else from now on."""

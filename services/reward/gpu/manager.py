@@ -15,7 +15,7 @@ import structlog
 from services.reward.gpu.board import Board
 from services.reward.gpu.service import ModelService, ModelUnavailable
 from services.reward.gpu.settings import ModelSettings, check_models
-from troupe.scheduling.elastic.cells import Cell, Model
+from troupe.scheduling.elastic.cells import Cell, Model, meet
 
 __all__ = ["ModelManager", "ModelUnavailable"]
 
@@ -81,7 +81,7 @@ class ModelManager:
             there = other.cell
             if other is service and there != cell and there is not None:
                 await other.sleep()
-            elif other is not service and there and (there.holds(cell) or cell.holds(there)):
+            elif other is not service and meet(there, cell):
                 await other.sleep()
                 self.evictions += 1
                 log.info("a model made room", model=other.name, for_=service.name)

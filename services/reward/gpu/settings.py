@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -61,11 +60,3 @@ def check_models(models: Mapping[str, ModelSettings], gpus: int) -> None:
                 remedy="Set TROUPE_REWARD_GPUS to the devices that there are, or start the model "
                 "with fewer.",
             )
-
-
-def offered(models: Mapping[str, ModelSettings]) -> list[dict[str, Any]]:
-    """Names, devices and calls at once: what others need to know."""
-    return [
-        {"name": name, "gpus": model.gpus, "concurrency": model.concurrency}
-        for name, model in models.items()
-    ]

@@ -132,7 +132,7 @@ class _Feed:
 
     @property
     def in_hand(self) -> int:
-        return self._hand if time.monotonic() >= self._shut_until else 0
+        return self._hand
 
     @property
     def why(self) -> str:

@@ -8,9 +8,10 @@ most one of them is *elastic*: more of it makes the action shorter.
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from troupe.scheduling.elastic import waiters
 
 Amounts = Mapping[str, int]
 
@@ -105,12 +106,9 @@ class Grant:
 
 
 def turn(action: Action, *, head_start: float = 1.0, most: float = 10.0) -> tuple[float, str]:
-    """Sorts a queue: by arrival, and earlier the more trajectories wait for an action.
-
-    Each doubling of its waiters is worth `head_start` seconds, all together at most `most`: nobody
-    is passed by what arrives more than `most` seconds later, so nobody starves.
-    """
-    ahead = min(most, head_start * math.log2(max(1, action.waiters)))
+    """Sorts a queue: by arrival, and earlier the more trajectories wait for an action
+    (`troupe.scheduling.elastic.waiters`, where `head_start` is what a doubling is worth)."""
+    ahead = waiters.head_start(action.waiters, doubling=head_start, most=most)
     return action.since - ahead, action.action_id
 
 

@@ -326,7 +326,7 @@ class _Draft:
         cell = later.cells[-1]
         self._reserved.append(cell)
         # Calls that came before it may still begin.
-        inside = {other.name for other in self._models if _meet(other.cell, cell)}
+        inside = {other.name for other in self._models if meet(other.cell, cell)}
         self.closed |= inside - self._seen
 
     def _place(self, wishes: Sequence[Wish], *, later: bool = False) -> Placement | None:
@@ -344,10 +344,11 @@ class _Draft:
             residents[model.name] = Resident(model.cell, worth)
         taken = [resident.cell for resident in residents.values()]
         for place_of, cell in enumerate(self._reserved):
-            if not any(_meet(other, cell) for other in taken):
+            if not any(meet(other, cell) for other in taken):
                 residents[f"\0{place_of}"] = Resident(cell, None)
         return place(self._devices, residents, wishes)
 
 
-def _meet(one: Cell | None, other: Cell) -> bool:
-    return one is not None and (one.holds(other) or other.holds(one))
+def meet(one: Cell | None, other: Cell | None) -> bool:
+    """Whether they have devices in common; no cell has none."""
+    return one is not None and other is not None and (one.holds(other) or other.holds(one))

@@ -1,0 +1,1 @@
+"""Other hosts that run calls for a reward service: each attaches by a stream of its own."""

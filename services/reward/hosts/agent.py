@@ -1,0 +1,258 @@
+"""What a host does for the reward service that it is attached to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from services.reward.call import Call, Outcome, Place
+from services.reward.cpu import Lease
+from services.reward.function import Function
+from services.reward.host import Host
+from services.reward.settings import RewardSettings
+from services.reward.sources import Sources
+from troupe.rpc import NO_RETRY, RetryPolicy, TroupeError, Unavailable, connect
+from troupe.v1 import reward_pb2 as pb
+from troupe.v1 import reward_pb2_grpc
+
+log = structlog.get_logger("troupe.reward")
+
+_BACKOFF: Final = RetryPolicy(initial_backoff=0.1, max_backoff=5.0)
+_END_SECONDS: Final = 10.0
+_REAP_SECONDS: Final = 1.0
+_LOOK_SECONDS: Final = 0.1
+
+
+@dataclass(eq=False)
+class _Run:
+    """Calls that a worker of this host runs."""
+
+    calls: list[Call]
+    # Ends what runs now.
+    cancel: Callable[[], None] = field(default=lambda: None)
+    cancelled: bool = False
+
+
+class Agent:
+    """Offers `host` to the service at `settings.reward_address`, again whenever it lost it."""
+
+    def __init__(self, settings: RewardSettings, host: Host, offer: pb.HostOffer) -> None:
+        self._settings, self._host, self._offer = settings, host, offer
+        self._sources = Sources()
+        self._functions: dict[str, Function] = {}
+        self._runs: dict[str, _Run] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._messages: asyncio.Queue[pb.HostMessage] = asyncio.Queue()
+        self._beat_seconds = 1.0
+        self._draining = False
+        self._living: list[asyncio.Task[None]] = []
+        self.attached = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin to offer it; returns when there are the workers that are always there."""
+        await self._host.start()
+        self._living = [
+            asyncio.create_task(self._stay_attached(), name="attachment"),
+            asyncio.create_task(self._reap(), name="reaper"),
+        ]
+
+    async def leave(self) -> None:
+        """Take no more calls; those that run go on."""
+        self._draining = True
+        self._beat()
+
+    async def stop(self, grace: float) -> None:
+        """Wait up to `grace` seconds for what runs, then end it and everything else."""
+        if self._tasks and self.attached.is_set():
+            await asyncio.wait(self._tasks, timeout=grace)
+            # Its outcomes are on their way.
+            await asyncio.sleep(min(grace, 0.1))
+        for task in self._living:
+            task.cancel()
+        await asyncio.gather(*self._living, return_exceptions=True)
+        await self._end_runs()
+        await self._host.stop()
+        self._sources.close()
+
+    async def _stay_attached(self) -> None:
+        jitter = random.Random()
+        attempt = 0
+        while True:
+            error: TroupeError
+            try:
+                await self._attach()
+                error = Unavailable("the reward service ended the stream")
+            except TroupeError as raised:
+                error = raised
+            if self.attached.is_set():
+                attempt = 0
+            self.attached.clear()
+            # Whatever runs here is lost for the service: it has it run elsewhere.
+            await self._end_runs()
+            attempt += 1
+            if attempt & (attempt - 1) == 0:
+                address = self._settings.reward_address
+                log.warning("not attached", service=address, why=str(error), attempt=attempt)
+            await asyncio.sleep(_BACKOFF.backoff(min(attempt, 10), error, jitter))
+
+    async def _attach(self) -> None:
+        """One stream, from the offer to its end."""
+        self._messages = asyncio.Queue()
+        self._messages.put_nowait(pb.HostMessage(offer=self._offer))
+        settings = self._settings
+        async with connect(settings.reward_address, settings.client(retry=NO_RETRY)) as channel:
+            stub: reward_pb2_grpc.RewardAsyncStub = reward_pb2_grpc.RewardStub(channel)
+            beating = asyncio.create_task(self._keep_beating())
+            stream = stub.AttachHost(self._outgoing())
+            try:
+                async for command in stream:
+                    self._obey(command)
+            finally:
+                beating.cancel()
+                stream.cancel()
+
+    async def _outgoing(self) -> AsyncIterator[pb.HostMessage]:
+        messages = self._messages
+        while True:
+            yield await messages.get()
+
+    async def _keep_beating(self) -> None:
+        while True:
+            await asyncio.sleep(self._beat_seconds)
+            self._beat()
+
+    def _beat(self) -> None:
+        beat = pb.HostBeat(draining=self._draining, processes=self._host.alive)
+        for name, first in self._host.residents.items():
+            beat.residents.add(name=name, first_device=first)
+        self._messages.put_nowait(pb.HostMessage(beat=beat))
+
+    def _obey(self, command: pb.HostCommand) -> None:
+        what = command.WhichOneof("command")
+        if what == "welcome":
+            self._beat_seconds = command.welcome.beat_seconds or self._beat_seconds
+            self.attached.set()
+            log.info("attached", service=self._settings.reward_address)
+            self._beat()
+        elif what == "run":
+            self._begin(command.run)
+        elif what == "cancel" and (run := self._runs.get(command.cancel.run_id)):
+            run.cancelled = True
+            run.cancel()
+        elif what == "drop" and (run := self._runs.get(command.drop.run_id)):
+            run.calls[command.drop.index].dropped = True
+        elif what == "source":
+            self._sources.put(command.source.files)
+
+    def _begin(self, request: pb.HostRun) -> None:
+        run = _Run([])
+        for index, call in enumerate(request.calls):
+            printed = self._printer(self._messages, request.run_id, index)
+            run.calls.append(
+                Call(call.arguments_json, call.job_id, call.trajectory_id, printed=printed)
+            )
+        self._runs[request.run_id] = run
+        task = asyncio.create_task(self._run(request, run, self._messages))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    def _printer(
+        messages: asyncio.Queue[pb.HostMessage], run_id: str, index: int
+    ) -> Callable[[bytes], None]:
+        def printed(part: bytes) -> None:
+            output = pb.HostOutput(run_id=run_id, index=index, text=part)
+            messages.put_nowait(pb.HostMessage(output=output))
+
+        return printed
+
+    async def _run(
+        self, request: pb.HostRun, run: _Run, messages: asyncio.Queue[pb.HostMessage]
+    ) -> None:
+        """Run the calls, and say what became of each. `messages` is of the stream that asked."""
+        try:
+            function = self._function(request)
+            place, lease = await self._take(function, request.cores)
+            run.cancel = place.cancel
+            try:
+                running = self._host.run_many(place, function, run.calls, lease)
+                async with aclosing(running) as outcomes:
+                    if run.cancelled:
+                        run.cancel()
+                    async for index, outcome in outcomes:
+                        messages.put_nowait(_answer(request.run_id, index, outcome))
+            finally:
+                self._host.give_back(place, lease)
+        except Exception as error:
+            log.exception("a run", function=request.function.name)
+            message = f"the host failed: {type(error).__name__}: {error}"
+            kind = pb.InvocationError.KIND_WORKER_DIED
+            failed = Outcome(error=pb.InvocationError(kind=kind, message=message))
+            messages.put_nowait(_answer(request.run_id, 0, failed))
+        finally:
+            self._runs.pop(request.run_id, None)
+            messages.put_nowait(pb.HostMessage(end=pb.HostRunEnd(run_id=request.run_id)))
+
+    async def _take(self, function: Function, cores: int) -> tuple[Place, Lease | None]:
+        """A place, and room on devices for the model. The service looks at both before it sends;
+        it may have been told late where models are."""
+        board = self._host.stock.board
+        async with asyncio.timeout(function.spec.timeout_seconds):
+            while True:
+                if board is not None and function.spec.model_service:
+                    board.room([function.spec.model_service])
+                try:
+                    return self._host.take(function, cores)
+                except ValueError as error:
+                    log.info("no room on devices yet", why=str(error))
+                    await asyncio.sleep(_LOOK_SECONDS)
+
+    def _function(self, request: pb.HostRun) -> Function:
+        """The function as the service knows it now. Raises `NotFound` without its source."""
+        spec = request.function
+        key = f"{spec.name}@{spec.version}"
+        known = self._functions.get(key)
+        if known is None or known.spec != spec:
+            kept = pb.FunctionSpec()
+            kept.CopyFrom(spec)
+            source = self._sources.find(spec.source_sha256) if spec.source_sha256 else None
+            known = self._functions[key] = Function(kept, source)
+        known.registrations = request.registrations
+        return known
+
+    async def _end_runs(self) -> None:
+        """Kill what runs; nobody waits for it."""
+        for run in self._runs.values():
+            for call in run.calls:
+                call.dropped = True
+            run.cancel()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_END_SECONDS)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(_REAP_SECONDS)
+            self._host.reap()
+
+
+def _answer(run_id: str, index: int, outcome: Outcome) -> pb.HostMessage:
+    answer = pb.HostOutcome(
+        run_id=run_id,
+        index=index,
+        seconds=outcome.seconds,
+        cold_start_seconds=outcome.cold_seconds,
+    )
+    if outcome.error is None:
+        answer.result_json = outcome.result_json
+    else:
+        answer.error.CopyFrom(outcome.error)
+    return pb.HostMessage(outcome=answer)
