@@ -24,7 +24,7 @@ TCP = {**os.environ, "UCX_TLS": "tcp,self"}
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds by `Transfer`, verified, and by two bare UCX workers, in the same minute."""
+    """Seconds by `Transfer`, verified, and by two bare UCX workers, in turns."""
 
     ours: float
     bare: float
@@ -85,7 +85,7 @@ def measure(num_bytes: int, rounds: int, directory: Path) -> Row:
         copied_fraction=plain[1] / num_bytes,
         one_reader=one,
         four_readers=four,
-        grpc=_remote(num_bytes, 1, directory, None, "grpc"),
+        grpc=_by_grpc(num_bytes, directory),
         near=_pair(num_bytes, rounds, directory, near=True) if has_ucx else None,
         tcp=_pair(num_bytes, rounds, directory, near=False) if has_ucx else None,
     )
@@ -114,11 +114,11 @@ def _sets(writer: Transfer, tensors: dict[str, torch.Tensor], rounds: int) -> tu
     """Seconds of the first version, and of those that fill the files of earlier ones."""
     seconds = []
     for version in range(rounds + 1):
+        writer.delete(f"{STEM}@{version - 1}")
         begin = time.perf_counter()
         writer.set(f"{STEM}@{version}", tensors)
         seconds.append(time.perf_counter() - begin)
-        writer.delete(f"{STEM}@{version - 1}")
-    return seconds[0], min(seconds[2:])
+    return seconds[0], min(seconds[1:])
 
 
 def _readers(
@@ -159,56 +159,53 @@ def _read(readers: list[subprocess.Popen[str]], how: str) -> tuple[float, int]:
 
 def _pair(num_bytes: int, rounds: int, directory: Path, *, near: bool) -> Pair:
     env = None if near else TCP
-    # What UCX does itself is measured before and after: a machine is not equally busy twice.
-    bare = _raw(num_bytes, rounds, env, near=near)
-    ours = _remote(num_bytes, rounds, directory, env, "ucx")
-    return Pair(ours, min(bare, _raw(num_bytes, rounds, env, near=near)))
-
-
-def _remote(
-    num_bytes: int, rounds: int, directory: Path, env: dict[str, str] | None, transport: str
-) -> float:
-    """Version after version from one process' owner into another's shared memory, verified."""
-    use_ucx = int(transport == "ucx")
     with (
         tempfile.TemporaryDirectory(dir=directory) as own,
-        other("serve", Path(own) / "owner", num_bytes, use_ucx, env=env) as owner,
-        other("fetch", Path(own) / "reader", line(owner), use_ucx, env=env) as reader,
+        other("receive_raw", own, num_bytes, int(near), env=env) as receiver,
+        other("send_raw", own, num_bytes, line(receiver), int(near), env=env) as sender,
+        other("serve", Path(own) / "owner", num_bytes, 1, env=env) as owner,
+        other("fetch", Path(own) / "reader", line(owner), 1, env=env) as reader,
     ):
-        return versions(owner, reader, rounds, transport)
+        return in_turns(sender, receiver, owner, reader, rounds)
 
 
-def versions(
-    owner: subprocess.Popen[str], reader: subprocess.Popen[str], rounds: int, transport: str
-) -> float:
-    """Seconds of the fastest `rounds` versions, once there are files to fill again."""
+def in_turns(
+    sender: subprocess.Popen[str],
+    receiver: subprocess.Popen[str],
+    owner: subprocess.Popen[str],
+    reader: subprocess.Popen[str],
+    rounds: int,
+) -> Pair:
+    """The fastest of `rounds` each, in turns: a machine is not equally busy twice."""
+    line(sender)
     line(reader)
-    seconds = []
+    ours, bare = [], []
     for version in range(rounds + 2):
-        tell(owner, version)
-        line(owner)
-        tell(reader, version)
-        taken, by = line(reader).split()
-        assert by == transport, by
-        seconds.append(float(taken))
-    return min(seconds[2:])
-
-
-def _raw(num_bytes: int, rounds: int, env: dict[str, str] | None, *, near: bool) -> float:
-    """The same chunks through two bare UCX workers."""
-    with other("receive_raw", num_bytes, int(near), env=env) as receiver:
-        address = line(receiver)
-        with other("send_raw", num_bytes, address, int(near), env=env) as sender:
-            line(sender)
-            return bare(sender, receiver, rounds)
-
-
-def bare(sender: subprocess.Popen[str], receiver: subprocess.Popen[str], rounds: int) -> float:
-    """Seconds of the fastest of `rounds`, after one that warms up."""
-    seconds = []
-    for _ in range(rounds + 1):
         tell(receiver, "go")
         line(receiver)
         tell(sender, "go")
-        seconds.append(float(line(receiver)))
-    return min(seconds[1:])
+        bare.append(float(line(receiver)))
+        ours.append(_version(owner, reader, version, "ucx"))
+    # Once there are files to fill again.
+    return Pair(min(ours[2:]), min(bare[2:]))
+
+
+def _by_grpc(num_bytes: int, directory: Path) -> float:
+    with (
+        tempfile.TemporaryDirectory(dir=directory) as own,
+        other("serve", Path(own) / "owner", num_bytes, 0) as owner,
+        other("fetch", Path(own) / "reader", line(owner), 0) as reader,
+    ):
+        line(reader)
+        return min([_version(owner, reader, version, "grpc") for version in range(3)][1:])
+
+
+def _version(
+    owner: subprocess.Popen[str], reader: subprocess.Popen[str], version: int, transport: str
+) -> float:
+    tell(owner, version)
+    line(owner)
+    tell(reader, version)
+    taken, by = line(reader).split()
+    assert by == transport, by
+    return float(taken)

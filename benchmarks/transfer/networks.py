@@ -9,7 +9,7 @@ import threading
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.transfer.measure import TCP, Pair, bare, versions
+from benchmarks.transfer.measure import TCP, Pair, in_turns
 from benchmarks.transfer.processes import line, other, tell
 
 # Of each host's link, either way, where several read: so slow that the links and not the two
@@ -73,22 +73,16 @@ class Network:
 def between_two(num_bytes: int, rounds: int, directory: Path) -> Pair:
     """Two hosts, TCP: by `Transfer`, and by bare UCX."""
     with Network(2) as net, ExitStack() as stack:
+
+        def on(host: int, what: str, *arguments: object) -> subprocess.Popen[str]:
+            return stack.enter_context(other(what, *arguments, env=TCP, within=net.within(host)))
+
         near = 0
-        receiver = stack.enter_context(
-            other("receive_raw", num_bytes, near, env=TCP, within=net.within(1))
-        )
-        sender = stack.enter_context(
-            other("send_raw", num_bytes, line(receiver), near, env=TCP, within=net.within(0))
-        )
-        line(sender)
-        raw = bare(sender, receiver, rounds)
-        arguments = (directory / "netowner", num_bytes, 1, net.address(0))
-        owner = stack.enter_context(other("serve", *arguments, env=TCP, within=net.within(0)))
-        reader = stack.enter_context(
-            other("fetch", directory / "netreader", line(owner), 1, env=TCP, within=net.within(1))
-        )
-        ours = versions(owner, reader, rounds, "ucx")
-        return Pair(ours, min(raw, bare(sender, receiver, rounds)))
+        receiver = on(1, "receive_raw", directory, num_bytes, near)
+        sender = on(0, "send_raw", directory, num_bytes, line(receiver), near)
+        owner = on(0, "serve", directory / "netowner", num_bytes, 1, net.address(0))
+        reader = on(1, "fetch", directory / "netreader", line(owner), 1)
+        return in_turns(sender, receiver, owner, reader, rounds)
 
 
 def four_readers(num_bytes: int, rounds: int, directory: Path) -> tuple[float, float]:

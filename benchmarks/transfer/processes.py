@@ -5,9 +5,11 @@ Each prints one line when it is ready and one per result, and ends with its stdi
 
 from __future__ import annotations
 
+import mmap
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ STEM = "benchmark/policy/weights"
 CHUNK = PIECE_BYTES
 TAG = 1
 IDLE = 60.0
+RAW_BYTES = 1 << 30
 # Of copies of the state that the reader of a mapping may make: it makes none.
 _PRIVATE = re.compile(r"^(Private_Dirty|Anonymous):\s+(\d+) kB", re.M)
 
@@ -42,8 +45,9 @@ def serve(root: str, num_bytes: str, use_ucx: str, host: str = "127.0.0.1") -> N
     print(owner.address, flush=True)
     for line in sys.stdin:
         version = int(line)
-        transfer.set(f"{STEM}@{version}", state(int(num_bytes), version))
+        # First, so that its file is filled again: two of the largest are much for a small machine.
         transfer.delete(f"{STEM}@{version - 1}")
+        transfer.set(f"{STEM}@{version}", state(int(num_bytes), version))
         print("stored", flush=True)
     owner.stop(0)
 
@@ -83,6 +87,7 @@ def host(root: str, address: str, here: str) -> None:
 
 
 def _get(transfer: Transfer, version: int) -> tuple[float, str]:
+    transfer.delete(f"{STEM}@{version - 1}")
     begin = time.perf_counter()
     got = transfer.get(f"{STEM}@{version}")
     seconds = time.perf_counter() - begin
@@ -127,30 +132,50 @@ def copied(tensors: dict[str, torch.Tensor], path: Path) -> int:
     return outside + sum(own for *_, own in mappings)
 
 
-def send_raw(num_bytes: str, address: str, near: str) -> None:
-    """Send the bytes once per line of stdin: nothing is checked, nobody is asked."""
-    data = memoryview(bytearray(int(num_bytes)))
+def send_raw(root: str, num_bytes: str, address: str, near: str) -> None:
+    """Send the bytes once per line of stdin: nothing is checked, nobody is asked.
+
+    From memory as an owner's, a mapping of a file in `root`, which has been written: pages that
+    were not are all the same one, which stays in the cache.
+    """
+    memory = _memory(root, num_bytes, mmap.ACCESS_COPY)
     with lane.Lane(near=near == "1") as sender:
         sender.connect(bytes.fromhex(address))
         print("ready", flush=True)
         for _ in sys.stdin:
-            parts = range(0, len(data), CHUNK)
-            sent = [sender.send(data[i : i + CHUNK], TAG + n) for n, i in enumerate(parts)]
+            sent = [sender.send(part, TAG + n) for n, part in enumerate(_parts(memory, num_bytes))]
             sender.wait(partial(_all_done, sent), idle=IDLE)
 
 
-def receive_raw(num_bytes: str, near: str) -> None:
-    """The other side of `send_raw`: prints its address, and seconds for each line of stdin."""
-    data = memoryview(bytearray(int(num_bytes)))
+def receive_raw(root: str, num_bytes: str, near: str) -> None:
+    """The other side of `send_raw`, into memory as a reader's: prints its address, and seconds for
+    each line of stdin."""
+    memory = _memory(root, num_bytes, mmap.ACCESS_WRITE)
     with lane.Lane(near=near == "1") as receiver:
         print(receiver.address.hex(), flush=True)
         for _ in sys.stdin:
             begin = time.perf_counter()
-            parts = range(0, len(data), CHUNK)
-            got = [receiver.receive(data[i : i + CHUNK], TAG + n) for n, i in enumerate(parts)]
+            parts = enumerate(_parts(memory, num_bytes))
+            got = [receiver.receive(part, TAG + n) for n, part in parts]
             print("waits", flush=True)
             receiver.wait(partial(_all_done, got), idle=IDLE)
             print(time.perf_counter() - begin, flush=True)
+
+
+def _memory(root: str, num_bytes: str, access: int) -> memoryview:
+    """So much, or what is far beyond any cache: the largest states need all the memory there is."""
+    size = min(int(num_bytes), RAW_BYTES)
+    with tempfile.TemporaryFile(dir=root) as file:
+        for _ in range(0, size, CHUNK):
+            file.write(b"\1" * CHUNK)
+        file.flush()
+        return memoryview(mmap.mmap(file.fileno(), size, access=access))
+
+
+def _parts(memory: memoryview, num_bytes: str) -> list[memoryview]:
+    """`num_bytes` in chunks, over and over the same memory where there is less."""
+    starts = (place % len(memory) for place in range(0, int(num_bytes), CHUNK))
+    return [memory[start : start + CHUNK] for start in starts]
 
 
 def _all_done(requests: list[Any]) -> bool:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import pickle
+import sys
 import threading
 import time
 import weakref
@@ -32,6 +33,7 @@ from troupe.transfer import (
     checksum_of,
     room,
 )
+from troupe.transfer.checksum import PIECE_BYTES, bytes_checksum
 
 KEY = "job/solver/weights@3"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
@@ -326,3 +328,26 @@ def test_choices_are_counted_with_their_reason(tmp_path: Path) -> None:
     moves, sizes, _ = reader.counters.collect()
     assert [sample.value for sample in moves.samples] == [1]
     assert [sample.value for sample in sizes.samples] == [size]
+
+
+def test_who_hashes_keeps_no_other_thread_waiting() -> None:
+    data = memoryview(bytearray(PIECE_BYTES))
+    begun, over = threading.Event(), threading.Event()
+
+    def hash_on() -> None:
+        begun.set()
+        for _ in range(100):
+            bytes_checksum(data)
+        over.set()
+
+    interval = sys.getswitchinterval()
+    # Nobody is made to let go of the interpreter's lock: who has it must do so itself.
+    sys.setswitchinterval(1000.0)
+    try:
+        thread = threading.Thread(target=hash_on)
+        thread.start()
+        begun.wait(60)
+        assert not over.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()

@@ -47,8 +47,7 @@ def piece_checksums(data: memoryview) -> tuple[str, ...]:
     if len(data) <= PIECE_BYTES:
         return ()
     return tuple(
-        xxhash.xxh3_128_hexdigest(data[start : start + PIECE_BYTES])
-        for start in range(0, len(data), PIECE_BYTES)
+        _hexdigest(data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES)
     )
 
 
@@ -63,7 +62,7 @@ def bytes_checksum(data: bytes | memoryview) -> str:
     Each piece can so be verified alone as it arrives, with one pass over the bytes.
     """
     if len(data) <= PIECE_BYTES:
-        return xxhash.xxh3_128_hexdigest(data)
+        return _hexdigest(data)
     return whole(piece_checksums(memoryview(data)))
 
 
@@ -91,3 +90,11 @@ def checksum_of(tensors: Mapping[str, torch.Tensor]) -> str:
             for name, t in tensors.items()
         }
     )
+
+
+def _hexdigest(data: bytes | memoryview) -> str:
+    # Not xxhash's function of that name: it holds the interpreter's lock all the while, and who
+    # receives the next piece in another thread stands still.
+    digest = xxhash.xxh3_128()
+    digest.update(data)
+    return digest.hexdigest()

@@ -17,6 +17,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._closed = False
         self._idle: OrderedDict[tuple[bool, bytes], list[Lane]] = OrderedDict()
 
     def take(self, *, near: bool, address: bytes = b"") -> Lane:
@@ -43,16 +44,17 @@ class Lanes:
             idle = self._idle.setdefault((lane.near, address), [])
             idle.append(lane)
             self._idle.move_to_end((lane.near, address))
+            surplus = [idle.pop()] if self._closed else []
             # Those of readers that did not come back for the longest time go.
-            surplus = []
             while sum(map(len, self._idle.values())) > _MOST_KEPT:
                 surplus += self._idle.popitem(last=False)[1]
         for old in surplus:
             old.close()
 
     def close(self) -> None:
-        """End all that are idle."""
+        """End all that are idle, and those that are given back from now on."""
         with self._lock:
+            self._closed = True
             lanes = [lane for idle in self._idle.values() for lane in idle]
             self._idle.clear()
         for lane in lanes:
