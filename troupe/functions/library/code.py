@@ -1,0 +1,216 @@
+"""Tools of a coding agent: write files, run Python, run pytest.
+
+They work in the sandbox's working directory, which is the same for all calls of one trajectory.
+Nothing here is trusted with what a model wrote but the sandbox: outside of one each call has an
+empty folder of its own, and its limits are those of the process.
+
+A test report is written by the program under test: who scores with it should run tests that the
+model has not written, after writing them anew (`files` of `run_pytest`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, TypedDict
+
+from troupe.functions.declaration import tool
+from troupe.functions.library.processes import Ended, Program, run
+from troupe.functions.library.reports import Report, merged, read_report
+
+_MOST_READ: Final = 64 << 10
+# One sandbox for all of them: what confines them must be the same.
+_CAGE: Final[dict[str, Any]] = {
+    "sandbox": "bubblewrap",
+    "stateful": True,
+    "memory_mib": 2048,
+    "disk_mib": 512,
+    "processes": 128,
+}
+_PYTEST: Final = ("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=short")
+
+
+class Ran(TypedDict):
+    """How a program ended. Long output lacks its middle."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    timed_out: bool
+
+
+class Tested(Ran):
+    """The same of pytest, with the number of tests by how they ended, and why some failed."""
+
+    passed: int
+    failed: int
+    errors: int
+    skipped: int
+    failures: list[dict[str, str]]
+    cores: int
+
+
+@tool(**_CAGE, cores=0, timeout_seconds=30)
+def write_files(files: dict[str, str]) -> list[str]:
+    """Write text files, given as {path: content}. Folders are made; paths are relative to the
+    working directory. Returns the paths."""
+    with _place():
+        return _write(files)
+
+
+@tool(**_CAGE, cores=0, timeout_seconds=30)
+def read_file(path: str, start_line: int = 1, lines: int = 400) -> str:
+    """Read a text file, `lines` lines from `start_line` on."""
+    with _place():
+        text = _inside(path).read_text(errors="replace")
+    shown = "".join(text.splitlines(keepends=True)[max(0, start_line - 1) :][: max(0, lines)])
+    return shown[:_MOST_READ]
+
+
+@tool(**_CAGE, cores=1, timeout_seconds=330)
+def run_python(
+    code: str = "", path: str = "", arguments: list[str] | None = None, seconds: float = 60.0
+) -> Ran:
+    """Run Python: a text, or the file `path` with `arguments`. Ends after `seconds` at the
+    latest."""
+    if bool(code) == bool(path):
+        raise ValueError("give either code or path")
+    with _place():
+        what = [str(_inside(path))] if path else ["-"]
+        began = time.perf_counter()
+        program = _python([*what, *(arguments or ())], stdin=code)
+        (ended,) = run([program], _limit(seconds))
+        return _ran([ended], time.perf_counter() - began)
+
+
+@tool(**_CAGE, cores=1, max_cores=16, timeout_seconds=330)
+def run_pytest(
+    paths: list[str] | None = None,
+    files: dict[str, str] | None = None,
+    keyword: str = "",
+    plugins: list[str] | None = None,
+    seconds: float = 120.0,
+) -> Tested:
+    """Run pytest on files or folders (default: all), after writing `files`. `keyword` picks tests
+    by name; `plugins` are those to load, for example "pytest_asyncio.plugin". Uses all cores that
+    the call has."""
+    with _place(), tempfile.TemporaryDirectory() as reports:
+        _write(files or {})
+        cores = len(os.sched_getaffinity(0))
+        targets = [str(_inside(path)) for path in paths or ["."]]
+        began = time.perf_counter()
+        programs, places = [], []
+        for number, (share, workers) in enumerate(_shares(targets, cores)):
+            report = Path(reports) / f"{number}.xml"
+            options = [*_PYTEST, f"--junitxml={report}", *workers]
+            options += ["-k", keyword] if keyword else []
+            options += [word for plugin in plugins or () for word in ("-p", plugin)]
+            programs.append(_python([*options, "--", *share]))
+            places.append(report)
+        ended = run(programs, _limit(seconds))
+        taken = time.perf_counter() - began
+        report_of_all = merged([read_report(place) for place in places])
+        return _tested(_ran(ended, taken), report_of_all, cores)
+
+
+def _ran(ended: Sequence[Ended], seconds: float) -> Ran:
+    return {
+        "exit_code": _status([one.status for one in ended]),
+        "stdout": "".join(one.stdout for one in ended),
+        "stderr": "".join(one.stderr for one in ended),
+        "seconds": round(seconds, 3),
+        "timed_out": any(one.timed_out for one in ended),
+    }
+
+
+def _tested(ran: Ran, report: Report, cores: int) -> Tested:
+    return {**ran, **report, "cores": cores}
+
+
+def _status(statuses: Sequence[int]) -> int:
+    """One exit status for several: a failure if any failed; pytest's 5 (no tests) if all say so."""
+    failed = [status for status in statuses if status not in (0, 5)]
+    if failed:
+        return max(failed, key=abs)
+    return 5 if statuses and all(status == 5 for status in statuses) else 0
+
+
+def _shares(targets: list[str], cores: int) -> Iterator[tuple[list[str], list[str]]]:
+    """Targets and options of each pytest to start: with pytest-xdist one that has as many workers
+    as cores; without it one for a share of the test files each."""
+    if cores < 2:
+        yield targets, []
+        return
+    if _has_xdist():
+        yield targets, ["-p", "xdist", "-n", str(cores)]
+        return
+    files = sorted(_test_files(targets), key=lambda path: -path.stat().st_size)
+    if len(files) < 2:
+        yield targets, []
+        return
+    for first in range(min(cores, len(files))):
+        yield [str(path) for path in files[first::cores]], []
+
+
+def _has_xdist() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("xdist") is not None
+
+
+def _test_files(targets: list[str]) -> set[Path]:
+    found: set[Path] = set()
+    for target in map(Path, targets):
+        if target.is_dir():
+            for pattern in ("test_*.py", "*_test.py"):
+                found.update(target.rglob(pattern))
+        else:
+            found.add(target)
+    return found
+
+
+def _python(arguments: Sequence[str], *, stdin: str = "") -> Program:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    # Whatever is installed here would be loaded: seconds for every call.
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    return Program([sys.executable, *arguments], stdin=stdin, environment=environment)
+
+
+def _write(files: dict[str, str]) -> list[str]:
+    for path, content in files.items():
+        target = _inside(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(content)
+    return sorted(files)
+
+
+def _inside(path: str) -> Path:
+    """`path`, if it is in the working directory. Raises ValueError."""
+    here = Path.cwd().resolve()
+    target = (here / path).resolve()
+    if target != here and here not in target.parents:
+        raise ValueError(f"{path!r} leads out of the working directory")
+    return target
+
+
+def _limit(seconds: float) -> float:
+    """A deadline that leaves the tool time to tell of it."""
+    if not 0 < seconds <= 300:
+        raise ValueError(f"seconds must be within 0 .. 300, not {seconds:g}")
+    return seconds
+
+
+@contextlib.contextmanager
+def _place() -> Iterator[None]:
+    """Go where files may be written: the sandbox's working directory, else an empty one."""
+    if Path.cwd().is_relative_to("/tmp"):
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        yield

@@ -1,0 +1,34 @@
+"""The model that a call of a function finds on devices (`model_service`)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import httpx
+
+_VARIABLE: Final = "TROUPE_MODEL_URL"
+
+
+def model_url() -> str:
+    """Where the model is called. SGLang's has OpenAI's API below `/v1`, one of a torch entrypoint
+    its methods at `/call` (`ask_model`). Raises RuntimeError where the function declares none."""
+    url = os.environ.get(_VARIABLE)
+    if not url:
+        raise RuntimeError(
+            f"{_VARIABLE} is not set: declare `model_service` for this function, and the model in "
+            "TROUPE_REWARD_MODELS of a reward host"
+        )
+    return url
+
+
+def ask_model(method: str, timeout: float = 60.0, **arguments: Any) -> Any:
+    """What a method of the model's object returns. Raises RuntimeError with the model's own error,
+    and httpx' errors where it does not answer within `timeout` seconds."""
+    # A proxy meant for the outside world must not get between us and our models.
+    with httpx.Client(trust_env=False, timeout=timeout) as http:
+        reply = http.post(f"{model_url()}/call", json={"method": method, "arguments": arguments})
+    body = reply.json()
+    if not reply.is_success:
+        raise RuntimeError(f"{method}: {body.get('error', reply.status_code)}")
+    return body["result"]
