@@ -26,6 +26,9 @@ class Chunk:
         self.place = place
         self.calls = [one.call for one in waiting]
         self._waiting: list[Waiting | None] = list(waiting)
+        self._left = len(waiting)
+        # Nothing before it is left.
+        self._first = 0
         self._recall = recall
         self._timer: asyncio.TimerHandle | None = None
         self._watch()
@@ -33,31 +36,39 @@ class Chunk:
     @property
     def behind(self) -> int:
         """How many have not begun."""
-        return max(0, sum(one is not None for one in self._waiting) - 1)
+        return max(0, self._left - 1)
 
     @property
     def current(self) -> Waiting | None:
         """The one that runs, or is the next to."""
-        return next(filter(None, self._waiting), None)
+        while self._first < len(self._waiting):
+            if (found := self._waiting[self._first]) is not None:
+                return found
+            self._first += 1
+        return None
 
     def ended(self, index: int) -> Waiting | None:
         """The one whose outcome came, unless it left before."""
-        found, self._waiting[index] = self._waiting[index], None
+        found = self._remove(index)
         self._watch()
         return found
 
     def leave(self, waiting: Waiting) -> None:
         """Let go of one that has not begun, as far as anybody knows; if it runs after all, its
         outcome is nobody's."""
-        index = self._waiting.index(waiting)
-        self._waiting[index] = None
+        self._remove(self._waiting.index(waiting))
         waiting.call.dropped = True
 
     def leave_all(self) -> list[Waiting]:
         """All that have no outcome, in their order; they leave."""
         found = [one for one in self._waiting if one is not None]
-        self._waiting = [None] * len(self._waiting)
+        self._waiting, self._left = [], 0
         self._unwatch()
+        return found
+
+    def _remove(self, index: int) -> Waiting | None:
+        found, self._waiting[index] = self._waiting[index], None
+        self._left -= found is not None
         return found
 
     def _watch(self) -> None:

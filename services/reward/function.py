@@ -6,7 +6,8 @@ import math
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -55,6 +56,9 @@ class Function:
     def __post_init__(self) -> None:
         self.curve = SpeedUp(self.spec.parallel_fraction)
         self.cage = Cage.of(self.spec)
+        if self.source is not None:
+            # Workers of one source never see another's modules, whatever their names.
+            self.cage = replace(self.cage, source=str(self.source))
         self.needs = needs_of(self.spec, self.cage.level)
 
     @property
@@ -103,12 +107,12 @@ class Function:
         """Whether its calls run in sandboxes that are opened for them, not in workers."""
         return self.spec.stateful or self.cage.level == "container"
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Unique among functions."""
         return f"{self.spec.name}@{self.spec.version}"
 
-    @property
+    @cached_property
     def label(self) -> str:
         """The name without its job: what metrics are grouped by."""
         return self.spec.name.rpartition("/")[2]

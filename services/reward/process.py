@@ -71,13 +71,16 @@ class WorkerProcess:
             os.close(output)
         return cls(process, printing)
 
-    def send(self, request: Mapping[str, Any]) -> None:
+    def send(self, *requests: Mapping[str, Any]) -> None:
         """Ask; the answers come in the order of the questions."""
         assert self._process.stdin is not None
-        body = json.dumps(request).encode()
+        frames: list[bytes] = []
+        for request in requests:
+            body = json.dumps(request).encode()
+            frames += (HEADER.pack(len(body)), body)
         # A worker that is gone, or does not read, is found out when its answer is waited for.
         with contextlib.suppress(OSError):
-            self._process.stdin.write(HEADER.pack(len(body)) + body)
+            self._process.stdin.write(b"".join(frames))
 
     async def answer(self) -> worker.Answer:
         """The next answer; what was printed before it has been read. Raises `WorkerDied`."""

@@ -29,6 +29,9 @@ BUBBLEWRAP: Final = "bubblewrap"
 CONTAINER: Final = "container"
 LEVELS: Final = (PROCESS, BUBBLEWRAP, CONTAINER)
 
+# Where a sandbox has uploaded source: the folder itself may be what it must not see.
+SOURCE: Final = "/source"
+
 _NOBODY: Final = 65534
 _FILES: Final = 256
 # What programs find at the root of a Linux system, beside the interpreter's own folders.
@@ -55,6 +58,8 @@ class Cage:
     # Files and folders that it may read, or read and write; both empty: whatever it may anyway.
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    # Folder of uploaded source, where modules are looked for first; empty: there is none.
+    source: str = ""
 
     @classmethod
     def of(cls, spec: pb.FunctionSpec) -> Cage:
@@ -68,10 +73,11 @@ class Cage:
     def launch(self) -> tuple[list[str], dict[str, str]]:
         """Command and environment of a worker. Raises FailedPrecondition ("no_sandbox")."""
         if self.level == PROCESS:
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_imports())}
+            imports = [*([self.source] if self.source else []), *_imports()]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(imports)}
             command = [sys.executable, "-P", worker.__file__, str(os.getpid())]
             if self.reads or self.writes:
-                programs = [sys.base_prefix, sys.prefix, worker.__file__, *_imports()]
+                programs = [sys.base_prefix, sys.prefix, worker.__file__, *imports]
                 command.append(f"--landlock={json.dumps([self.reads, self.writes, programs])}")
             return command, environment
         return self.wrap([worker.__file__, "0"])
@@ -90,7 +96,7 @@ class Cage:
             "HOME": "/tmp",
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(_imports()),
+            "PYTHONPATH": os.pathsep.join([*([SOURCE] if self.source else []), *_imports()]),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         filtered = filter_path()
@@ -102,6 +108,7 @@ class Cage:
             *_namespaces(),
             *(["--as-pid-1"] if first else []),
             *_root([*files, *_imports()]),
+            *(["--ro-bind", self.source, SOURCE] if self.source else []),
             *self._private(),
             *(sys.executable, "-P", *program),
             *(f"--{name}={value}" for name, value in self.limits().items()),

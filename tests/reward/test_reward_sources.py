@@ -1,0 +1,118 @@
+"""Uploaded source: known by its hash, never mixed up, refused where it makes no sense."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.reward.sources import Sources, digest
+from tests.reward.test_reward_service import Client, client_of
+from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, new_id
+from troupe.v1 import reward_pb2 as pb
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def files(texts: dict[str, str]) -> list[pb.SourceFile]:
+    return [pb.SourceFile(path=path, content=text.encode()) for path, text in texts.items()]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client() -> AsyncIterator[Client]:
+    async with client_of(reward_workers=2) as client:
+        yield client
+
+
+async def upload(client: Client, texts: dict[str, str]) -> str:
+    request = pb.UploadSourceRequest(request_id=new_id(), files=files(texts))
+    return (await client.stub.UploadSource(request)).sha256
+
+
+async def run(client: Client, sha256: str, **fields: Any) -> Any:
+    fields = {"entrypoint": "scoring:score", "source_sha256": sha256, **fields}
+    return await client.run("uploaded", {"x": 1}, **fields)
+
+
+async def test_versions_with_the_same_modules_never_meet(client: Client) -> None:
+    # Each has a package of the same name, which the module imports.
+    text = "from shared.rule import plus\ndef score(x):\n    return x + plus\n"
+    for plus in (10, 20, 10):
+        sha = await upload(
+            client,
+            {"scoring.py": text, "shared/__init__.py": "", "shared/rule.py": f"plus = {plus}\n"},
+        )
+        assert await run(client, sha) == 1 + plus
+
+
+async def test_the_same_name_and_version_with_other_source_is_refused(client: Client) -> None:
+    first = await upload(client, {"scoring.py": "def score(x):\n    return 1\n"})
+    other = await upload(client, {"scoring.py": "def score(x):\n    return 2\n"})
+    assert await run(client, first, version="fixed") == 1
+    with pytest.raises(AlreadyExists):
+        await run(client, other, version="fixed")
+    assert await run(client, first, version="fixed") == 1
+
+
+async def test_source_that_does_not_import_is_a_typed_error(client: Client) -> None:
+    sha = await upload(client, {"scoring.py": "import no_such_module\n"})
+    error = await run(client, sha)
+    assert error.kind == pb.InvocationError.KIND_NOT_IMPORTABLE
+    assert "No module named 'no_such_module'" in error.message
+
+
+async def test_source_that_nobody_uploaded(client: Client) -> None:
+    with pytest.raises(NotFound) as missing:
+        await run(client, "0" * 64)
+    assert missing.value.kind == "source_not_found"
+    with pytest.raises(InvalidArgument) as wrong:
+        await run(client, "../../etc")
+    assert wrong.value.field == "function.source_sha256"
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+async def test_a_sandbox_reads_it_and_cannot_change_it(client: Client) -> None:
+    text = (
+        "import pathlib\n"
+        "def score(x):\n"
+        "    try:\n"
+        "        pathlib.Path(__file__).write_text('')\n"
+        "    except OSError as error:\n"
+        "        return type(error).__name__\n"
+    )
+    sha = await upload(client, {"scoring.py": text})
+    result = await run(client, sha, sandbox="bubblewrap")
+    if isinstance(result, pb.InvocationError) and "namespace" in result.message + result.output:
+        pytest.skip(f"no user namespaces here: {result.output}")
+    assert result == "OSError", result
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        ([], "no file"),
+        (["/etc/passwd"], "leads out"),
+        (["a/../../b.py"], "leads out"),
+        (["a//b.py"], "leads out"),
+        (["a.py", "a.py"], "twice"),
+        (["a", "a/b.py"], "inside a file"),
+    ],
+)
+async def test_bad_paths_are_refused(tmp_path: Path, paths: list[str], says: str) -> None:
+    sources = Sources(tmp_path / "kept")
+    with pytest.raises(InvalidArgument, match=says):
+        sources.put([pb.SourceFile(path=path) for path in paths])
+    assert not (tmp_path / "kept").exists()
+
+
+async def test_a_hash_is_of_paths_and_contents_in_any_order(tmp_path: Path) -> None:
+    sources = Sources(tmp_path / "kept")
+    one, two = files({"a.py": "x = 1", "b.py": "y = 2"})
+    assert sources.put([one, two]) == sources.put([two, one]) == digest([one, two])
+    assert digest([one]) != digest(files({"a.py": "x = 2"})) != digest(files({"c.py": "x = 2"}))
+    assert sources.files(digest([one, two])) == [one, two]
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == [digest([one, two])]
