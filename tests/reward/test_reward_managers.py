@@ -1,0 +1,208 @@
+"""Quotas, models and waiters as a caller of the service meets them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.chassis.app import serve
+from services.reward.hosts.service import RewardHost
+from services.reward.server import RewardService
+from services.reward.settings import RewardSettings
+from tests.support.redis_server import RedisServer
+from troupe.rpc import InvalidArgument, connect, new_id
+from troupe.v1 import reward_pb2 as pb
+from troupe.v1.reward_pb2_grpc import RewardStub
+
+Kind = pb.InvocationError
+HERE = Path(__file__).parent
+
+
+class Client:
+    def __init__(self, stub: Any, address: str) -> None:
+        self.stub, self.address = stub, address
+
+    async def register(self, name: str, **fields: Any) -> None:
+        fields = {
+            "entrypoint": f"managed_functions:{fields.pop('of', name)}",
+            "timeout_seconds": 20,
+            "version": "1",
+            **fields,
+        }
+        spec = pb.FunctionSpec(name=name, **fields)
+        request = pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+        await self.stub.RegisterFunction(request)
+
+    async def queued(self) -> int:
+        response = await self.stub.ListFunctions(pb.ListFunctionsRequest())
+        queued: int = response.pool.queued
+        return queued
+
+    async def invoke(
+        self, name: str, timeout: float = 60, waiters: int = 1, **arguments: Any
+    ) -> pb.InvokeResponse:
+        request = pb.InvokeRequest(
+            invocation_id=new_id(),
+            name=name,
+            version="1",
+            arguments_json=json.dumps(arguments),
+            waiters=waiters,
+        )
+        response: pb.InvokeResponse = await self.stub.Invoke(request, timeout=timeout)
+        return response
+
+
+@asynccontextmanager
+async def service(**settings: Any) -> AsyncIterator[Client]:
+    made = RewardSettings(drain_seconds=1, **{"reward_workers": 2, **settings})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        async with (
+            serve(RewardService, made) as server,
+            connect(server.address, server.settings.client()) as channel,
+        ):
+            yield Client(RewardStub(channel), server.address)
+
+
+def moments(log: Path) -> list[float]:
+    return [float(line.split()[1]) for line in log.read_text().splitlines()]
+
+
+async def test_a_used_up_quota_keeps_its_calls_and_nobody_elses(tmp_path: Path) -> None:
+    async with service(reward_quotas={"api": {"rate": 0.01, "burst": 2}}) as client:
+        await client.register("limited", of="notes", quota="api")
+        await client.register("free", of="notes")
+        log = str(tmp_path / "log")
+        begun = [await client.invoke("limited", path=log) for _ in range(2)]
+        assert all(answer.result_json for answer in begun)
+        began = time.monotonic()
+        # Far more than there are workers, and all of them before the one that passes.
+        waiting = [
+            asyncio.create_task(client.invoke("limited", timeout=1, path=log)) for _ in range(60)
+        ]
+        await asyncio.sleep(0)
+        assert (await client.invoke("free", path=log)).result_json
+        assert not any(task.done() for task in waiting)
+        errors = [(await task).error for task in waiting]
+        assert {error.kind for error in errors} == {Kind.KIND_QUOTA_EXHAUSTED}
+        assert "the quota api is used up" in errors[0].message
+        assert time.monotonic() - began < 30
+        assert len(moments(tmp_path / "log")) == 3
+        with pytest.raises(InvalidArgument, match="between 1 and 2 units of 'api'"):
+            await client.register("greedy", of="notes", quota="api", quota_units=3)
+
+
+async def test_calls_at_once_are_bounded_over_services(tmp_path: Path) -> None:
+    redis = RedisServer(tmp_path)
+    redis.start()
+    shared = {"redis_url": redis.url, "reward_quotas": {"api": {"concurrency": 1}}}
+    try:
+        async with service(**shared) as one, service(**shared) as other:
+            log = tmp_path / "log"
+            for client in (one, other):
+                await client.register("notes", quota="api")
+            calls = [c.invoke("notes", path=str(log), seconds=0.1) for c in (one, other) * 2]
+            answers = await asyncio.gather(*calls)
+            assert all(answer.result_json for answer in answers)
+            at = sorted(moments(log))
+            assert min(b - a for a, b in pairwise(at)) >= 0.1
+    finally:
+        redis.kill()
+
+
+async def test_retry_after_shuts_the_quota_and_the_call_is_done_later(tmp_path: Path) -> None:
+    async with service(reward_quotas={"api": {"concurrency": 4}}) as client:
+        await client.register("refused_once", quota="api", kind="reward")
+        log = tmp_path / "log"
+        answer = await client.invoke("refused_once", path=str(log))
+        assert json.loads(answer.result_json) == "done"
+        assert answer.attempts == 2
+        first, second = moments(log)
+        assert second - first >= 0.39
+
+
+async def test_what_may_not_run_twice_is_told_when_to_come_again() -> None:
+    async with service(reward_quotas={"api": {"concurrency": 4}}) as client:
+        await client.register("refused", quota="api")
+        error = (await client.invoke("refused", after="0.01")).error
+        assert error.kind == Kind.KIND_QUOTA_EXHAUSTED
+        assert error.retry_after_seconds == pytest.approx(0.01)
+        await client.register("unlimited", of="refused")
+        error = (await client.invoke("unlimited", date_in=30)).error
+        assert error.kind == Kind.KIND_RAISED
+        assert 20 < error.retry_after_seconds <= 31
+        assert (await client.invoke("unlimited")).error.retry_after_seconds == -1
+
+
+async def test_whom_more_wait_for_goes_first_and_nobody_is_passed_for_ever(tmp_path: Path) -> None:
+    async with service(reward_workers=1) as client:
+        await client.register("notes")
+        await client.register("held")
+        log = tmp_path / "log"
+        busy = asyncio.create_task(client.invoke("held", path=str(tmp_path / "go")))
+        calls = [
+            asyncio.create_task(client.invoke("notes", waiters=n, path=str(log), what=f"w{n}"))
+            for n in (1, 4, 16, 2)
+        ]
+        async with asyncio.timeout(60):
+            while await client.queued() < 4:  # noqa: ASYNC110 - nobody signals it
+                await asyncio.sleep(0.01)
+        (tmp_path / "go").touch()
+        await asyncio.gather(busy, *calls)
+        order = [line.split()[0] for line in log.read_text().splitlines()]
+        assert order == ["w16", "w4", "w2", "w1"]
+
+
+def served(log: Path, *options: str) -> dict[str, Any]:
+    command = [sys.executable, str(HERE / "model_server.py"), "{port}", str(log), *options]
+    return {"command": command, "start_seconds": 30}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["own host", "another host"])
+async def test_a_call_finds_its_model_on_devices(tmp_path: Path, elsewhere: bool) -> None:
+    models: dict[str, Any] = {
+        "reward_gpus": 1,
+        "reward_models": {
+            "a": served(tmp_path / "a"),
+            "b": served(tmp_path / "b", "refuse=1"),
+        },
+    }
+    own: dict[str, Any] = {"reward_workers": 0} if elsewhere else models
+    async with service(**own) as client:
+        if not elsewhere:
+            await uses_models(client, tmp_path)
+            return
+        host = RewardSettings(
+            reward_address=client.address, reward_min_workers=0, drain_seconds=1, **models
+        )
+        async with serve(RewardHost, host) as running:
+            async with asyncio.timeout(60):
+                await running.service.agent.attached.wait()  # type: ignore[union-attr]
+            await uses_models(client, tmp_path)
+
+
+async def uses_models(client: Client, logs: Path) -> None:
+    for name in "ab":
+        await client.register(name, of="looks_at_model", model_service=name)
+    urls = [json.loads((await client.invoke(name)).result_json) for name in "aab"]
+    assert urls[0] == urls[1] != urls[2]
+    # In turns: each evicts the other, and "b" fails once to come back.
+    answers = [await client.invoke(name) for name in "abb"]
+    assert [answer.HasField("error") for answer in answers] == [False, True, False]
+    assert answers[1].error.kind == Kind.KIND_MODEL_UNAVAILABLE
+    assert "b did not come back: 500" in answers[1].error.message
+    assert (logs / "a").read_text().split()[::2] == ["start", "release", "resume", "release"]
+    # Together: one after the other, and neither for ever.
+    both = await asyncio.gather(*(client.invoke(name) for name in "ababab"))
+    assert not any(answer.HasField("error") for answer in both)
+    with pytest.raises(InvalidArgument, match="none has more than 0"):
+        await client.register("c", of="looks_at_model", model_service="c")
