@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import repeat
 from typing import Final, NamedTuple
 
 from services.experience_store.records import LETTER_OF, REWARD, Record
@@ -44,14 +45,14 @@ class Row(NamedTuple):
     """As in `Record`."""
 
     @staticmethod
-    def of(sample: store_pb.Sample) -> Row:
-        """The row of `sample`."""
+    def of(sample: store_pb.Sample, payload: bytes | None = None) -> Row:
+        """The row of `sample`, which is `payload` if that is known."""
         versions = sample.versions
         columns = sample.columns
         return Row(
             sample.sample_id,
             sample.policy,
-            sample.SerializeToString(),
+            sample.SerializeToString() if payload is None else payload,
             sum(sample.prompt_ids.shape) + sum(sample.response_ids.shape),
             sample.turn,
             sample.agent,
@@ -87,8 +88,11 @@ class Row(NamedTuple):
         )
 
 
-def check_append(request: store_pb.AppendTrajectoryRequest) -> list[Row]:
-    """An ending, and rows that belong to it: these are returned, read once.
+def check_append(
+    request: store_pb.AppendTrajectoryRequest, payloads: Sequence[bytes] = ()
+) -> list[Row]:
+    """An ending, and rows that belong to it: these are returned, read once. `payloads`: the
+    samples, serialized, where the caller has them.
 
     `query_id` and `trajectory_id` are checked already.
     """
@@ -114,8 +118,10 @@ def check_append(request: store_pb.AppendTrajectoryRequest) -> list[Row]:
     query, trajectory = request.query_id, request.trajectory_id
     seen: set[str] = set()
     rows: list[Row] = []
-    for index, sample in enumerate(request.samples):
-        row = Row.of(sample)
+    samples = request.samples
+    known = payloads if len(payloads) == len(samples) else repeat(None)
+    for index, (sample, payload) in enumerate(zip(samples, known, strict=False)):
+        row = Row.of(sample, payload)
         if not _is_plain(sample, row, query, trajectory):
             _check_sample(f"samples[{index}]", request, sample, row)
         if row.sample in seen:

@@ -18,7 +18,7 @@ from services.experience_store.high_water import MIB
 from services.experience_store.meters import Meters
 from services.experience_store.settings import StoreSettings
 from services.experience_store.store import Store
-from services.experience_store.writes import Writes
+from services.experience_store.writes import Batch, Writes
 from troupe.rpc import TroupeError, to_status
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import experience_store_pb2_grpc as store_grpc
@@ -37,12 +37,6 @@ def _ending_of(request: store_pb.AppendTrajectoryRequest) -> bytes:
     return repr((*ending, request.state, request.reason, samples)).encode()
 
 
-def _parts_of(request: store_pb.WriteRequest) -> bytes:
-    """What it consists of: each part has an id that stands for its contents."""
-    endings = [part.request_id for part in request.endings]
-    return repr((endings, [part.request_id for part in request.fills])).encode()
-
-
 class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     """The gRPC face of a `Store`; also what the chassis starts and stops."""
 
@@ -56,6 +50,11 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register with the chassis' server."""
         store_grpc.add_ExperienceStoreServicer_to_server(self, server)
+        # It takes what comes as it is. Of two handlers for a method the last one stays.
+        write = grpc.unary_unary_rpc_method_handler(
+            self.Write, Batch.parse, store_pb.WriteResponse.SerializeToString
+        )
+        server.add_registered_method_handlers(self.name, {"Write": write})  # type: ignore[attr-defined]
 
     @property
     def problem(self) -> str | None:
@@ -118,12 +117,12 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     ) -> store_pb.FillColumnsResponse:
         return _given(*await self._writes.fill_each([request]))
 
-    @compares(_parts_of)
-    async def Write(self, request: store_pb.WriteRequest, context: Any) -> store_pb.WriteResponse:
+    @compares(Batch.parts)
+    async def Write(self, request: Batch, context: Any) -> store_pb.WriteResponse:  # type: ignore[override]
         requests.check_id("request_id", request.request_id)
         # Neither needs the other: who fills columns has heard that the rows are here.
         async with asyncio.TaskGroup() as group:
-            ended = group.create_task(self._writes.end_each(request.endings))
+            ended = group.create_task(self._writes.end_each(request.endings, request.payloads))
             filled = group.create_task(self._writes.fill_each(request.fills))
         return store_pb.WriteResponse(
             endings=[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.experience_store import requests
@@ -12,11 +13,40 @@ from services.experience_store.rows import check_append
 from services.experience_store.samples import SampleFills
 from services.experience_store.store import Store
 from services.experience_store.trajectories import Append
+from troupe import wire
 from troupe.rpc import ResourceExhausted, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A WriteRequest, and the samples of each of its endings as they came: to serialize them again
+    takes longer than all else that is done with them."""
+
+    request_id: str
+    endings: Sequence[store_pb.AppendTrajectoryRequest]
+    payloads: Sequence[Sequence[bytes]]
+    fills: Sequence[store_pb.FillColumnsRequest]
+
+    @staticmethod
+    def parse(data: bytes) -> Batch:
+        """The batch that `data` is. Raises `DecodeError`."""
+        request = store_pb.WriteRequest.FromString(data)
+        endings = wire.spans(data, 0, len(data), store_pb.WriteRequest.ENDINGS_FIELD_NUMBER)
+        field = store_pb.AppendTrajectoryRequest.SAMPLES_FIELD_NUMBER
+        payloads = [
+            [data[start:end] for start, end in wire.spans(data, *ending, field)]
+            for ending in endings
+        ]
+        return Batch(request.request_id, request.endings, payloads, request.fills)
+
+    def parts(self) -> bytes:
+        """What it consists of: each part has an id that stands for its contents."""
+        endings = [part.request_id for part in self.endings]
+        return repr((endings, [part.request_id for part in self.fills])).encode()
 
 
 class Writes:
@@ -27,10 +57,15 @@ class Writes:
         self._meters = meters
 
     async def end_each(
-        self, sent: Sequence[store_pb.AppendTrajectoryRequest]
+        self,
+        sent: Sequence[store_pb.AppendTrajectoryRequest],
+        payloads: Sequence[Sequence[bytes]] = (),
     ) -> list[store_pb.AppendTrajectoryResponse | TroupeError]:
-        """The answers to these calls, or their errors."""
-        appends = [_of(_append_of, request) for request in sent]
+        """The answers to these calls, or their errors. `payloads`: the samples of each, serialized,
+        where the caller has them.
+        """
+        known = payloads or [()] * len(sent)
+        appends = [_of(_append_of, *one) for one in zip(sent, known, strict=True)]
         for number, append in enumerate(appends):
             if isinstance(append, Append):
                 try:
@@ -86,19 +121,19 @@ class Writes:
         return answers
 
 
-def _of(read: Callable[[Any], T], request: Any) -> T | TroupeError:
+def _of(read: Callable[..., T], *request: Any) -> T | TroupeError:
     try:
-        return read(request)
+        return read(*request)
     except TroupeError as error:
         return error
 
 
-def _append_of(request: store_pb.AppendTrajectoryRequest) -> Append:
+def _append_of(request: store_pb.AppendTrajectoryRequest, payloads: Sequence[bytes] = ()) -> Append:
     requests.check_common(request)
     requests.check_step(request.step)
     requests.check_id("query_id", request.query_id)
     requests.check_id("trajectory_id", request.trajectory_id)
-    rows = check_append(request)
+    rows = check_append(request, payloads)
     state = pb.TrajectoryState.Name(request.state).removeprefix("TRAJECTORY_STATE_")
     reason = requests.clean_reason(request.reason)
     ending = Ending(state, request.request_id, request.query_id, reason)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
 
+from services.experience_store.writes import Batch
 from tests.support.experience import make_sample
 from tests.support.experience_client import Client
 from troupe.experience import ExperienceWriter
@@ -181,6 +186,34 @@ async def test_nobody_waits_longer_than_he_said() -> None:
         await writer.append(ending("hasty"), 0.05)
     line.open.set()
     assert (await patient).step == 3
+
+
+@given(st.lists(st.lists(st.integers(1, 300), max_size=4), max_size=4), st.integers(0, 2**40))
+def test_samples_are_taken_as_they_came(tokens: list[list[int]], step: int) -> None:
+    endings = [
+        store_pb.AppendTrajectoryRequest(
+            request_id=f"a{number}",
+            step=step,
+            state=pb.TRAJECTORY_STATE_COMPLETED,
+            reason="x" * number,
+            samples=[make_sample("q", turn, "t", tokens=size) for turn, size in enumerate(sizes)],
+        )
+        for number, sizes in enumerate(tokens)
+    ]
+    fills = [store_pb.FillColumnsRequest(request_id="f", sample_id="s")]
+    sent = store_pb.WriteRequest(request_id="w", endings=endings, fills=fills)
+    batch = Batch.parse(sent.SerializeToString())
+    assert (batch.request_id, list(batch.endings), list(batch.fills)) == ("w", endings, fills)
+    assert [list(rows) for rows in batch.payloads] == [
+        [sample.SerializeToString() for sample in ending.samples] for ending in endings
+    ]
+
+
+def test_what_is_no_message_is_refused_where_it_is_parsed() -> None:
+    data = store_pb.WriteRequest(request_id="w", endings=[ending()]).SerializeToString()
+    for cut in range(1, len(data)):
+        with contextlib.suppress(DecodeError):
+            assert Batch.parse(data[:cut]).request_id == "w"[: cut - 2]
 
 
 async def test_what_is_wrong_with_one_does_not_concern_the_others(client: Client) -> None:

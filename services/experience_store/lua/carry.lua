@@ -1,8 +1,9 @@
 -- Carries out in this table what was decided about trajectories. Put behind policy.lua.
 
 -- A line of staged records: sample, its record up to `since`, its size and group.
-local STAGED = '^([^\t]*)\t(' .. ('[^\t]*\t'):rep(2) .. '([^\t]*)\t' .. ('[^\t]*\t'):rep(8)
-  .. '([^\t]*)\t' .. ('[^\t]*\t'):rep(3) .. ')\t$'
+local FIELD = '[^\t\n]*'
+local STAGED = '(' .. FIELD .. ')\t(' .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t'
+  .. (FIELD .. '\t'):rep(8) .. '(' .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(3) .. ')\t\n?'
 
 -- Queries that may have become complete.
 local complete, seen = {}, {}
@@ -15,19 +16,20 @@ local function enter(query, staged, rows, text)
   -- As it is in the records: who appended finds its rows by it (recent.py).
   local now = string.format('%.0f', now_ms())
   local samples, records, sizes, groups = {}, {}, {}, {}
-  for line in text:gmatch('[^\n]+') do
-    local sample, head, size, group = line:match(STAGED)
-    if sample then
-      head = head .. now .. '\t'
-    else
-      -- Of an older release, with fewer fields.
-      sample, head = line:match('^([^\t]*)\t(.*)$')
-      local fields = parse(head)
-      fields[F.since] = now
-      head, size, group = table.concat(fields, '\t'), fields[F.size], fields[F.group]
-    end
+  for sample, head, size, group in text:gmatch(STAGED) do
     local number = #samples + 1
-    samples[number], records[number], sizes[number], groups[number] = sample, head, size, group
+    samples[number], records[number] = sample, head .. now .. '\t'
+    sizes[number], groups[number] = size, group
+  end
+  if #samples ~= select(2, text:gsub('\n', '')) + 1 then
+    -- Of an older release, with fewer fields.
+    for index, line in ipairs(lines(text)) do
+      local sample, record = line:match('^([^\t]*)\t(.*)$')
+      local fields = parse(record)
+      fields[F.since], fields[F.origin] = now, ''
+      samples[index], records[index] = sample, table.concat(fields, '\t')
+      sizes[index], groups[index] = fields[F.size], fields[F.group]
+    end
   end
   prefetch(samples)
   local names, bytes = {}, 0

@@ -17,17 +17,17 @@ expire(now)
 -- State and reward, in the text of a record.
 local REWARD = '^(.)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)'
 
--- What the caller needs of samples: their records (those in `taken` are read already), and the
--- final rewards of their groups. As few texts: a reply costs whoever reads it by its elements.
-local function deliver(samples, taken)
+-- What the caller needs of samples: their records, and the final rewards of their groups. As few texts:
+-- a reply costs whoever reads it by its elements.
+local function deliver(samples)
   local records, groups, rewards, number_of = {}, {}, {}, {}
   prefetch(samples)
   for index, sample in ipairs(samples) do
-    local record = taken[sample] or record_of(sample)
-    local name = group_name(record)
+    local query, group = family_of(book[sample])
+    local name = query .. '\t' .. group
     if not number_of[name] then
       local values = {}
-      local _, texts = texts_of(family(record), record[F.group])
+      local _, texts = texts_of(query, group)
       for _, text in ipairs(texts) do
         local state, reward = text:match(REWARD)
         if state ~= 'D' then
@@ -54,7 +54,7 @@ if known then
     return finish({'taken', redis.call('HGET', OWNERS, claim)})
   end
   redis.call('ZADD', LEASES, now + tonumber(ARGV[7]), claim)
-  return deliver(lines(known), {})
+  return deliver(lines(known))
 end
 
 local cause = fence(claimant)
@@ -90,14 +90,16 @@ local samples, taken, tokens, bytes, too_large = {}, {}, 0, 0, nil
 
 -- What is given out together with `sample`.
 local function unit_of(sample)
-  local record = record_of(sample)
+  book[sample] = book[sample] or redis.call('HGET', BOOK, sample)
   if not whole then
-    return {{sample, record}}
+    return {sample}
   end
   local unit = {}
-  for _, member in ipairs(group_of(record)) do
-    if member[2][F.state] == 'R' then
-      unit[#unit + 1] = member
+  local names, texts = texts_of(family_of(book[sample]))
+  for index, name in ipairs(names) do
+    if texts[index]:sub(1, 1) == 'R' then
+      book[name] = texts[index]
+      unit[#unit + 1] = name
     end
   end
   return unit
@@ -106,22 +108,24 @@ end
 -- Takes a unit unless a bound forbids it; the first one passes all but the last.
 local function take(unit)
   local more_tokens, more_bytes = tokens, bytes
-  for _, member in ipairs(unit) do
-    more_tokens = more_tokens + tonumber(member[2][F.tokens])
-    more_bytes = more_bytes + tonumber(member[2][F.size])
+  for _, sample in ipairs(unit) do
+    local _, own_tokens, own_bytes = book[sample]:match(SIZES)
+    more_tokens = more_tokens + tonumber(own_tokens)
+    more_bytes = more_bytes + tonumber(own_bytes)
   end
   if #samples > 0 and (#samples + #unit > max_samples or more_bytes > max_bytes
       or (max_tokens > 0 and more_tokens > max_tokens)) then
     return false
   elseif more_bytes > tonumber(ARGV[11]) then
-    too_large = {'too_large', unit[1][2][F.group], more_bytes}
+    local _, group = family_of(book[unit[1]])
+    too_large = {'too_large', group, more_bytes}
     return false
   end
   tokens, bytes = more_tokens, more_bytes
-  for _, member in ipairs(unit) do
-    move(member[1], member[2], 'C')
-    samples[#samples + 1] = member[1]
-    taken[member[1]] = member[2]
+  for _, sample in ipairs(unit) do
+    advance(sample, 'C')
+    samples[#samples + 1] = sample
+    taken[sample] = true
   end
   return true
 end
@@ -195,4 +199,4 @@ redis.call('HDEL', FENCED, claimant)
 if redis.call('HSETNX', STEP, 'owner', claimant) == 1 then
   changes('counts')
 end
-return deliver(samples, taken)
+return deliver(samples)

@@ -57,15 +57,20 @@ if version >= 0 and (version < latest or (version == latest and ARGV[6] == '1'))
   return finish({'backwards', latest})
 end
 
+local USES = '^.(' .. ('\t[^\t]*'):rep(13) .. '\t)([^\t]*)(.*)$'
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
 -- Payloads that are still needed: rows -> field -> true.
 local kept = {}
 prefetch(samples)
 for _, sample in ipairs(samples) do
-  local record = record_of(sample)
-  if to == 'D' then
-    drop(sample, record, reason)
+  if to ~= 'D' and most_uses == 1 then
+    -- Nobody uses it again: of its record only the number of uses is read.
+    local before, uses, behind = book[sample]:match(USES)
+    advance(sample, 'T', 'T' .. before .. uses + 1 .. behind)
+  elseif to == 'D' then
+    drop(sample, record_of(sample), reason)
   else
+    local record = record_of(sample)
     record[F.uses] = tonumber(record[F.uses]) + 1
     move(sample, record, 'T')
     if again and record[F.uses] < most_uses then

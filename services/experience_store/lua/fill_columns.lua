@@ -21,22 +21,20 @@ end
 
 -- Groups that may have become ready, by their query; `over`: queries that are complete.
 local touched, waiting, over = {}, false, {}
-local function touch(query, origin, group)
-  if over[query] == nil then
-    over[query] = query_ended(query)
+local function touch(family, group)
+  if over[family] == nil then
+    -- Of samples that came back from an earlier step it has ended in any case: none is PENDING.
+    over[family] = query_ended(family)
   end
-  if over[query] then
+  if over[family] then
     waiting = true
-    local name = origin == '' and query or query .. '@' .. origin
-    touched[name] = touched[name] or {}
-    touched[name][group] = true
+    touched[family] = touched[family] or {}
+    touched[family][group] = true
   end
 end
 
 -- Most fills are this one: a reward and nothing else. Of the record only that much is read.
 local REWARDLESS = '^(.)(' .. ('\t[^\t]*'):rep(3) .. '\t)([^\t]*)\t([^\t]*)(\t.*)$'
-local FAMILY = '^' .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)' .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)'
-  .. ('\t[^\t]*'):rep(4) .. '\t([^\t]*)$'
 local function fill_reward(sample, text, reward)
   local state, sizes, known, missing, rest = text:match(REWARDLESS)
   if state == 'D' or known ~= '' then
@@ -56,13 +54,7 @@ local function fill_reward(sample, text, reward)
   changes('counts')
   -- What still lacks a column cannot make its group ready.
   if state == 'P' and missing == '' then
-    local query, group, origin = rest:match(FAMILY)
-    if query then
-      touch(query, origin, group)
-    else
-      local record = parse(text)
-      touch(record[F.query], record[F.origin] or '', record[F.group])
-    end
+    touch(family_of(text))
   end
   return {'filled', state}
 end
@@ -85,7 +77,7 @@ local function fill(sample, reward, reason, first, last)
       return {'final', state}
     end
     drop(sample, record, reason)
-    touch(record[F.query], record[F.origin], record[F.group])
+    touch(family(record), record[F.group])
     return {'filled', 'D'}
   end
   local early, late, fresh = set_of(record[F.early]), set_of(record[F.late]), {}
@@ -119,7 +111,7 @@ local function fill(sample, reward, reason, first, last)
   save(sample, record)
   changes('counts')
   if state == 'P' then
-    touch(record[F.query], record[F.origin], record[F.group])
+    touch(family(record), record[F.group])
   end
   return {'filled', state}
 end

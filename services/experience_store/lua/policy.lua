@@ -311,6 +311,38 @@ local function move(sample, record, to)
   changes('counts')
 end
 
+-- move() of a sample that is claimed or trained: of its record only this much is read. `after`: what
+-- the record is then, where more changes.
+local SIZES = '^(.)\t([^\t]*)\t([^\t]*)'
+local function advance(sample, to, after)
+  local text = book[sample]
+  local from, tokens, size = text:match(SIZES)
+  if to == 'R' or to == 'D' or not ALLOWED[from][to] then
+    error('sample ' .. sample .. ': ' .. from .. ' -> ' .. to .. ' is not allowed here')
+  end
+  count(from, -1)
+  count(to, 1)
+  if from == 'R' then
+    leaving[#leaving + 1] = sample
+    count('ready_tokens', -tonumber(tokens))
+    count('ready_bytes', -tonumber(size))
+  end
+  if to == 'T' then
+    weigh(-size)
+  end
+  book[sample] = after or to .. text:sub(2)
+  unsaved[sample] = true
+  changes('counts')
+end
+
+-- family() and group of a sample, in the text of its record.
+local FAMILY = '^' .. ('[^\t]*\t'):rep(8) .. '([^\t]*)\t' .. ('[^\t]*\t'):rep(2) .. '([^\t]*)\t'
+  .. ('[^\t]*\t'):rep(4) .. '([^\t]*)$'
+local function family_of(text)
+  local query, group, origin = text:match(FAMILY)
+  return origin == '' and query or query .. '@' .. origin, group
+end
+
 -- A reason is counted by what precedes its first colon (`workflow_raised: ...`): the text after it
 -- names one failure, and would make the counts grow without bound.
 local function count_dropped(reason, by)
@@ -411,6 +443,8 @@ end
 -- ripen() of a group, or of all groups of a query. Most that ask find a member without a reward: this is
 -- seen in the texts of the records, of which only those that can become claimable are read.
 local PENDING_LACKS = '^P' .. ('\t[^\t]*'):rep(4) .. '\t[^\t]'
+-- Tokens, size and version of one that is PENDING.
+local RIPE = '^P\t([^\t]*)\t([^\t]*)' .. ('\t[^\t]*'):rep(10) .. '\t([^\t]*)'
 local function ripen_those(query, group)
   local names, texts, groups = texts_of(query, group)
   local lacking, found = {}, {}
@@ -419,9 +453,31 @@ local function ripen_those(query, group)
       lacking[groups[index]] = true
     end
   end
+  -- Nothing can keep them back, and no place has to be found for them.
+  order = order or redis.call('HGET', STEP, 'order') or 'id'
+  local plain = order == 'id' and get('signal') ~= 1 and get('oldest_version') <= 0
+  if leaving[1] then
+    settle()
+  end
   for index, text in ipairs(texts) do
-    if text and not lacking[groups[index]] and text:sub(1, 1) == 'P' then
-      found[#found + 1] = {names[index], parse(text)}
+    if text and not lacking[groups[index]] then
+      local tokens, size, version = text:match(RIPE)
+      if tokens and plain then
+        local sample = names[index]
+        count('P', -1)
+        count('R', 1)
+        tally(query, 'P', -1)
+        entering[#entering + 1] = 0
+        entering[#entering + 1] = sample
+        ready_since(version)
+        count('ready_tokens', tonumber(tokens))
+        count('ready_bytes', tonumber(size))
+        book[sample] = 'R' .. text:sub(2)
+        unsaved[sample] = true
+        changes('claimable')
+      elseif tokens then
+        found[#found + 1] = {names[index], parse(text)}
+      end
     end
   end
   if found[1] then
