@@ -200,7 +200,11 @@ class Dispatch:
     async def _follow(self, worker: Worker, batch: Batch, tickets: Group) -> None:
         """Run tickets on one worker to their end, or give back what is left of them."""
         request = ro.RunQueriesRequest(
-            request_id=new_id("run"), job_id=self._job.job_id, step=batch.step, tickets=tickets
+            request_id=new_id("run"),
+            job_id=self._job.job_id,
+            step=batch.step,
+            tickets=tickets,
+            endings_only=True,
         )
         running = self._running[worker]
         ids = {ticket.trajectory_id for ticket in tickets}

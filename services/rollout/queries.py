@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections import OrderedDict
-from collections.abc import Mapping
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from troupe.job import TasksSpec
@@ -13,6 +15,9 @@ from troupe.workflow import Tasks, WorkflowError, load_tasks
 
 # A step's queries come once per trajectory of their group: they are asked for once.
 _KEPT = 2048
+# Further items that are waited for are made in the same thread as long as that is all it takes:
+# to begin a thread for each would take longer, next to an engine that computes.
+_TOGETHER_SECONDS = 0.005
 
 
 class QuerySource:
@@ -22,6 +27,8 @@ class QuerySource:
         self._spec = spec
         self._splits: dict[str, Tasks] = {}
         self._items: OrderedDict[tuple[str, int], Mapping[str, Any]] = OrderedDict()
+        # Items that are waited for, and by how many.
+        self._wanted: Counter[tuple[str, int]] = Counter()
         # The tasks are the user's code: nobody promised that it is thread-safe.
         self._lock = asyncio.Lock()
 
@@ -35,15 +42,44 @@ class QuerySource:
 
         Raises `EntrypointError` and `WorkflowError` (kind `bad_task`).
         """
-        async with self._lock:
-            tasks = await self._tasks(split)
-            key = (split, index % len(tasks))
-            item = self._items.get(key)
-            if item is None:
-                item = self._items[key] = await asyncio.to_thread(self._item, tasks, *key)
-                if len(self._items) > _KEPT:
-                    self._items.popitem(last=False)
-            return item
+        if split not in self._splits:
+            await self.load(split)
+        tasks = self._splits[split]
+        key = (split, index % len(tasks))
+        if (found := self._items.get(key)) is not None:
+            return found
+        self._wanted[key] += 1
+        try:
+            async with self._lock:
+                if key not in self._items:
+                    self._keep(await asyncio.to_thread(self._made, tasks, key, list(self._wanted)))
+                return self._items[key]
+        finally:
+            self._wanted[key] -= 1
+            if not self._wanted[key]:
+                del self._wanted[key]
+
+    def _keep(self, made: Mapping[tuple[str, int], Mapping[str, Any]]) -> None:
+        self._items |= made
+        # The one that was asked for is the last: what was made with it may be too much.
+        while len(self._items) > _KEPT:
+            self._items.popitem(last=False)
+
+    def _made(
+        self, tasks: Tasks, key: tuple[str, int], wanted: Iterable[tuple[str, int]]
+    ) -> dict[tuple[str, int], Mapping[str, Any]]:
+        """The item `key`, behind others of its split that are made in no time. In a thread."""
+        until = time.monotonic() + _TOGETHER_SECONDS
+        made = {}
+        item = self._item(tasks, *key)
+        for split, index in wanted:
+            if time.monotonic() > until:
+                break
+            if split == key[0] and (split, index) != key and (split, index) not in self._items:
+                with contextlib.suppress(WorkflowError):  # who waits for it will hear
+                    made[split, index] = self._item(tasks, split, index)
+        made[key] = item
+        return made
 
     async def _tasks(self, split: str) -> Tasks:
         if split not in self._splits:

@@ -14,6 +14,7 @@ from services.rollout.store import TrajectoryLog
 from services.rollout.trajectory import Trajectory
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.states import TRAJECTORY, is_terminal
+from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
 
 log = structlog.get_logger(__name__)
@@ -28,14 +29,19 @@ class Listener:
     of nobody are cancelled and leave no trace.
     """
 
-    def __init__(self, runner: Runner, job_id: str, trajectory_ids: set[str]) -> None:
+    def __init__(
+        self, runner: Runner, job_id: str, trajectory_ids: set[str], *, endings_only: bool
+    ) -> None:
         self._runner = runner
+        self._endings_only = endings_only
         self._job_id = job_id
         self._left = trajectory_ids
         self._news: asyncio.Queue[_News] = asyncio.Queue()
 
-    def hear(self, news: _News) -> None:
-        """Take an event, or the error that lost a trajectory."""
+    def hear(self, news: _News, *, joins: bool = False) -> None:
+        """Take an event, or the error that lost a trajectory. `joins`: it happened before."""
+        if self._endings_only and not isinstance(news, Exception) and not _matters(news, joins):
+            return
         self._news.put_nowait(news)
 
     async def events(self) -> AsyncIterator[rollout.TrajectoryEvent]:
@@ -91,12 +97,21 @@ class Runner:
         """Trajectories of a job in flight."""
         return sum(job == job_id for job, _ in self._running)
 
-    def listen(self, job: PreparedJob, step: int, tickets: Sequence[rollout.Ticket]) -> Listener:
+    def listen(
+        self,
+        job: PreparedJob,
+        step: int,
+        tickets: Sequence[rollout.Ticket],
+        *,
+        endings_only: bool = False,
+    ) -> Listener:
         """Run the tickets; the listener hears of all of them.
 
-        A trajectory that runs already is joined, not run twice.
+        A trajectory that runs already is joined, not run twice. `endings_only`: of moves that end
+        none the listener hears only where they tell which versions a trajectory began with.
         """
-        listener = Listener(self, job.job_id, {t.trajectory_id for t in tickets})
+        ids = {ticket.trajectory_id for ticket in tickets}
+        listener = Listener(self, job.job_id, ids, endings_only=endings_only)
         for ticket in tickets:
             key = (job.job_id, ticket.trajectory_id)
             running = self._running.get(key)
@@ -104,7 +119,7 @@ class Runner:
                 running = self._start(key, job, step, ticket)
             running.listeners.add(listener)
             if running.newest is not None:
-                listener.hear(running.newest)
+                listener.hear(running.newest, joins=True)
         return listener
 
     def abort(self, job_id: str, trajectory_ids: Iterable[str], reason: str) -> list[str]:
@@ -189,3 +204,10 @@ class Runner:
         for running in doomed:
             running.task.cancel()
         await asyncio.gather(*(r.task for r in doomed), return_exceptions=True)
+
+
+def _matters(event: rollout.TrajectoryEvent, joins: bool) -> bool:
+    """Whether it is an ending, or the first to tell a listener of versions."""
+    if is_terminal(TRAJECTORY, event.state):
+        return True
+    return bool(event.start_versions) and (joins or event.state == pb.TRAJECTORY_STATE_RUNNING)

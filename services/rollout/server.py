@@ -129,7 +129,9 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         seen: set[str] = set()
         for index, ticket in enumerate(request.tickets):
             _check_ticket(f"tickets[{index}]", ticket, seen)
-        listener = self._runner.listen(job, request.step, request.tickets)
+        listener = self._runner.listen(
+            job, request.step, request.tickets, endings_only=request.endings_only
+        )
         # A client may vanish while nothing of this generator runs.
         context.add_done_callback(lambda _: listener.close())
         async for event in listener.events():

@@ -170,10 +170,10 @@ class House:
             )
         )
 
-    def stream(self, tickets: Sequence[pb.Ticket], step: int = 0) -> Any:
+    def stream(self, tickets: Sequence[pb.Ticket], step: int = 0, **how: Any) -> Any:
         """RunQueries; the call."""
         request = pb.RunQueriesRequest(
-            request_id=new_id("run"), job_id=self.job_id, step=step, tickets=tickets
+            request_id=new_id("run"), job_id=self.job_id, step=step, tickets=tickets, **how
         )
         return self.rollout.RunQueries(request, timeout=60)
 

@@ -209,7 +209,10 @@ async def test_who_bounds_staleness_hears_at_once_what_a_trajectory_began_with(
     await house.update(house.publish("big", 1))
     await house.update(house.publish("big", 2))
     await house.update(house.publish("small", 1))
-    events = [event async for event in house.stream(evaluation(1))]
-    running = [dict(event.start_versions) for event in events if event.state == RUNNING]
-    assert running == [{}, {"big": 2}, {"big": 2, "small": 1}]
-    assert dict(events[-1].start_versions) == {"big": 2, "small": 1}
+    told = [{"big": 2}, {"big": 2, "small": 1}]
+    for endings_only in (False, True):
+        stream = house.stream(evaluation(1), endings_only=endings_only)
+        events = [event async for event in stream]
+        running = [dict(event.start_versions) for event in events if event.state == RUNNING]
+        assert running == (told if endings_only else [{}, *told])
+        assert dict(events[-1].start_versions) == {"big": 2, "small": 1}

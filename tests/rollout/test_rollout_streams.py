@@ -44,6 +44,8 @@ async def test_every_move_of_a_trajectory_is_reported(house: House) -> None:
     await house.prepare("one_turn")
     states = [event.state async for event in house.stream(evaluation(1))]
     assert states == [RUNNING, SCORING, COMPLETED]
+    endings = [event.state async for event in house.stream(evaluation(2), endings_only=True)]
+    assert endings == [COMPLETED, COMPLETED]
 
 
 async def test_a_client_that_vanishes_takes_its_trajectories_with_it(house: House) -> None:

@@ -135,9 +135,12 @@ class RunQueriesRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     TICKETS_FIELD_NUMBER: _builtins.int
+    ENDINGS_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     step: _builtins.int
+    endings_only: _builtins.bool
+    """Report how trajectories end and, in mode async, which versions they begin with; no other move."""
     @_builtins.property
     def tickets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ticket]: ...
     def __init__(
@@ -147,10 +150,11 @@ class RunQueriesRequest(_message.Message):
         job_id: _builtins.str = ...,
         step: _builtins.int = ...,
         tickets: _abc.Iterable[Global___Ticket] | None = ...,
+        endings_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "request_id", b"request_id", "step", b"step", "tickets", b"tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings_only", b"endings_only", "job_id", b"job_id", "request_id", b"request_id", "step", b"step", "tickets", b"tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
