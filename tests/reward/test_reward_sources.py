@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import shutil
+import struct
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from services.reward.sandboxes.container import _BOOT, _fed
 from services.reward.sources import Sources, digest
 from tests.reward.test_reward_service import Client, client_of
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, new_id
@@ -89,6 +95,40 @@ async def test_a_sandbox_reads_it_and_cannot_change_it(client: Client) -> None:
     if isinstance(result, pb.InvocationError) and "namespace" in result.message + result.output:
         pytest.skip(f"no user namespaces here: {result.output}")
     assert result == "OSError", result
+
+
+async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
+    """The first program in it, without an engine: what it reads, and what it imports then."""
+    sources = Sources(tmp_path / "kept")
+    sha = sources.put(
+        files({"pack/__init__.py": "", "pack/rule.py": "def score(x):\n    return x + 5\n"})
+    )
+    work = tmp_path / "work"
+    work.mkdir()
+    frames = _fed({"core": 0}, str(sources.find(sha)))
+    for request in (
+        {"id": 1, "call": "prepare", "entrypoint": "pack.rule:score"},
+        {
+            "id": 2, "call": "invoke", "entrypoint": "pack.rule:score",
+            "arguments_json": '{"x": 1}', "memory_mib": 0, "environment": {},
+        },
+    ):
+        body = json.dumps(request).encode()
+        frames += struct.pack(">I", len(body)) + body
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _BOOT), cwd=work, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(frames)
+    async with asyncio.timeout(60):
+        for _ in range(2):
+            (size,) = struct.unpack(">I", await process.stdout.readexactly(4))
+            answer = json.loads(await process.stdout.readexactly(size))
+            assert answer["answer"][0] == "ok", answer
+        assert answer["answer"][1] == "6"
+        process.stdin.close()
+        await process.wait()
 
 
 @pytest.mark.parametrize(

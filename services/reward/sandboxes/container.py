@@ -6,10 +6,11 @@ The engine may be on another machine, or not see our files: what runs inside is 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -26,7 +27,7 @@ _USER: Final = "65534:65534"
 
 # Reads no further than what was fed: the supervisor reads on from there.
 _BOOT: Final = """
-import json, os, sys
+import base64, json, os, sys
 sys.path[:] = [path for path in sys.path if path]
 def take(size):
     text = b""
@@ -37,6 +38,13 @@ def take(size):
         text += part
     return text
 fed = json.loads(take(int.from_bytes(take(4), "big")))
+for path, content in fed["source"].items():
+    path = os.path.abspath(os.path.join("source", path))
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(base64.b64decode(content))
+if fed["source"]:
+    sys.path.insert(0, os.path.abspath("source"))
 code = {"__name__": "troupe_supervisor"}
 exec(compile(fed["supervisor"], "supervisor.py", "exec"), code)
 code["main"](fed["worker"], "worker.py", fed["limits"])
@@ -67,14 +75,7 @@ class ContainerHome:
             *(cage.image, "-c", _BOOT),
         ]
         limits = {k: v for k, v in cage.limits().items() if k != "nproc"}  # of the engine's own
-        fed = json.dumps(
-            {
-                "supervisor": Path(supervisor.__file__).read_text(),
-                "worker": Path(worker.__file__).read_text(),
-                "limits": [f"--{name}={value}" for name, value in limits.items()],
-            }
-        ).encode()
-        return command, None, struct.pack(">I", len(fed)) + fed
+        return command, None, _fed(limits, cage.source)
 
     async def entered(self, pids: Sequence[int]) -> None:
         """What was started is the engine's client, and of no concern."""
@@ -112,6 +113,23 @@ class ContainerHome:
             # Its client's end has it removed, too.
             if not any(text in str(error) for text in ("in progress", "No such container")):
                 raise
+
+
+def _fed(limits: Mapping[str, int], source: str) -> bytes:
+    """What the first program in it reads: the others, and the uploaded source."""
+    files = [path for path in Path(source).rglob("*") if path.is_file()] if source else []
+    fed = json.dumps(
+        {
+            "supervisor": Path(supervisor.__file__).read_text(),
+            "worker": Path(worker.__file__).read_text(),
+            "limits": [f"--{name}={value}" for name, value in limits.items()],
+            "source": {
+                path.relative_to(source).as_posix(): base64.b64encode(path.read_bytes()).decode()
+                for path in files
+            },
+        }
+    ).encode()
+    return struct.pack(">I", len(fed)) + fed
 
 
 def find_engine() -> str:
