@@ -169,8 +169,15 @@ class RewardService(reward_pb2_grpc.RewardServicer):
                 value=len(request.calls),
                 remedy="Send them in several batches.",
             )
+        seconds = context.time_remaining()
         fresh = {
-            call.invocation_id: Call(call.arguments_json, request.job_id, call.trajectory_id)
+            call.invocation_id: Call(
+                call.arguments_json,
+                request.job_id,
+                call.trajectory_id,
+                waiters=call.waiters,
+                seconds=seconds,
+            )
             for call in request.calls
             if call.invocation_id not in self._once
         }

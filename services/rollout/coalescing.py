@@ -96,6 +96,7 @@ class Coalescer:
                     invocation_id=one.invocation_id,
                     arguments_json=one.arguments_json,
                     trajectory_id=one.trajectory_id,
+                    waiters=one.waiters,
                 )
                 for one, _, _ in calls
             ],

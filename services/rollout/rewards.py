@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,10 @@ _REMEDIES = {
     pb.InvocationError.KIND_OUT_OF_MEMORY: "Raise its `memory_mib`, or let it take less.",
     pb.InvocationError.KIND_SANDBOX_GONE: "Begin anew: its next call has a new sandbox. Raise "
     "`sandbox_idle_seconds` if it was idle for too long.",
+    pb.InvocationError.KIND_QUOTA_EXHAUSTED: "Declare a larger quota in TROUPE_REWARD_QUOTAS if "
+    "the interface allows it, or call it less often.",
+    pb.InvocationError.KIND_MODEL_UNAVAILABLE: "Look at the log of the reward host that has the "
+    "model (TROUPE_REWARD_MODELS).",
     pb.InvocationError.KIND_BAD_RESULT: "Return finite numbers, strings, lists and dicts of them.",
 }
 
@@ -160,9 +164,10 @@ class JobFunctions:
         trajectory_id: str,
         timeout: float,
         had: Sandboxes,
+        waiters: int = 1,
     ) -> str:
         """Result of `tools/...` or `rewards/...` as JSON, within `timeout` seconds; `had` is kept
-        up to date with the sandboxes that the trajectory has.
+        up to date with the sandboxes that the trajectory has; `waiters` trajectories wait for it.
 
         A reward service that is away, restarts, or dies during the call costs time only: the call
         is repeated until it is answered. Raises `ToolError`. Cancelling the task cancels the
@@ -173,6 +178,7 @@ class JobFunctions:
             job_id=self._job_id,
             trajectory_id=trajectory_id,
             sandboxes=sorted(had.ids),
+            waiters=waiters,
         )
         try:
             async with asyncio.timeout(timeout):
@@ -308,8 +314,16 @@ _background: set[asyncio.Task[None]] = set()
 class TrajectoryTools:
     """`troupe.workflow.ToolBackend` of one trajectory."""
 
-    def __init__(self, functions: JobFunctions, trajectory_id: str, clock: TrajectoryClock) -> None:
+    def __init__(
+        self,
+        functions: JobFunctions,
+        trajectory_id: str,
+        clock: TrajectoryClock,
+        waiters: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """`waiters`: how many trajectories wait for what this one does, whenever it is asked."""
         self._functions = functions
+        self._waiters = waiters
         self._trajectory_id = trajectory_id
         self._clock = clock
         self._had = Sandboxes()
@@ -336,4 +350,5 @@ class TrajectoryTools:
                 trajectory_id=self._trajectory_id,
                 timeout=max(left, 0.001),
                 had=self._had,
+                waiters=self._waiters(),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import structlog
@@ -159,7 +160,8 @@ class Trajectory:
             left=job.groups.left,
         )
         roles = job.evaluation_roles if evaluating else job.roles
-        tools = TrajectoryTools(job.functions, name, clock)
+        waiters = partial(job.groups.waiters, ticket.query_id)
+        tools = TrajectoryTools(job.functions, name, clock, waiters)
         seat = None if job.lockstep is None or evaluating else job.lockstep.seat(clock)
         agents = Agents(roles, seat.backend(backend) if seat else backend, seed=ticket.seed)
         waits_for = "its query"

@@ -686,19 +686,23 @@ class BatchCall(_message.Message):
     INVOCATION_ID_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    WAITERS_FIELD_NUMBER: _builtins.int
     invocation_id: _builtins.str
     arguments_json: _builtins.str
     trajectory_id: _builtins.str
+    waiters: _builtins.int
+    """Trajectories that cannot go on without the result; 0: one."""
     def __init__(
         self,
         *,
         invocation_id: _builtins.str = ...,
         arguments_json: _builtins.str = ...,
         trajectory_id: _builtins.str = ...,
+        waiters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "invocation_id", b"invocation_id", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "invocation_id", b"invocation_id", "trajectory_id", b"trajectory_id", "waiters", b"waiters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,9 +14,8 @@ def head_start(waiters: int, *, doubling: float = 1.0, most: float = 10.0) -> fl
     return min(most, doubling * math.log2(max(1, waiters)))
 
 
-def waiting_for_reward(members: int, ended: int) -> int:
-    """Trajectories that wait for the reward of one of a group of `members`, of which `ended` have
-    theirs already: a group is trained on as a whole, so the last reward is what all wait for."""
-    if not 0 <= ended < max(1, members):
-        return max(1, members)
-    return 1 + ended
+def group_waiters(begun: int, left: int) -> int:
+    """Trajectories that wait for an action of one of a group, of which `begun` have begun and
+    `left` have not ended: a group is trained on as a whole, so those that have ended wait for the
+    others, and all of them for the last."""
+    return 1 + max(0, begun - max(1, left))
