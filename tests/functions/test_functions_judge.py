@@ -197,5 +197,5 @@ def test_scores_that_are_read(reply: str) -> None:
     ],
 )
 def test_scores_that_are_not_read(reply: str) -> None:
-    with pytest.raises(ValueError, match="score|JSON"):
+    with pytest.raises(ValueError, match=r"score|JSON"):
         read_score(reply, 0.0, 1.0)

@@ -18,6 +18,7 @@ from tests.rollout.endpoint.stage import (
     text_of,
     until,
 )
+from troupe.functions.library.judge import judge
 from troupe.v1 import common_pb2 as common
 
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
@@ -227,3 +228,22 @@ async def test_concurrent_calls_are_turns_of_their_own(stage: Stage) -> None:
     event = await stage.play(act)
     assert event.state == COMPLETED, event.reason
     assert len(event.turns) == 8
+
+
+async def test_the_ready_judge_asks_an_agent_of_ours(stage: Stage) -> None:
+    stage.script.speak = in_turn(says('{"reason": "so", "score": 3}'))
+    seen: list[Any] = []
+
+    async def act(query: Any, agents: Any) -> dict[str, float]:
+        endpoint = agents["solver"].endpoint()
+        shown = {"data": {"question": "3+4"}}
+        turns = [{"agent": "solver", "response": "7"}]
+        at = {"base_url": endpoint.base_url, "model": endpoint.model, "prompt": "$task $answer?"}
+        seen.append(await asyncio.to_thread(judge, shown, turns, {}, highest=4.0, **at))
+        return {"solver": 1.0}
+
+    event, [row] = await stage.train(act)
+
+    assert event.state == COMPLETED, event.reason
+    assert seen == [0.75]
+    assert "7?" in text_of(row.prompt)

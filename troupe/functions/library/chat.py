@@ -138,4 +138,4 @@ def _pause(failures: int, asked: float | None) -> float:
     if asked is not None:
         return asked
     # Many trajectories fail at once: they must not come back at once.
-    return min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+    return min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)

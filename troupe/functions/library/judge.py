@@ -3,7 +3,7 @@
 rewards:
   judge:
     entrypoint: "troupe.functions.library.judge:judge"
-    arguments: {base_url: "https://api.example.com/v1", model: some-model, api_key_env: JUDGE_KEY}
+    arguments: {base_url: "https://api.example.com/v1", model: some, api_key_env: JUDGE_KEY}
     quota: judge
 """
 
@@ -48,7 +48,8 @@ _THOUGHT: Final = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 class JudgeError(Exception):
     """No score; `kind` says why: "bad_template", "bad_score", or as `ChatError` has it.
 
-    `retry_after` are seconds after which the endpoint takes calls again, where it said so.
+    Of one that refuses for now, `retry_after` are the seconds after which it takes calls again (0:
+    it did not say): the reward service spares the call's quota for so long.
     """
 
     def __init__(self, kind: str, message: str, retry_after: float | None = None) -> None:
@@ -130,7 +131,10 @@ def judge(
             good = (score - lowest) / (highest - lowest)
             return {agent: good} if agent else good
     except ChatError as error:
-        raise JudgeError(error.kind, str(error), error.retry_after) from error
+        after = error.retry_after
+        if error.kind == "rate_limited":
+            after = after or 0.0
+        raise JudgeError(error.kind, str(error), after) from error
     raise JudgeError("bad_score", refused)
 
 
