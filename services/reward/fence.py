@@ -31,10 +31,12 @@ class Fence:
     def adopt(self, name: str, pids: Sequence[int], processes: int, memory_mib: int) -> None:
         """`pids` together may be at most `processes` and take `memory_mib` (0: unlimited)."""
         try:
-            self._groups.adopt(name, pids)
-            self._groups.limit(name, processes, memory_mib and BASE_MIB + memory_mib)
+            try:
+                self._groups.adopt(name, pids)
+            finally:  # where it is in some groups only
+                self._groups.limit(name, processes, memory_mib and BASE_MIB + memory_mib)
         except OSError as error:  # it is gone: whoever waits for it will see
-            log.warning("a sandbox got no limits as a whole", name=name, error=str(error))
+            log.warning("a sandbox is not limited as a whole", name=name, error=str(error))
 
     def forget(self, name: str) -> None:
         """Its processes are gone."""

@@ -85,9 +85,15 @@ class Groups:
             # A new group may use nothing before it is told what.
             _copy(self._trees["cpuset"], self._trees["cpuset"] / group, "cpuset.mems")
             _copy(self._trees["cpuset"], self._trees["cpuset"] / group, "cpuset.cpus")
+        refused: OSError | None = None
         for path in self._paths(group):
             for pid in pids:
-                write(path / "cgroup.procs", str(pid))
+                try:
+                    write(path / "cgroup.procs", str(pid))
+                except OSError as error:  # of one tree: others may take it all the same
+                    refused = error
+        if refused is not None:
+            raise refused
 
     def grant(self, name: str, cores: Sequence[int]) -> None:
         """So much quota, on these cores."""

@@ -26,6 +26,9 @@ class RewardSettings(ServiceSettings):
     0: none are handed out, and a call takes a worker process and nothing else."""
     reward_core_backend: Literal["auto", "cgroup2", "cgroup1", "affinity"] = "auto"
     """How the kernel is told; auto: the first of them that works here."""
+    reward_spares: bool = True
+    """Whether a worker in a sandbox, which serves one call, has its successor started at once: the
+    next call finds it ready. Otherwise that call starts it."""
     reward_sandboxes: int = Field(default=64, gt=0)
     """Sandboxes that outlive a call (`stateful`), and containers, that may be open at once; calls
     that need another wait."""

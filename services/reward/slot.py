@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, Final
 
 import structlog
@@ -55,9 +56,12 @@ class Slot:
         name: str = "worker",
         cores: CoreManager | None = None,
         fence: Fence | None = None,
+        *,
+        spares: bool = True,
     ) -> None:
         """`name` is unique among slots; `cores` hands cores out, if anybody does; `fence` limits
-        what a sandbox takes as a whole, if anything can."""
+        what a sandbox takes as a whole, if anything can; `spares`: a sandbox that was used up has
+        its successor started at once, not by the next call."""
         self.restarts = 0
         self.name = name
         self._import_seconds = import_seconds
@@ -68,6 +72,9 @@ class Slot:
         # Whether `cores` knows the process that runs now.
         self._adopted = False
         self._process: WorkerProcess | None = None
+        self._spares = spares
+        # Starts the next sandbox.
+        self._renewing: asyncio.Task[None] | None = None
         # Processes that are ending.
         self._ending: set[asyncio.Task[None]] = set()
         # Function -> its registrations when this worker last looked at its code.
@@ -89,6 +96,7 @@ class Slot:
 
     async def start(self) -> None:
         """Start the worker and wait until it answers; raises RuntimeError."""
+        await self._renewed()
         self._cancelled = False
         try:
             await self._call({"call": "ready"}, self._import_seconds)
@@ -97,6 +105,10 @@ class Slot:
 
     async def warm_up(self, function: Function) -> None:
         """Have a worker that has imported `function`, if that works."""
+        await self._renewed(function)
+        await self._warm_up(function)
+
+    async def _warm_up(self, function: Function) -> None:
         self._cancelled = False
         try:
             failed = await self._get_ready(function, None)
@@ -110,10 +122,13 @@ class Slot:
 
     def rest(self) -> None:
         """End the process; the next call starts another."""
+        if self._renewing is not None:
+            self._renewing.cancel()
         self._drop()
 
     async def stop(self) -> None:
         """Kill the worker."""
+        await self._renewed()
         self._drop()
         await asyncio.gather(*self._ending)
         for manager in (self._cores, self._fence):
@@ -156,6 +171,30 @@ class Slot:
         Stops early, after an outcome, when the worker is lost: what has no outcome did not begin.
         Those that are `dropped` before they begin are left out.
         """
+        await self._renewed(function)
+        try:
+            async with aclosing(self._run_many(function, calls, lease)) as outcomes:
+                async for found in outcomes:
+                    yield found
+        finally:
+            if self._spares and self._cage.level == BUBBLEWRAP and self._process is None:
+                self._renewing = asyncio.create_task(self._warm_up(function))
+
+    async def _renewed(self, function: Function | None = None) -> None:
+        """Wait for the next sandbox, if it is one for `function`; else there is to be none."""
+        renewing, self._renewing = self._renewing, None
+        if renewing is None:
+            return
+        if function is None or not self.suits(function):
+            renewing.cancel()
+        try:
+            await asyncio.wait([renewing])
+        finally:
+            renewing.cancel()
+
+    async def _run_many(
+        self, function: Function, calls: Sequence[Call], lease: Lease | None
+    ) -> AsyncGenerator[tuple[int, Outcome]]:
         self._cancelled = False
         began = time.perf_counter()
         cold = not (self._adopted and self.suits(function) and self.holds(function))

@@ -27,7 +27,13 @@ class Workplace:
         self._cores = _core_manager(settings, groups)
         self._fence = Fence(groups) if groups is not None else None
         slots = [
-            Slot(settings.reward_import_seconds, f"worker-{i}", self._cores, self._fence)
+            Slot(
+                settings.reward_import_seconds,
+                f"worker-{i}",
+                self._cores,
+                self._fence,
+                spares=settings.reward_spares,
+            )
             for i in range(settings.reward_workers)
         ]
         models = None

@@ -203,6 +203,30 @@ async def test_what_is_not_here_or_makes_no_sense_is_refused_at_once(
         assert (missing.value.kind, missing.value.field) == ("no_sandbox", "function.sandbox")
 
 
+async def test_the_next_call_finds_a_sandbox_ready_and_empty() -> None:
+    async with client_of(reward_workers=1) as client:
+        caged = Caged(client, False)
+
+        async def warm() -> None:
+            deadline = time.monotonic() + 60
+            while True:
+                listed = await client.stub.ListFunctions(pb.ListFunctionsRequest())
+                if any(status.warm_workers for status in listed.functions):
+                    return
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+
+        await caged.call("writes", {"path": "/tmp/here"})
+        await warm()
+        # Another function of the same confinement: the sandbox is there, its code is not.
+        assert await caged.call("lists", {"path": "/tmp"}) == []
+        assert (await caged.call("never_ends", timeout_seconds=0.2)).kind == Kind.KIND_TIMEOUT
+        await caged.call("lists", {"path": "/tmp"})
+        await warm()
+        ready = await client.invoke("lists", {"path": "/tmp"})
+        assert (ready.result_json, ready.cold_start_seconds) == ("[]", 0.0)
+
+
 async def test_a_trajectory_is_told_that_its_sandbox_is_gone(client: Client) -> None:
     settings = {"entrypoint": "hostile_functions:where", "sandbox": "bubblewrap", "stateful": True}
     await client.register("where", **settings)
