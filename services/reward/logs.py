@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Of one function, so much is kept; a longer line is cut into pieces of this length.
 _KEPT_BYTES: Final = 256 * 2**10
 _LINE_BYTES: Final = 4 * 2**10
+# Of what is read at once, so many lines are kept.
+_LINES: Final = 200
 # A listener that is slower than its function misses lines, and nobody waits for it.
 _AHEAD: Final = 1000
 
@@ -33,7 +35,10 @@ class Lines:
     def add(self, part: bytes) -> None:
         """More was printed."""
         *whole, self._rest = (self._rest + part).split(b"\n")
-        for line in whole:
+        if len(whole) > _LINES:
+            # Nobody reads so fast, and everybody else would wait.
+            self._tell(f"({len(whole) - _LINES:,} lines left out)")
+        for line in whole[-_LINES:]:
             self._cut(line)
         while len(self._rest) >= _LINE_BYTES:
             self._tell(_text(self._rest[:_LINE_BYTES]))

@@ -5,25 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final
 
 from services.chassis.telemetry import Telemetry
+from services.reward.audience import Audience, Watcher
 from services.reward.call import Call, Outcome, Place
 from services.reward.dispatch import Dispatcher
 from services.reward.function import Function
 from services.reward.host import Host
-from services.reward.logs import Lines
 from services.reward.metrics import Metrics
-from services.reward.queues import CORES, Waiting
+from services.reward.pool import Pool
+from services.reward.queues import Waiting
 from services.reward.quota import QuotaManager
 from troupe.rpc import ResourceExhausted, TroupeError, Unavailable
 from troupe.scheduling.elastic.waiters import head_start
 from troupe.v1 import reward_pb2 as pb
 
-Watcher = Callable[[pb.InvocationEvent], None]
 Kind = pb.InvocationError
 
 # After these a function that allows it is tried again: it may have been the worker's fault.
@@ -52,11 +52,11 @@ class Runtime:
         self._queues = self.dispatcher.queues
         self._max_queued = max_queued
         self._open: dict[str, Waiting] = {}
-        self._watchers: dict[str, list[Watcher]] = {}
+        self._audience = Audience()
         self._arrivals = itertools.count()
         self._stopped = False
         self._metrics = Metrics(telemetry)
-        self._watch_pool()
+        self.pool = Pool(self.dispatcher, self._metrics)
 
     async def start(self) -> None:
         """Start the workers that are to be there at any time."""
@@ -115,12 +115,9 @@ class Runtime:
                 weight=weight,
                 place=place,
             )
-            call.printed = partial(self._printed, waiting)
+            call.printed = partial(self._audience.printed, waiting)
             self._open[invocation_id] = waiting
-            self._tell(
-                waiting,
-                lambda: pb.InvocationEvent(queued=pb.InvocationQueued(ahead=function.queued)),
-            )
+            self._audience.queued(waiting)
             if call.seconds is not None and function.spec.quota:
                 early = min(_EARLY_SECONDS, _EARLY_SHARE * call.seconds)
                 timer = loop.call_later(call.seconds - early, self._expire, waiting)
@@ -130,21 +127,9 @@ class Runtime:
         self.dispatcher.pump()
         return found
 
-    @contextmanager
-    def watch(self, invocation_id: str, watcher: Watcher) -> Iterator[None]:
+    def watch(self, invocation_id: str, watcher: Watcher) -> AbstractContextManager[None]:
         """`watcher` is told of everything but the outcome, also of what has yet to be invoked."""
-        self._watchers.setdefault(invocation_id, []).append(watcher)
-        waiting = self._open.get(invocation_id)
-        if waiting is not None:
-            queued = pb.InvocationQueued(ahead=waiting.function.queued)
-            event = pb.InvocationEvent(queued=queued)
-            watcher(_started(waiting) if waiting.began else event)
-        try:
-            yield
-        finally:
-            self._watchers[invocation_id].remove(watcher)
-            if not self._watchers[invocation_id]:
-                del self._watchers[invocation_id]
+        return self._audience.watch(invocation_id, watcher, self._open.get(invocation_id))
 
     def cancel(self, invocation_id: str) -> bool:
         """End the invocation with KIND_CANCELLED; False when it has ended or is unknown."""
@@ -185,27 +170,11 @@ class Runtime:
                 self.cancel(invocation_id)
         function.logs.close()
 
-    def pool(self) -> pb.PoolStatus:
-        """The workers of all hosts."""
-        hosts = self.dispatcher.hosts.values()
-        return pb.PoolStatus(
-            workers=sum(host.alive for host in hosts),
-            busy=sum(host.workers - host.free for host in hosts),
-            max_workers=sum(host.workers for host in hosts),
-            queued=len(self._queues),
-            provisioned_seconds=sum(host.provisioned_seconds for host in hosts),
-            busy_seconds=sum(host.busy_seconds for host in hosts),
-        )
-
-    def warm_workers(self, function: Function) -> int:
-        """Workers that have imported it and wait."""
-        return sum(host.warm_for(function) for host in self.dispatcher.hosts.values())
-
     # What the dispatcher tells.
 
     def begun(self, waiting: Waiting) -> None:
         """It runs now."""
-        self._tell(waiting, lambda: _started(waiting))
+        self._audience.begun(waiting)
 
     def ended(self, waiting: Waiting, outcome: Outcome) -> None:
         """It ran; it may run again."""
@@ -214,8 +183,7 @@ class Runtime:
             waiting.cold_seconds += outcome.cold_seconds
             function.started_cold(outcome.cold_seconds)
             self._metrics.cold_start(function, outcome.cold_seconds)
-        if waiting.lines is not None:
-            waiting.lines.end()
+        self._audience.ended(waiting)
         error = outcome.error
         if error is not None and error.retry_after_seconds and function.spec.quota:
             self.dispatcher.refused(function, error.retry_after_seconds)
@@ -283,7 +251,7 @@ class Runtime:
             response.error.CopyFrom(outcome.error)
             kind = pb.InvocationError.Kind.Name(outcome.error.kind)
             label = kind.removeprefix("KIND_").lower()
-            self._log(waiting, f"{label}: {outcome.error.message}")
+            self._audience.log(waiting, f"{label}: {outcome.error.message}")
         self._metrics.ended(function, label, queued, ran)
         if not waiting.done.done():
             waiting.done.set_result(response)
@@ -305,67 +273,6 @@ class Runtime:
             waiting.chunk.leave(waiting)
             waiting.chunk = None
 
-    def _printed(self, waiting: Waiting, part: bytes) -> None:
-        if waiting.lines is None:
-            waiting.lines = Lines(lambda line: self._line(waiting, line))
-        waiting.lines.add(part)
-
-    def _line(self, waiting: Waiting, line: str) -> None:
-        self._log(waiting, line)
-        self._tell(waiting, lambda: pb.InvocationEvent(output=line + "\n"))
-
-    def _log(self, waiting: Waiting, text: str) -> None:
-        function, call = waiting.function, waiting.call
-        function.logs.add(
-            pb.LogLine(
-                version=function.spec.version,
-                job_id=call.job_id,
-                trajectory_id=call.trajectory_id,
-                invocation_id=waiting.invocation_id,
-                text=text,
-            )
-        )
-
-    def _tell(self, waiting: Waiting, event: Callable[[], pb.InvocationEvent]) -> None:
-        for watcher in self._watchers.get(waiting.invocation_id, ()):
-            watcher(event())
-
-    def _watch_pool(self) -> None:
-        hosts, watch = self.dispatcher.hosts, self._metrics.watch
-        watch("queued", "Invocations that wait for a worker.", lambda: len(self._queues))
-        watch(
-            "running",
-            "Workers that run invocations.",
-            lambda: sum(host.workers - host.free for host in hosts.values()),
-        )
-        watch(
-            "workers",
-            "Worker processes.",
-            lambda: sum(host.alive for host in hosts.values()),
-        )
-        watch(
-            "cores_held",
-            "Cores that calls hold.",
-            lambda: sum(
-                running.holds.get(CORES, 0)
-                for host in hosts.values()
-                for running in host.running.values()
-            ),
-        )
-        watch(
-            "worker_restarts",
-            "Workers replaced so far.",
-            lambda: sum(host.restarts for host in hosts.values()),
-        )
-
 
 def _cancel(timer: asyncio.TimerHandle, _: object) -> None:
     timer.cancel()
-
-
-def _started(waiting: Waiting) -> pb.InvocationEvent:
-    return pb.InvocationEvent(
-        started=pb.InvocationStarted(
-            attempt=waiting.attempts, cores=waiting.cores, host=waiting.host
-        )
-    )

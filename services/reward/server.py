@@ -123,8 +123,8 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     ) -> pb.ListFunctionsResponse:
         """All functions with their counts."""
         return pb.ListFunctionsResponse(
-            functions=[f.status(self._runtime.warm_workers(f)) for f in self._registry],
-            pool=self._runtime.pool(),
+            functions=[f.status(self._runtime.pool.warm_for(f)) for f in self._registry],
+            pool=self._runtime.pool.status(),
         )
 
     async def Invoke(self, request: pb.InvokeRequest, context: Any) -> pb.InvokeResponse:

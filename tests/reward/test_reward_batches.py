@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from services.reward.logs import Lines
 from tests.reward.test_reward_service import Client, appears, client_of
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, new_id
 from troupe.v1 import reward_pb2 as pb
@@ -215,3 +216,23 @@ async def test_jobs_take_turns(client: Client) -> None:
         assert ended.index("modest") < 10
         last = len(ended) - 1 - ended[::-1].index("modest")
         assert ended[last + 1 :].count("greedy") >= 8
+
+
+async def test_lines_come_whole_and_a_flood_is_cut() -> None:
+    heard: list[str] = []
+    lines = Lines(heard.append)
+    lines.add(b"on")
+    lines.add(b"e\ntw\xc3")
+    lines.add(b"\xb6\n\nrest")
+    assert heard == ["one", "twö", ""]
+    lines.end()
+    assert heard.pop() == "rest"
+    heard.clear()
+    lines.add(b"y\n" * 10_000)
+    assert heard[0] == "(9,800 lines left out)"
+    assert heard[1:] == ["y"] * 200
+    heard.clear()
+    lines.add(b"x" * 10_000)
+    lines.end()
+    assert "".join(heard) == "x" * 10_000
+    assert len(heard) == 3
