@@ -1,0 +1,140 @@
+"""Whom a learner meets: self-play against the past, and the league's matchmaking."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from troupe.populations.games import Array
+from troupe.populations.pfsp import Weighting, pfsp
+
+Role = Literal["main", "main_exploiter", "league_exploiter"]
+
+# Of games that were played; before any, nobody is known to be better.
+_EVEN: Final = 0.5
+
+
+def past_selves(versions: int, *, delta: float = 0.0) -> Array:
+    """Probabilities [versions] of meeting each earlier self, the newest last: uniform over the
+    newest `1 - delta` of them (Bansal et al. 2018, section 4.2).
+
+    delta 0 is the newest alone (naive self-play), 1 all of them (fictitious self-play). Raises
+    ValueError.
+    """
+    if versions < 1 or not 0.0 <= delta <= 1.0:
+        raise ValueError(f"delta is in [0, 1] and somebody there to meet, not {delta}, {versions}")
+    oldest = min(versions - 1, math.floor((1.0 - delta) * versions))
+    found = np.zeros(versions)
+    found[oldest:] = 1.0 / (versions - oldest)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One policy of a league: a learner, or a frozen version of one."""
+
+    name: str
+    role: Role
+    frozen: bool = True
+    parent: str = ""
+    """Whose version it is; a learner: empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeagueRules:
+    """AlphaStar's league (Vinyals et al. 2019, extended data table 5 and methods)."""
+
+    self_play: float = 0.35
+    """Part of a main agent's games against the main agents themselves."""
+    forgotten: float = 0.15
+    """Part of its games against frozen versions that it has begun to lose to."""
+    weighting: Weighting = "hard"
+    exploiter_hopeless: float = 0.2
+    """A main exploiter that wins fewer games against the main agent meets its past instead."""
+    freeze_at: float = 0.7
+    """A learner that beats everybody it is to beat so often is frozen."""
+    freeze_after: int = 2_000_000_000
+    """Or after so many environment steps since it was frozen last."""
+    reset: float = 0.25
+    """Probability with which a league exploiter begins anew once it is frozen; main exploiters
+    always do, main agents never."""
+
+
+def league_opponents(
+    learner: Member,
+    members: Sequence[Member],
+    wins: Mapping[tuple[str, str], float],
+    rules: LeagueRules | None = None,
+) -> dict[str, float]:
+    """Probabilities of the members that `learner` meets next.
+
+    `wins[a, b]`: how often a beats b, in [0, 1]; pairs that never met count as even. Raises
+    ValueError where there is nobody to meet.
+    """
+    rules = rules or LeagueRules()
+    mains = [one.name for one in members if one.role == "main" and not one.frozen]
+    frozen = [one for one in members if one.frozen]
+
+    def rate(other: str) -> float:
+        return wins.get((learner.name, other), _EVEN)
+
+    def prioritised(names: Sequence[str], weighting: Weighting) -> dict[str, float]:
+        shares = pfsp([rate(name) for name in names], weighting=weighting)
+        return dict(zip(names, shares.tolist(), strict=True))
+
+    everybody = [one.name for one in frozen]
+    if learner.role == "league_exploiter":
+        return _mixed([(1.0, prioritised(everybody, rules.weighting) if everybody else {})])
+    if learner.role == "main_exploiter":
+        even = {name: 1.0 / len(mains) for name in mains}
+        past = [one.name for one in frozen if one.parent in mains]
+        if past and all(rate(name) < rules.exploiter_hopeless for name in mains):
+            return _mixed([(0.5, even), (0.5, prioritised(past, "variance"))])
+        return _mixed([(1.0, even)])
+    # A main agent: everybody who was, itself, and who it has forgotten how to beat.
+    lost = [
+        one.name for one in frozen if one.parent == learner.name and rate(one.name) < _EVEN - 0.2
+    ] + [one.name for one in frozen if one.role == "main_exploiter" and rate(one.name) < 0.3]
+    parts = [(rules.self_play, {name: 1.0 / len(mains) for name in mains})]
+    if everybody:
+        rest = 1.0 - rules.self_play - rules.forgotten
+        parts.append((rest, prioritised(everybody, rules.weighting)))
+    if lost:
+        parts.append((rules.forgotten, prioritised(lost, "variance")))
+    return _mixed(parts)
+
+
+def is_due(
+    learner: Member,
+    members: Sequence[Member],
+    wins: Mapping[tuple[str, str], float],
+    steps: int,
+    rules: LeagueRules | None = None,
+) -> bool:
+    """Whether `learner`, `steps` environment steps after it was frozen last, is frozen now."""
+    rules = rules or LeagueRules()
+    if steps >= rules.freeze_after:
+        return True
+    if learner.role == "main_exploiter":
+        rivals = [one.name for one in members if one.role == "main" and not one.frozen]
+    else:
+        rivals = [one.name for one in members if one.frozen]
+    rates = [wins.get((learner.name, rival)) for rival in rivals]
+    return bool(rates) and all(one is not None and one >= rules.freeze_at for one in rates)
+
+
+def _mixed(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """The weighted mean of those distributions that are not empty."""
+    there = [(weight, shares) for weight, shares in parts if shares and weight > 0]
+    total = sum(weight for weight, _ in there)
+    if not total:
+        raise ValueError("there is nobody to play against; put a member into the league first")
+    found: dict[str, float] = {}
+    for weight, shares in there:
+        for name, share in shares.items():
+            found[name] = found.get(name, 0.0) + weight / total * share
+    return found
