@@ -202,6 +202,7 @@ class Dispatcher:
         for one in several:
             one.chunk = work
         function.chunks.add(work)
+        function.cores_held += grant.holds.get(CORES, 0)
         ends = time.perf_counter() + grant.seconds * len(several)
         host.running[waiting.invocation_id] = Running(grant.holds, ends)
         if self._quotas is not None:
@@ -233,6 +234,7 @@ class Dispatcher:
             left = work.leave_all()
             function.chunks.discard(work)
             held = host.running.pop(key)
+            function.cores_held -= held.holds.get(CORES, 0)
             if self._quotas is not None:
                 self._quotas.give_back(held.holds)
             seconds = host.give_back(work.place, lease)

@@ -41,6 +41,8 @@ class Function:
     # Calls that wait for a worker, and what workers run.
     queued: int = 0
     chunks: set[Chunk] = field(default_factory=set)
+    # Cores that its calls hold now.
+    cores_held: int = 0
     run_seconds: float = 0.0
     cold_starts: int = 0
     deleted: bool = False
@@ -143,6 +145,7 @@ class Function:
             cold_start_p50_seconds=self.cold(0.5),
             cold_start_p99_seconds=self.cold(0.99),
             retried=self.retried,
+            cores_held=self.cores_held,
         )
 
 

@@ -150,6 +150,23 @@ async def test_the_speed_up_of_a_function_is_learned() -> None:
         assert status.serial_seconds + status.parallel_seconds > 0.01
 
 
+@two_cores
+async def test_who_holds_cores_is_told() -> None:
+    async with client_of(reward_workers=2, reward_cores=2) as client:
+        await client.register("sleeps", cores=2)
+
+        async def held() -> int:
+            listed = (await client.stub.ListFunctions(pb.ListFunctionsRequest())).functions
+            return listed[0].cores_held
+
+        call = asyncio.create_task(client.invoke("sleeps", {"seconds": 0.3}))
+        async with asyncio.timeout(60):
+            while await held() != 2:
+                await asyncio.sleep(0.01)
+        await call
+        assert await held() == 0
+
+
 async def test_what_could_never_run_is_refused_at_once(client_with_one_core: Client) -> None:
     for fields, field in [
         ({"cores": 2}, "function.cores"),

@@ -407,6 +407,7 @@ class FunctionStatus(_message.Message):
     COLD_START_P99_SECONDS_FIELD_NUMBER: _builtins.int
     RETRIED_FIELD_NUMBER: _builtins.int
     CONFINEMENT_FIELD_NUMBER: _builtins.int
+    CORES_HELD_FIELD_NUMBER: _builtins.int
     invocations: _builtins.int
     errors: _builtins.int
     running: _builtins.int
@@ -423,6 +424,8 @@ class FunctionStatus(_message.Message):
     cold_start_p99_seconds: _builtins.float
     retried: _builtins.int
     """Calls that were begun again after their worker died."""
+    cores_held: _builtins.int
+    """Cores that its calls hold now."""
     @_builtins.property
     def function(self) -> Global___FunctionSpec: ...
     @_builtins.property
@@ -446,10 +449,11 @@ class FunctionStatus(_message.Message):
         cold_start_p99_seconds: _builtins.float = ...,
         retried: _builtins.int = ...,
         confinement: _abc.Iterable[_builtins.str] | None = ...,
+        cores_held: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["function", b"function"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold_start_p50_seconds", b"cold_start_p50_seconds", "cold_start_p99_seconds", b"cold_start_p99_seconds", "cold_starts", b"cold_starts", "confinement", b"confinement", "errors", b"errors", "function", b"function", "invocations", b"invocations", "mean_seconds", b"mean_seconds", "parallel_seconds", b"parallel_seconds", "queued", b"queued", "retried", b"retried", "running", b"running", "serial_seconds", b"serial_seconds", "warm_workers", b"warm_workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cold_start_p50_seconds", b"cold_start_p50_seconds", "cold_start_p99_seconds", b"cold_start_p99_seconds", "cold_starts", b"cold_starts", "confinement", b"confinement", "cores_held", b"cores_held", "errors", b"errors", "function", b"function", "invocations", b"invocations", "mean_seconds", b"mean_seconds", "parallel_seconds", b"parallel_seconds", "queued", b"queued", "retried", b"retried", "running", b"running", "serial_seconds", b"serial_seconds", "warm_workers", b"warm_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
