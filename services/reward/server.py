@@ -1,20 +1,18 @@
-"""The Reward servicer: validate, run once per invocation id, answer."""
+"""The Reward servicer: translate and call."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, Final
 
 import grpc
 
-from services.chassis.idempotency import IdempotencyCache
 from services.chassis.telemetry import Telemetry
-from services.reward.call import Call
-from services.reward.function import Function
 from services.reward.hosts.attached import AttachedHosts
 from services.reward.hosts.fleet import Fleet
+from services.reward.invocations import Invocations
 from services.reward.logs import listening
 from services.reward.quota import open_quotas
 from services.reward.registry import Registry
@@ -23,14 +21,11 @@ from services.reward.sandboxes.guests import Guests
 from services.reward.settings import RewardSettings
 from services.reward.sources import Sources
 from services.reward.workplace import Workplace
-from troupe.rpc import InvalidArgument
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1 import reward_pb2_grpc
 
 __all__ = ["RewardService", "RewardSettings"]
 
-# Outcomes remembered at once; rewards are small, so the bytes are not what bounds them.
-_RESULTS: Final = 100_000
 # A stream that is read more slowly than its function prints misses output.
 _EVENTS: Final = 1000
 
@@ -69,11 +64,8 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             self._fleet.detach,
             beat_seconds=settings.reward_host_beat_seconds,
         )
-        self._guests = Guests(self._workplace.sandboxes, self._runtime)
-        self._most = settings.reward_max_queued
-        self._once = IdempotencyCache(
-            settings.reward_result_seconds, _RESULTS, settings.reward_result_mib << 20
-        )
+        guests = Guests(self._workplace.sandboxes, self._runtime)
+        self._invocations = Invocations(self._registry, self._runtime, guests, settings)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the servicer."""
@@ -90,7 +82,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             await self._quotas.stop()
         await self._workplace.sandboxes.stop()
         self._workplace.close()
-        await self._once.close()
+        await self._invocations.close()
         self._sources.close()
 
     async def UploadSource(
@@ -129,76 +121,13 @@ class RewardService(reward_pb2_grpc.RewardServicer):
 
     async def Invoke(self, request: pb.InvokeRequest, context: Any) -> pb.InvokeResponse:
         """Run a function once per invocation id, however often it is asked."""
-        function = self._registry.find(request.name, request.version)
-        _check_ids([request.invocation_id])
-        runs = self._guests.invoke if function.own_place else self._runtime.invoke
-        response = await self._run_once(
-            function,
-            request,
-            lambda: runs(
-                request.invocation_id,
-                function,
-                Call(
-                    request.arguments_json,
-                    request.job_id,
-                    request.trajectory_id,
-                    sandboxes=request.sandboxes,
-                    waiters=request.waiters,
-                    seconds=context.time_remaining(),
-                ),
-                priority=request.priority,
-                weight=_weight(request.weight),
-            ),
-        )
-        if response.error.kind == pb.InvocationError.KIND_BAD_ARGUMENTS:
-            raise InvalidArgument(response.error.message, field="arguments_json")
-        return response
+        return await self._invocations.invoke(request, context.time_remaining())
 
     async def InvokeBatch(
         self, request: pb.InvokeBatchRequest, context: Any
     ) -> pb.InvokeBatchResponse:
         """Run many calls of a function; all of them are queued, or none."""
-        function = self._registry.find(request.name, request.version)
-        _check_ids([call.invocation_id for call in request.calls])
-        weight = _weight(request.weight)
-        most = min(self._most, function.spec.max_queued or self._most)
-        if len(request.calls) > most:
-            raise InvalidArgument(
-                f"more calls than may ever wait ({most:,})",
-                field="calls",
-                value=len(request.calls),
-                remedy="Send them in several batches.",
-            )
-        seconds = context.time_remaining()
-        fresh = {
-            call.invocation_id: Call(
-                call.arguments_json,
-                request.job_id,
-                call.trajectory_id,
-                waiters=call.waiters,
-                seconds=seconds,
-            )
-            for call in request.calls
-            if call.invocation_id not in self._once
-        }
-        if function.own_place:
-            outcomes: Iterable[Awaitable[pb.InvokeResponse]] = [
-                asyncio.ensure_future(
-                    self._guests.invoke(
-                        name, function, call, priority=request.priority, weight=weight
-                    )
-                )
-                for name, call in fresh.items()
-            ]
-        else:
-            outcomes = self._runtime.submit(list(fresh.items()), function, request.priority, weight)
-        begun = dict(zip(fresh, outcomes, strict=True))
-        responses = await asyncio.gather(
-            *(
-                self._run_once(function, call, lambda c=call: begun[c.invocation_id])
-                for call in request.calls
-            )
-        )
+        responses = await self._invocations.batch(request, context.time_remaining())
         return pb.InvokeBatchResponse(responses=responses)
 
     async def InvokeStream(
@@ -237,8 +166,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         self, request: pb.CancelInvocationRequest, context: Any
     ) -> pb.CancelInvocationResponse:
         """End an invocation that waits or runs."""
-        name = request.invocation_id
-        cancelled = self._guests.cancel(name) or self._runtime.cancel(name)
+        cancelled = self._invocations.cancel(request.invocation_id)
         return pb.CancelInvocationResponse(cancelled=cancelled)
 
     async def CloseTrajectory(
@@ -270,45 +198,3 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             while request.follow and (following := await coming.get()) is not None:
                 if wanted(following):
                     yield following
-
-    def _run_once(
-        self,
-        function: Function,
-        call: pb.InvokeRequest | pb.BatchCall,
-        begin: Any,
-    ) -> Awaitable[pb.InvokeResponse]:
-        same = "\0".join((function.key, call.arguments_json, call.trajectory_id))
-        return self._once.run(
-            call.invocation_id,
-            same.encode(),
-            begin,
-            abandoned=lambda: self._abandon(call.invocation_id),
-        )
-
-    def _abandon(self, invocation_id: str) -> None:
-        if not self._guests.cancel(invocation_id):
-            self._runtime.abandon(invocation_id)
-
-
-def _check_ids(ids: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for invocation_id in ids:
-        if not invocation_id or invocation_id in seen:
-            raise InvalidArgument(
-                "is there twice" if invocation_id else "is empty",
-                field="invocation_id",
-                value=invocation_id,
-                remedy="Make an id for each invocation, so that a repeated call runs once.",
-            )
-        seen.add(invocation_id)
-
-
-def _weight(weight: float) -> float:
-    if not 0 <= weight < float("inf"):
-        raise InvalidArgument(
-            "is not a positive number",
-            field="weight",
-            value=weight,
-            remedy="Say how large the job's share is beside others; 0 is one.",
-        )
-    return weight or 1.0
