@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from troupe.transfer import Corrupt, Transfer, sidecar
+from troupe.transfer import Corrupt, Manifest, Transfer, sidecar
 from troupe.transfer import shelf as shelf_module
+from troupe.transfer.chunks import chunks_of
+from troupe.transfer.remote.mappings import Lease, Mappings
 
 STEM = "job/solver/weights"
 # Above what is worth keeping.
@@ -31,6 +33,11 @@ def root() -> Iterator[Path]:
 
 def state(value: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((COUNT,), float(value))}
+
+
+def holds(manifest: Manifest, lease: Lease) -> bool:
+    """Whether all bytes are what was set."""
+    return not any(chunk.damaged(lease.data) for chunk in chunks_of(manifest))
 
 
 def inode(transfer: Transfer, version: int) -> int:
@@ -137,3 +144,37 @@ def test_who_holds_the_lock_is_alone(tmp_path: Path) -> None:
     with sidecar.alone(path, 0.0):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_an_owner_keeps_the_mapping_of_a_file_that_is_filled_again(root: Path) -> None:
+    transfer, mappings = Transfer(root), Mappings()
+    transfer.set(f"{STEM}@0", state(0))
+    first, lease = mappings.lease(transfer, f"{STEM}@0")
+    mapping = lease.data.obj
+    assert holds(first, lease)
+    transfer.delete(f"{STEM}@0")
+    # It is leased: the next version gets another file.
+    transfer.set(f"{STEM}@1", state(1))
+    assert holds(first, lease)
+    del lease
+    transfer.delete(f"{STEM}@1")
+    transfer.set(f"{STEM}@2", state(2))
+    transfer.set(f"{STEM}@3", state(3))
+    leases = [mappings.lease(transfer, f"{STEM}@{version}") for version in (2, 3)]
+    assert any(lease.data.obj is mapping for _, lease in leases)
+    for manifest, lease in leases:
+        assert holds(manifest, lease)
+
+
+def test_memory_that_is_given_back_is_free_though_an_owner_has_it_mapped(root: Path) -> None:
+    transfer, mappings = Transfer(root), Mappings()
+    transfer.set(f"{STEM}@0", state(0))
+    lease = mappings.lease(transfer, f"{STEM}@0")[1]
+    with open(lease.file.name, "rb") as file:
+        del lease
+        transfer.delete(f"{STEM}@0")
+        transfer.close()
+        status = os.fstat(file.fileno())
+        assert (status.st_nlink, status.st_size) == (0, 0)
+    mappings.sweep()
+    assert not mappings._kept

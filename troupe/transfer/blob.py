@@ -154,14 +154,29 @@ def leased(path: Path) -> io.BufferedReader:
         file.close()
 
 
-def _map(path: Path) -> tuple[Manifest, mmap.mmap, int, os.stat_result]:
-    with leased(path) as file:
+def opened(path: Path) -> tuple[Manifest, int, io.BufferedReader]:
+    """Manifest, where the tensors begin, and the file, leased while it is open.
+
+    Raises what `leased` does; ValueError also when the file is damaged.
+    """
+    file = leased(path)
+    try:
         manifest, start = _read_header(file)
-        status = os.fstat(file.fileno())
-        if status.st_size != start + manifest.end:
-            raise ValueError(f"{status.st_size} bytes long instead of {start + manifest.end}")
+        size = os.fstat(file.fileno()).st_size
+        if size != start + manifest.end:
+            raise ValueError(f"{size} bytes long instead of {start + manifest.end}")
+    except BaseException:
+        file.close()
+        raise
+    return manifest, start, file
+
+
+def _map(path: Path) -> tuple[Manifest, mmap.mmap, int, os.stat_result]:
+    manifest, start, file = opened(path)
+    with file:
         # The mapping keeps a duplicate of the descriptor, and with it the lease.
-        return manifest, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), start, status
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return manifest, mapping, start, os.fstat(file.fileno())
 
 
 def _read_header(file: io.BufferedReader) -> tuple[Manifest, int]:

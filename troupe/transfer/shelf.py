@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -68,6 +69,16 @@ class Shelf:
         """What is stored under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
         try:
             return blob.read_manifest(self.path(key))
+        except FileNotFoundError:
+            raise KeyNotFound(key, "deleted while being read") from None
+        except ValueError as error:
+            raise Corrupt(key, str(error)) from error
+
+    def opened(self, key: str) -> tuple[Manifest, int, BinaryIO]:
+        """Manifest, start of the tensors, and the file of `key`, which nobody fills again while it
+        is open. Raises KeyNotFound, Corrupt."""
+        try:
+            return blob.opened(self.path(key))
         except FileNotFoundError:
             raise KeyNotFound(key, "deleted while being read") from None
         except ValueError as error:

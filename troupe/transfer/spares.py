@@ -55,6 +55,9 @@ class Spare:
 
     def close(self) -> None:
         """Forget it; its memory is free once no key names it and nobody has it mapped."""
+        if os.fstat(self.file.fileno()).st_nlink == 1 and _locked(self):
+            # Nobody reads it, but an owner may still have it mapped.
+            self.file.truncate(0)
         self.link.unlink(missing_ok=True)
         self.mapping = None
         self.file.close()

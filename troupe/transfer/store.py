@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -208,9 +208,10 @@ class Transfer:
         """What is stored here under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
         return self._shelf.manifest(key)
 
-    def stored_bytes(self, key: str) -> tuple[Manifest, memoryview]:
-        """Manifest and data section of `key`, mapped, not verified. Raises KeyNotFound, Corrupt."""
-        return self._shelf.bytes(key)
+    def opened(self, key: str) -> tuple[Manifest, int, BinaryIO]:
+        """Manifest, start of the tensors, and the file of `key`, which nobody fills again while it
+        is open. Not verified. Raises KeyNotFound, Corrupt."""
+        return self._shelf.opened(key)
 
     def newest(self, stem: str, *, at_least: int = 0) -> Manifest:
         """The highest version under `stem` ("job/policy/weights"), for who has seen `at_least`.

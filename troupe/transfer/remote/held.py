@@ -9,6 +9,7 @@ from typing import Final
 
 from troupe.rpc.errors import NotFound
 from troupe.transfer.manifest import Manifest
+from troupe.transfer.remote.mappings import Lease
 from troupe.transfer.remote.tree import Tree
 
 # Who asked what there is begins to read it, or to read the rest of it, within this.
@@ -20,7 +21,7 @@ _TREE_SECONDS: Final = 300.0
 @dataclass
 class _Hold:
     manifest: Manifest
-    data: memoryview
+    lease: Lease
     until: float
     # Readers that were told of it and have not had all of it.
     readers: int = 0
@@ -35,22 +36,22 @@ class Held:
         self._holds: dict[tuple[str, str], _Hold] = {}
         self._trees: dict[tuple[str, str], tuple[Tree, float]] = {}
 
-    def told(self, manifest: Manifest, data: memoryview) -> None:
+    def told(self, manifest: Manifest, lease: Lease) -> None:
         """Somebody was told of it, and will read it."""
         name = (manifest.key, manifest.checksum)
         with self._lock:
-            hold = self._holds.setdefault(name, _Hold(manifest, data, 0.0))
+            hold = self._holds.setdefault(name, _Hold(manifest, lease, 0.0))
             hold.readers += 1
             hold.until = time.monotonic() + _HOLD_SECONDS
 
-    def find(self, key: str, checksum: str) -> tuple[Manifest, memoryview]:
+    def find(self, key: str, checksum: str) -> tuple[Manifest, Lease]:
         """What is held. Raises NotFound."""
         with self._lock:
             hold = self._holds.get((key, checksum))
             if hold is None:
                 raise NotFound(f"nothing of this content is held of '{key}'")
             hold.until = time.monotonic() + _HOLD_SECONDS
-            return hold.manifest, hold.data
+            return hold.manifest, hold.lease
 
     def read(self, key: str, checksum: str) -> None:
         """Somebody has all of it."""

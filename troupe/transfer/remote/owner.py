@@ -23,6 +23,7 @@ from troupe.transfer.places import Wanted
 from troupe.transfer.remote.arrivals import Arrivals
 from troupe.transfer.remote.held import Held
 from troupe.transfer.remote.lanes import Lanes
+from troupe.transfer.remote.mappings import Mappings
 from troupe.transfer.remote.peer import Peer
 from troupe.transfer.remote.serving import Bearer, Servicer, is_loopback
 from troupe.transfer.store import Transfer
@@ -71,6 +72,7 @@ class Owner:
         settings = settings or ClientSettings(token=token)
         self._settings = settings.model_copy(update={"retry": NO_RETRY})
         self._arrivals, self._held, self._lanes = Arrivals(), Held(), Lanes()
+        self._mappings = Mappings()
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         # Two threads more than readers: descriptions do not wait for a long read.
@@ -88,6 +90,7 @@ class Owner:
             arrivals=self._arrivals,
             held=self._held,
             lanes=self._lanes,
+            mappings=self._mappings,
             fetch=self._fetch,
         )
         rpc.add_TransferOwnerServicer_to_server(servicer, self._server)
@@ -173,4 +176,5 @@ class Owner:
     def _sweep(self) -> None:
         while not self._stopped.wait(_SWEEP_SECONDS):
             self._held.sweep()
+            self._mappings.sweep()
             self._transfer.sweep()

@@ -31,6 +31,7 @@ from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.arrivals import Arrivals
 from troupe.transfer.remote.held import Held
 from troupe.transfer.remote.lanes import Lanes
+from troupe.transfer.remote.mappings import Lease, Mappings
 from troupe.transfer.remote.part import Part
 from troupe.transfer.store import Transfer
 from troupe.v1 import transfer_pb2 as pb
@@ -59,10 +60,11 @@ class Servicer(rpc.TransferOwnerServicer):
         arrivals: Arrivals,
         held: Held,
         lanes: Lanes,
+        mappings: Mappings,
         fetch: FetchHere,
     ) -> None:
         self._transfer, self._arrivals, self._held = transfer, arrivals, held
-        self._lanes, self._fetch = lanes, fetch
+        self._lanes, self._mappings, self._fetch = lanes, mappings, fetch
         self._why_not = ucx.missing() if use_ucx else "switched off"
         if self._why_not:
             log.warning("other hosts read from here through gRPC: %s", self._why_not)
@@ -177,19 +179,19 @@ class Servicer(rpc.TransferOwnerServicer):
         key = request.key
         if request.cast:
             key = self._transfer.cast(request.key, check_cast(request.cast)).key
-        manifest, data = self._transfer.stored_bytes(key)
-        self._held.told(manifest, data)
+        manifest, lease = self._mappings.lease(self._transfer, key)
+        self._held.told(manifest, lease)
         return manifest
 
     def _source(self, request: pb.ReadStateRequest) -> _Source:
         """Raises FailedPrecondition of kind "transfer_replaced", NotFound."""
         part = self._arrivals.find(request.key, request.checksum)
         if part is not None:
-            return _Arriving(part, self._transfer)
+            return _Arriving(part, self._transfer, self._mappings)
         try:
             return _Stored(*self._held.find(request.key, request.checksum))
         except NotFound:
-            manifest, data = self._transfer.stored_bytes(request.key)
+            manifest, lease = self._mappings.lease(self._transfer, request.key)
         if manifest.checksum != request.checksum:
             raise FailedPrecondition(
                 f"holds {manifest.checksum} by now",
@@ -198,7 +200,7 @@ class Servicer(rpc.TransferOwnerServicer):
                 value=request.checksum,
                 remedy="Ask for its description again.",
             )
-        return _Stored(manifest, data)
+        return _Stored(manifest, lease)
 
     def _by_lane(
         self, request: pb.ReadStateRequest, source: _Source, alive: Callable[[], bool]
@@ -227,31 +229,31 @@ class Servicer(rpc.TransferOwnerServicer):
 class _Stored:
     """A state that is all here."""
 
-    def __init__(self, manifest: Manifest, data: memoryview) -> None:
+    def __init__(self, manifest: Manifest, lease: Lease) -> None:
         self.chunks = chunks_of(manifest)
-        self._data = data
+        self._lease = lease
 
     def wait(self, index: int, alive: Callable[[], bool]) -> memoryview:
         """The bytes of a chunk."""
-        return self.chunks[index].of(self._data)
+        return self.chunks[index].of(self._lease.data)
 
 
 class _Arriving:
     """A state that this host is still fetching."""
 
-    def __init__(self, part: Part, transfer: Transfer) -> None:
+    def __init__(self, part: Part, transfer: Transfer, mappings: Mappings) -> None:
         self.chunks: tuple[Chunk, ...] = part.chunks
-        self._part, self._transfer = part, transfer
+        self._part, self._transfer, self._mappings = part, transfer, mappings
         self._stored: _Stored | None = None
 
     def wait(self, index: int, alive: Callable[[], bool]) -> memoryview:
         """The bytes of a chunk once they have come. Raises Unavailable when they do not."""
         if self._stored is None and self._part.shown:
             # From now on its file may be deleted and used again: hold it.
-            manifest, data = self._transfer.stored_bytes(self._part.manifest.key)
+            manifest, lease = self._mappings.lease(self._transfer, self._part.manifest.key)
             if manifest.checksum != self._part.manifest.checksum:
                 raise Unavailable("was replaced meanwhile", kind="transfer_source_failed")
-            self._stored = _Stored(manifest, data)
+            self._stored = _Stored(manifest, lease)
         if self._stored is not None:
             return self._stored.wait(index, alive)
         deadline = time.monotonic() + _IDLE_SECONDS
