@@ -21,7 +21,7 @@ from services.chassis.app import serve
 from services.reward.hosts.service import RewardHost
 from services.reward.server import RewardService
 from services.reward.settings import RewardSettings
-from troupe.rpc import InvalidArgument, connect, new_id
+from troupe.rpc import NO_RETRY, InvalidArgument, Unavailable, connect, new_id
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
@@ -259,9 +259,20 @@ async def test_a_cost_that_no_host_can_meet_is_refused_at_once(
             await service.register("score", **fields)
 
 
-async def test_without_any_host_nothing_can_be_registered_and_offers_are_checked(
-    service: Service,
-) -> None:
+async def test_who_has_just_started_expects_hosts() -> None:
+    settings = RewardSettings(reward_workers=0, drain_seconds=1)
+    async with (
+        serve(RewardService, settings) as server,
+        connect(server.address, server.settings.client(retry=NO_RETRY)) as channel,
+    ):
+        fresh = Service(RewardStub(channel), server.address)
+        await fresh.register("score", cores=64)
+        async with fresh.host("small", reward_cores=1, reward_core_backend="affinity"):
+            with pytest.raises(Unavailable, match="others may come"):
+                await fresh.register("score", cores=65)
+
+
+async def test_offers_that_make_no_sense_are_refused(service: Service) -> None:
     for offer, reason in (
         (pb.HostOffer(host_id="x y", workers=1), "offer.host_id"),
         (pb.HostOffer(host_id="x", workers=0), "offer.workers"),

@@ -15,7 +15,7 @@ from services.reward.quota import PREFIX as QUOTA
 from services.reward.quota import QuotaManager
 from services.reward.sandbox import PROCESS
 from services.reward.stock import MEMORY, PLENTY, SANDBOX, Stock, needs_of
-from troupe.rpc import InvalidArgument
+from troupe.rpc import InvalidArgument, Unavailable
 from troupe.scheduling.elastic import Action, Amounts
 from troupe.scheduling.elastic.cells import Model
 from troupe.scheduling.elastic.hosts import nowhere
@@ -41,6 +41,7 @@ class Fleet:
     ) -> None:
         """What only a host can run that left less than `expected_seconds` ago is not refused."""
         self._expected_seconds = expected_seconds
+        self._started = time.monotonic()
         self._own, self._dispatcher, self._quotas = own, dispatcher, quotas
         self._stocks: dict[str, tuple[int, int, Stock]] = {}
         self._left: dict[str, float] = {}
@@ -62,7 +63,10 @@ class Fleet:
 
     def check(self, spec: pb.FunctionSpec) -> None:
         """Raise `InvalidArgument` where no host that is there, or was a moment ago, could ever run
-        a call."""
+        a call; `Unavailable` where the one that could may not have attached yet.
+
+        Without any host nothing is known: whatever comes may be able to.
+        """
         if spec.quota:
             self._check_quota(spec)
         if spec.gpus and not spec.model_service:
@@ -85,9 +89,17 @@ class Fleet:
         needs = {WORKERS: 1, CORES: least, **needs_of(spec, level)}
         needs = {r: amount for r, amount in needs.items() if not r.startswith(QUOTA)}
         hosts = self._capacities(needs)
-        missing = nowhere(Action("", 0.0, needs), hosts) if hosts else WORKERS
+        missing = nowhere(Action("", 0.0, needs), hosts) if hosts else None
         if missing is None:
             return
+        age = time.monotonic() - self._started
+        if not self._own.workers and age < self._expected_seconds:
+            raise Unavailable(
+                f"no host that is attached has {needs[missing]} of {missing}; this service started "
+                f"{age:.0f} s ago, and others may come",
+                kind="hosts_expected",
+                retry_after_ms=1000,
+            )
         most = max((host[missing] for host in hosts.values()), default=0)
         field, setting = _FIELDS.get(missing, ("", ""))
         if missing.startswith(MODEL):
