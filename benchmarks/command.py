@@ -15,11 +15,18 @@ from typing import Any, Final
 _END_SECONDS: Final = 20.0
 
 
-def options_of(doc: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """`quick` and `json`, as `arguments` or the command line say; `doc` is the module's."""
+def options_of(
+    doc: str | None, arguments: Sequence[str] | None, *, parts: Sequence[str] = ()
+) -> argparse.Namespace:
+    """`quick` and `json`, as `arguments` or the command line say; `doc` is the module's.
+
+    With `parts`, what can be run alone, `only` is the one that is asked for, or None.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
+    if parts:
+        parser.add_argument("--only", choices=parts, help="a part of it")
     return parser.parse_args(arguments)
 
 

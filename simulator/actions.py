@@ -85,7 +85,8 @@ class ElasticPool:
         self._count = 0
         self._pumping = False
         self.core_seconds = 0.0
-        self.decisions = 0
+        # Of all actions, from being asked for to their start.
+        self.waited = 0.0
 
     def run(self, call: Call, host: str | None = None) -> Generator[simpy.Event, Any, str]:
         """Wait for its turn, then run; returns the host that it ran on. `host` is the only one
@@ -98,6 +99,7 @@ class ElasticPool:
         if self._kinds[action.kind] == 1:  # else it waits behind one that waits for the same
             self._pump()
         placed: Placed = yield started
+        self.waited += self._env.now - action.since
         machine, cores = self._machines[placed.host], placed.holds.get(CORES, 0)
         seconds = call.seconds(cores)
         yield self._env.timeout(seconds)
@@ -152,7 +154,6 @@ class ElasticPool:
         if not self._queue:
             return
         hosts = [machine.seen() for machine in self._machines.values()]
-        self.decisions += 1
         grants = self._decide(hosts, self._queue, self._env.now, self._rules)
         started = {grant.action.action_id for grant in grants}
         if started:

@@ -40,13 +40,17 @@ class Pods:
         self._next = 0.0
         self._places = simpy.Resource(env, places)
         self.core_seconds = 0.0
+        # Of all trajectories, for a pod.
+        self.waited = 0.0
 
     def reserve(self) -> Generator[simpy.Event, Any, simpy.Event]:
         """Wait for a pod; returns it."""
+        asked = self._env.now
         request = self._places.request()
         yield request
         made = self._next = max(self._next, self._env.now) + self._interval
         yield self._env.timeout(made - self._env.now + self._start_seconds)
+        self.waited += self._env.now - asked
         return request
 
     def release(self, pod: Any) -> None:

@@ -18,11 +18,18 @@ from simulator.trace import Asked, Trajectory
 @dataclass
 class Played:
     """What came of one batch. `acts`: seconds from asking for an action to its end, in the order
-    of their ends; the wait for a pod is part of the first. `seconds`: until the last trajectory
-    ended."""
+    of their ends; the wait for a pod is part of the first. `waited`: seconds of all of them before
+    they began. `core_seconds`: what they held while they ran. `seconds`: until the last ended."""
 
     acts: list[float] = field(default_factory=list)
+    waited: float = 0.0
+    core_seconds: float = 0.0
     seconds: float = 0.0
+
+    @property
+    def wait(self) -> float:
+        """Mean seconds before an action began."""
+        return self.waited / len(self.acts)
 
     @property
     def act(self) -> float:
@@ -47,6 +54,7 @@ def play(
             env.process(_elastic(env, pool, trajectory, played, stateful))
     env.run()
     played.seconds = float(env.now)
+    played.waited, played.core_seconds = pool.waited, pool.core_seconds
     return played
 
 

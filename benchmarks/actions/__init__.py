@@ -1,0 +1,1 @@
+"""`python -m benchmarks.actions`: actions scheduled one by one, beside reservations."""

@@ -1,0 +1,215 @@
+"""Actions scheduled one by one, beside a reservation for every trajectory.
+
+    python -m benchmarks.actions [--quick] [--json] [--only real|paced|simulated|decisions]
+
+`real`: a reward service hands the cores of this machine to actions that burn them. `paced`: it
+hands out cores of a larger host, and actions sleep as long as they would take there. `simulated`:
+the same decisions in simulated time, at the published sizes. `decisions`: how long one takes. The
+last line is one JSON object, of what was run:
+
+- `act_elastic_s`, `act_static_s`, `act_fixed_s`: mean action completion time of 64 trajectories on
+  the paced host; `act_gain` by number of trajectories.
+- `resources_saved`: simulated, smallest batch: the part of the cores that elastic actions do
+  without and are as fast as with a reservation of no more than each uses; `saved_of_all`: of all
+  cores, as the baseline reserves them. `paced_saved`: the paced ACT with that part fewer cores
+  over the one with fixed shares and no wait.
+- `overhead`: of the service's running of an action over the function's own time, real cores.
+- `service_cpu`: CPU of the service, scheduler included, over core-seconds of the actions, real.
+- `real_gain`: static over elastic ACT on this machine's cores, by number of trajectories.
+- `twin_error`: the largest difference of simulated and paced elastic ACT, as a part of it.
+- `simulated_gain`: static over elastic ACT by batch. `queue_s`: mean wait of an elastic action.
+- `gpus_for_equal_latency`: of 36 dedicated ones; at other loads `gpus_at_busy`.
+- `decision_p99_ms`: CPU of a decision with 4,096 queued actions of 64 levels on 15 hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.console import Console
+
+from benchmarks.actions import report, simulated
+from benchmarks.actions.decisions import decision_seconds
+from benchmarks.actions.live import Mode, Result, play
+from benchmarks.actions.served import started
+from benchmarks.command import options_of
+from simulator.rollout import Played
+from simulator.trace import CodingLaw, TeacherLaw, Trajectory, coding
+
+_SEED: Final = 1
+_PARTS: Final = ("real", "paced", "simulated", "decisions")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    real: tuple[int, ...] = (1, 4, 16, 64)
+    paced: tuple[int, ...] = (16, 64, 96)
+    paced_workers: int = 100
+    # Seconds of the trace become these here: real work, and sleep.
+    real_scale: float = 1 / 500
+    paced_scale: float = 1 / 50
+    turns: float = 8.0
+    sizes: tuple[int, ...] = (256, 512, 768, 1024, 1280, 1536)
+    beyond: tuple[int, ...] = (2048, 2560, 3072)
+    pools: tuple[int, ...] = (8, 12, 16, 20, 24, 28, 32, 36, 40)
+    steps: int = 10
+    queued: int = 4096
+    decisions: int = 2000
+
+
+FULL = Plan()
+QUICK = Plan(
+    real=(1, 2),
+    paced=(4, 8),
+    paced_workers=10,
+    real_scale=1 / 1000,
+    paced_scale=1 / 400,
+    turns=3.0,
+    sizes=(256, 512),
+    beyond=(),
+    pools=(12, 36),
+    steps=1,
+    queued=512,
+    decisions=20,
+)
+# Of a host that is one sixteenth of the published ones.
+_PACED_CORES: Final = simulated.HOSTS * simulated.HOST_CORES // 16
+
+
+async def real(plan: Plan, console: Console) -> dict[str, Any]:
+    """On the cores of this machine."""
+    cores = len(os.sched_getaffinity(0))
+    # A machine of few cores: nobody gets more than it has, and a reservation is one core.
+    law = CodingLaw(turns=plan.turns / 2, reward_seconds=60.0, max_cores=cores, duty_cores=1)
+    law = law.scaled(plan.real_scale)
+    modes = (Mode("elastic"), Mode("fixed", cores), Mode("reserved", 1, cores))
+    rows: list[tuple[Result, Played]] = []
+    async with started(cores, 4 * cores, paced=False) as reward:
+        for count in plan.real:
+            trajectories = coding(count, law, _SEED)
+            for mode in modes:
+                result = await play(reward, trajectories, mode, cores, law)
+                rows.append((result, _twin(trajectories, mode, cores)))
+    report.live(console, "For real: the cores of this machine", rows)
+    largest = [result for result, _ in rows if result.mode == "elastic"][-1]
+    return {
+        "real_gain": _gains([result for result, _ in rows]),
+        "overhead": round(largest.overhead, 4),
+        "service_cpu": round(largest.scheduler, 4),
+    }
+
+
+async def paced(plan: Plan, console: Console, saved: float | None) -> dict[str, Any]:
+    """On a host of more cores, whose actions sleep; `saved`: the part of the cores that it should
+    be able to do without."""
+    law = CodingLaw(turns=plan.turns).scaled(plan.paced_scale)
+    parallelism, places = simulated.POD_PARALLELISM, _PACED_CORES // simulated.POD_CORES
+    modes = (Mode("elastic"), Mode("fixed", parallelism), Mode("reserved", parallelism, places))
+    rows: list[tuple[Result, Played]] = []
+    found: dict[str, Any] = {}
+    async with started(_PACED_CORES, plan.paced_workers, paced=True) as reward:
+        for count in plan.paced:
+            trajectories = coding(count, law, _SEED)
+            for mode in modes:
+                result = await play(reward, trajectories, mode, _PACED_CORES, law)
+                rows.append((result, _twin(trajectories, mode, _PACED_CORES)))
+    if saved is not None:
+        fewer = max(law.max_cores, round(parallelism * plan.paced[0] * (1 - saved)))
+        trajectories = coding(plan.paced[0], law, _SEED)
+        async with started(fewer, plan.paced_workers, paced=True) as reward:
+            result = await play(reward, trajectories, modes[0], fewer, law)
+        rows.append((result, _twin(trajectories, modes[0], fewer)))
+        found["paced_saved"] = round(result.act / _of(rows, "fixed", plan.paced[0]).act, 2)
+    report.live(console, "Paced: the service for real, actions asleep", rows)
+    middle = 64 if 64 in plan.paced else plan.paced[-1]
+    for key, name in (("static", "reserved"), ("elastic", "elastic"), ("fixed", "fixed")):
+        found[f"act_{key}_s"] = round(_of(rows, name, middle).act, 3)
+    errors = [abs(twin.act / r.act - 1) for r, twin in rows if r.mode == "elastic"]
+    return found | {
+        "act_gain": _gains([result for result, _ in rows]),
+        "twin_error": round(max(errors), 3),
+    }
+
+
+def simulate(plan: Plan, console: Console) -> dict[str, Any]:
+    """In simulated time."""
+    law = CodingLaw()
+    rows = simulated.batches(plan.sizes, plan.beyond, law, _SEED)
+    report.batches(console, rows)
+    count, total = rows[0].trajectories, simulated.HOSTS * simulated.HOST_CORES
+    trajectories = coding(count, law, _SEED)
+    tight = count * simulated.POD_PARALLELISM
+    own = simulated.tight(trajectories)
+    unit = tight // 16
+    cores, fewer = simulated.cores_for(own.act, trajectories, unit, 16)
+    console.print(
+        f"{count} trajectories with {simulated.POD_PARALLELISM} cores each, which no action of "
+        f"theirs waits for: {tight} cores, ACT {own.act:.2f} s. Elastic with {cores} cores: "
+        f"{fewer.act:.2f} s"
+    )
+    enough: dict[str, int | None] = {}
+    for busy in (0.03, 0.07):
+        each, shared = simulated.pools(plan.pools, plan.steps, TeacherLaw(busy=busy), _SEED)
+        report.pools(console, busy, each, shared)
+        least = simulated.enough(each, shared)
+        enough[f"{busy:.2f}"] = None if least is None else least.gpus
+    return {
+        "resources_saved": round(1 - cores / tight, 3),
+        "saved_of_all": round(1 - cores / total, 3),
+        "simulated_gain": {f"{r.trajectories}": round(r.gain, 1) for r in rows if r.static},
+        "queue_s": {f"{r.trajectories}": round(r.elastic.wait, 3) for r in rows},
+        "gpus_for_equal_latency": enough["0.03"],
+        "gpus_at_busy": enough,
+    }
+
+
+def _twin(trajectories: Sequence[Trajectory], mode: Mode, cores: int) -> Played:
+    """The same in simulated time."""
+    if mode.places is not None:
+        pod, parallelism = cores // mode.places, mode.fixed or 1
+        return simulated.reserved(
+            trajectories, [cores], pod=pod, parallelism=parallelism, kubernetes=False
+        )
+    if mode.fixed is not None:
+        return simulated.fixed(trajectories, [cores], mode.fixed)
+    return simulated.elastic(trajectories, [cores])
+
+
+def _of(rows: Sequence[tuple[Result, Played]], mode: str, count: int) -> Result:
+    return next(r for r, _ in rows if (r.mode, r.trajectories) == (mode, count))
+
+
+def _gains(results: Sequence[Result]) -> dict[str, float]:
+    """Static over elastic ACT, by number of trajectories."""
+    static = {r.trajectories: r.act for r in results if r.mode == "reserved"}
+    elastic = {r.trajectories: r.act for r in reversed(results) if r.mode == "elastic"}
+    return {f"{count}": round(act / elastic[count], 2) for count, act in static.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print tables, and the JSON object last."""
+    options = options_of(__doc__, arguments, parts=_PARTS)
+    plan = QUICK if options.quick else FULL
+    console = Console(quiet=options.json, width=140)
+    parts = (options.only,) if options.only else _PARTS
+    found: dict[str, Any] = {}
+    if "decisions" in parts:
+        found |= report.decisions(console, *decision_seconds(plan.queued, plan.decisions, _SEED))
+    if "simulated" in parts:
+        found |= simulate(plan, console)
+    if "paced" in parts:
+        found |= asyncio.run(paced(plan, console, found.get("resources_saved")))
+    if "real" in parts:
+        found |= asyncio.run(real(plan, console))
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""A reward service's process, its functions, and how they are called."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+import psutil
+
+from benchmarks.actions.functions import PACED_DIR
+from benchmarks.command import end, scratch
+from simulator.trace import SHELL, Call
+from troupe.rpc import ClientSettings, connect, new_id
+from troupe.v1 import reward_pb2 as pb
+from troupe.v1.reward_pb2_grpc import RewardStub
+
+if TYPE_CHECKING:
+    from troupe.v1.reward_pb2_grpc import RewardAsyncStub
+
+_START_SECONDS = 60.0
+_CALL_SECONDS = 600.0
+# What workers are warmed up with: long enough that each gets one.
+_NOTHING = Call(SHELL, 1, 1, 0.02, 0.0)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One action: seconds from asking to the answer, of running as the service and as the function
+    saw it, and its cores."""
+
+    act: float
+    run: float
+    own: float
+    cores: int
+
+
+class Reward:
+    """A service that has started."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, process: psutil.Process, workers: int, paced: bool
+    ) -> None:
+        self._stub: RewardAsyncStub = RewardStub(channel)
+        self._process = process
+        self._workers = workers
+        self._entrypoint = f"benchmarks.actions.functions:{'paced' if paced else 'burnt'}"
+
+    def cpu_seconds(self) -> float:
+        """What the service itself has used, without its workers."""
+        times = self._process.cpu_times()
+        return times.user + times.system
+
+    async def register(self, name: str, lowest: int, highest: int, fraction: float = 0.0) -> None:
+        """A function that takes `lowest` .. `highest` cores; every worker imports it."""
+        spec = pb.FunctionSpec(
+            name=name,
+            version="1",
+            entrypoint=self._entrypoint,
+            timeout_seconds=_CALL_SECONDS,
+            cores=lowest,
+            max_cores=highest if highest > lowest else 0,
+            parallel_fraction=fraction,
+        )
+        await self._stub.RegisterFunction(
+            pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
+        )
+        await asyncio.gather(*(self.run(name, _NOTHING) for _ in range(2 * self._workers)))
+
+    async def run(self, name: str, call: Call) -> Ran:
+        """Run an action."""
+        asked = time.perf_counter()
+        response = await self._stub.Invoke(
+            pb.InvokeRequest(
+                invocation_id=new_id(),
+                name=name,
+                version="1",
+                arguments_json=json.dumps({"serial": call.serial, "parallel": call.parallel}),
+            ),
+            timeout=_CALL_SECONDS,
+        )
+        if response.HasField("error"):
+            raise RuntimeError(f"{name}: {response.error.message}")
+        own = float(json.loads(response.result_json))
+        return Ran(time.perf_counter() - asked, response.run_seconds, own, response.cores)
+
+
+@contextlib.asynccontextmanager
+async def started(cores: int, workers: int, *, paced: bool) -> AsyncIterator[Reward]:
+    """A service with so many cores and workers, warm."""
+    with _process(cores, workers, paced) as (process, address):
+        channel = connect(address, ClientSettings())
+        try:
+            reward = Reward(channel, process, workers, paced)
+            await reward.register(SHELL, 1, 1)
+            _go_ahead(process)
+            yield reward
+        finally:
+            await channel.close(None)
+
+
+def _go_ahead(service: psutil.Process) -> None:
+    """In a real-time class (`chrt -r`) the service and this process go before workers that burn,
+    as they do without: there nobody has to wait until another's turn is over."""
+    if os.sched_getscheduler(0) != os.SCHED_RR:
+        return
+    priority = os.sched_param(os.sched_getparam(0).sched_priority + 1)
+    for process in (service, psutil.Process()):
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setscheduler(thread.id, os.SCHED_RR, priority)
+
+
+@contextlib.contextmanager
+def _process(cores: int, workers: int, paced: bool) -> Iterator[tuple[psutil.Process, str]]:
+    module = "benchmarks.actions.paced_service" if paced else "services.reward"
+    with scratch("actions-") as directory, contextlib.ExitStack() as stack:
+        ports, log = directory / "ports", directory / "service.log"
+        env = {
+            "TROUPE_PORT": "0",
+            "TROUPE_PORT_FILE": str(ports),
+            "TROUPE_REWARD_WORKERS": str(workers),
+            "TROUPE_REWARD_MIN_WORKERS": str(workers),
+            "TROUPE_REWARD_CORES": str(cores),
+            PACED_DIR: str(directory),
+        }
+        out = stack.enter_context(log.open("wb"))
+        command = [sys.executable, "-m", module]
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | env)
+        stack.callback(end, process)
+        deadline = time.monotonic() + _START_SECONDS
+        while not (ports.exists() and ports.read_text().strip()):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the reward service did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        yield psutil.Process(process.pid), f"127.0.0.1:{ports.read_text().split()[0]}"

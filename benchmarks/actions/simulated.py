@@ -1,0 +1,173 @@
+"""The published set-ups in simulated time: 15 hosts of 256 cores; 9 model services of 4 GPUs.
+
+The decisions are those of the services (`troupe.scheduling.elastic`); hosts, tools and models are
+modelled (`simulator`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import simpy
+
+from benchmarks.command import quantile
+from simulator.actions import CORES, ElasticPool
+from simulator.models import Dedicated, Service, SharedPool
+from simulator.pods import Pods
+from simulator.rollout import Played, ask, play
+from simulator.trace import (
+    REWARD,
+    TESTS,
+    Asked,
+    CodingLaw,
+    TeacherLaw,
+    Trajectory,
+    coding,
+    teaching,
+)
+
+HOSTS, HOST_CORES = 15, 256
+# What a pod of the baseline reserves, and what its test runner uses of that.
+POD_CORES, POD_PARALLELISM = 16, 2
+# A pod is ready after so many seconds; the control plane makes so many per second (the default
+# request rate of Kubernetes' controllers).
+POD_SECONDS, PODS_PER_SECOND = 2.0, 20.0
+# What users guess; the truth is `CodingLaw.parallel_fraction`.
+DECLARED = {TESTS: 0.9, REWARD: 0.9}
+SERVICES, SERVICE_GPUS, RESTORE_SECONDS = 9, 4, 1.0
+# A shared pool is as fast as dedicated devices when the mean is at most so many times theirs: what
+# ARL-Tangram itself reports as the overhead of restoring, about a quarter, is allowed for.
+AS_FAST = 1.25
+
+
+def elastic(trajectories: Sequence[Trajectory], hosts: Sequence[int]) -> Played:
+    """Actions scheduled one by one on hosts of so many cores."""
+    capacities = [{CORES: cores} for cores in hosts]
+    return play(trajectories, lambda env: ElasticPool(env, capacities, fractions=DECLARED))
+
+
+def fixed(trajectories: Sequence[Trajectory], hosts: Sequence[int], cores: int) -> Played:
+    """The same, but every action that is elastic gets so many cores."""
+    capacities = [{CORES: each} for each in hosts]
+    return play(
+        trajectories,
+        lambda env: ElasticPool(env, capacities, fixed=cores, fractions=DECLARED),
+    )
+
+
+def reserved(
+    trajectories: Sequence[Trajectory],
+    hosts: Sequence[int],
+    *,
+    pod: int = POD_CORES,
+    parallelism: int = POD_PARALLELISM,
+    kubernetes: bool = True,
+) -> Played:
+    """A pod for every trajectory; `kubernetes`: making one takes its time."""
+    capacities = [{CORES: cores} for cores in hosts]
+
+    def make(env: simpy.Environment) -> Pods:
+        if not kubernetes:
+            return Pods(env, capacities, cores=pod, parallelism=parallelism)
+        return Pods(
+            env,
+            capacities,
+            cores=pod,
+            parallelism=parallelism,
+            start_seconds=POD_SECONDS,
+            made_per_second=PODS_PER_SECOND,
+        )
+
+    return play(trajectories, make)
+
+
+def tight(trajectories: Sequence[Trajectory]) -> Played:
+    """Reservations of no more than actions use, one for everybody at once."""
+    cores = POD_PARALLELISM * len(trajectories)
+    return reserved(trajectories, [cores], pod=POD_PARALLELISM, kubernetes=False)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One size of batch; `static` is None where it was not played."""
+
+    trajectories: int
+    elastic: Played
+    static: Played | None
+
+    @property
+    def gain(self) -> float:
+        """How many times longer actions take with reservations."""
+        assert self.static is not None
+        return self.static.act / self.elastic.act
+
+
+def batches(sizes: Sequence[int], beyond: Sequence[int], law: CodingLaw, seed: int) -> list[Batch]:
+    """`sizes` elastic and static, those `beyond` elastic only."""
+    hosts = [HOST_CORES] * HOSTS
+    trajectories = coding(max(*sizes, *beyond), law, seed)
+    found = []
+    for size in sorted({*sizes, *beyond}):
+        part = trajectories[:size]
+        static = reserved(part, hosts) if size in sizes else None
+        found.append(Batch(size, elastic(part, hosts), static))
+    return found
+
+
+def cores_for(
+    act: float, trajectories: Sequence[Trajectory], unit: int, most: int
+) -> tuple[int, Played]:
+    """The fewest hosts of `unit` cores on which actions take `act` seconds at most, as cores."""
+    low, high, best = 0, most, elastic(trajectories, [unit] * most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = elastic(trajectories, [unit] * middle)
+        if tried.act <= act:
+            high, best = middle, tried
+        else:
+            low = middle
+    return high * unit, best
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Calls of model services on so many GPUs; `restores`: models restored per call."""
+
+    gpus: int
+    mean: float
+    p99: float
+    restores: float = 0.0
+
+
+def pools(sizes: Sequence[int], steps: int, law: TeacherLaw, seed: int) -> tuple[Pool, list[Pool]]:
+    """Every service on devices of its own, and all on shared ones."""
+    calls = teaching(steps, law, seed)
+    services = [Service(f"teacher-{i}", SERVICE_GPUS) for i in range(law.services)]
+    names = [service.name for service in services]
+
+    def dedicated(env: simpy.Environment) -> Dedicated:
+        return Dedicated(env, services)
+
+    own = _pool(SERVICE_GPUS * law.services, ask(calls, names, dedicated))
+    return own, [_shared(gpus, calls, services) for gpus in sizes]
+
+
+def _shared(gpus: int, calls: Sequence[Asked], services: Sequence[Service]) -> Pool:
+    made: list[SharedPool] = []
+
+    def shared(env: simpy.Environment) -> SharedPool:
+        made.append(SharedPool(env, services, devices=gpus, restore_seconds=RESTORE_SECONDS))
+        return made[0]
+
+    played = ask(calls, [service.name for service in services], shared)
+    return _pool(gpus, played, made[0].restores / len(calls))
+
+
+def _pool(gpus: int, played: Played, restores: float = 0.0) -> Pool:
+    return Pool(gpus, played.act, quantile(played.acts, 0.99), restores)
+
+
+def enough(own: Pool, shared: Sequence[Pool]) -> Pool | None:
+    """The smallest pool that is as fast as dedicated devices."""
+    return next((pool for pool in shared if pool.mean <= AS_FAST * own.mean), None)

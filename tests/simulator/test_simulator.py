@@ -1,0 +1,174 @@
+"""The twin of a cluster: what it does by itself, and what the services' decisions do in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import simpy
+
+from simulator.actions import CORES, ElasticPool
+from simulator.models import Dedicated, Service, SharedPool
+from simulator.pods import Pods
+from simulator.rollout import Played, ask, play
+from simulator.trace import (
+    REWARD,
+    SHELL,
+    TESTS,
+    Asked,
+    Call,
+    CodingLaw,
+    TeacherLaw,
+    Trajectory,
+    Turn,
+    coding,
+    teaching,
+)
+from troupe.scheduling.elastic import Placed, decide_over
+
+LAW = CodingLaw(turns=4.0)
+GUESSES = {TESTS: 0.9, REWARD: 0.9}
+
+
+def elastic(trajectories: Sequence[Trajectory], *hosts: int, **kwargs: Any) -> Played:
+    capacities = [{CORES: cores} for cores in hosts]
+    return play(trajectories, lambda env: ElasticPool(env, capacities, **kwargs))
+
+
+def test_a_trace_is_its_seed_and_a_small_batch_begins_a_large_one() -> None:
+    assert coding(4, LAW, 1) == coding(8, LAW, 1)[:4]
+    assert coding(4, LAW, 1) != coding(4, LAW, 2)
+
+
+def test_a_sandbox_of_its_own_is_busy_as_much_as_the_law_says() -> None:
+    trajectories = coding(400, CodingLaw(), 1)
+    law = CodingLaw()
+    busy = sum(turn.call.seconds(law.duty_cores) for t in trajectories for turn in t)
+    think = sum(turn.think for t in trajectories for turn in t)
+    assert busy / (busy + think) == pytest.approx(law.duty, abs=0.03)
+
+
+def test_the_same_run_twice_is_the_same() -> None:
+    trajectories = coding(12, LAW, 1)
+    assert elastic(trajectories, 16, 16) == elastic(trajectories, 16, 16)
+
+
+def test_one_action_takes_what_it_takes() -> None:
+    call = Call(TESTS, 1, 4, 1.0, 8.0)
+    (act,) = elastic([[Turn(5.0, call)]], 8, fractions={TESTS: 0.9}).acts
+    assert act == 1.0 + 8.0 / 4
+    played = elastic([[Turn(0.0, call)]], 8, fixed=2)
+    assert (played.acts, played.core_seconds) == ([5.0], 10.0)
+
+
+def test_nothing_is_given_out_twice_and_all_end() -> None:
+    trajectories, hosts = coding(24, LAW, 3), (8, 16)
+    seen = 0
+
+    def watch(views: Any, *args: Any) -> list[Placed]:
+        nonlocal seen
+        grants = decide_over(views, *args)
+        for view in views:
+            held = sum(running.holds[CORES] for running in view.running)
+            given = sum(g.holds[CORES] for g in grants if g.host == view.name)
+            assert 0 <= held + given <= hosts[int(view.name)]
+            assert held + view.free[CORES] == hosts[int(view.name)]
+        seen += len(grants)
+        return grants
+
+    played = elastic(trajectories, *hosts, decide=watch)
+    assert seen == len(played.acts) == sum(map(len, trajectories))
+    assert played.waited > 0
+
+
+def test_a_trajectory_stays_on_its_host_when_it_has_files_there() -> None:
+    hosts: dict[str, set[str]] = {}
+
+    def watch(views: Any, queue: Any, *args: Any) -> list[Placed]:
+        grants = decide_over(views, queue, *args)
+        for grant in grants:
+            hosts.setdefault(grant.action.host or "", set()).add(grant.host)
+        return grants
+
+    elastic(coding(8, LAW, 1), 4, 4, 4, decide=watch)
+    assert hosts == {name: {name} for name in ("0", "1", "2")}
+
+
+def test_a_pod_is_waited_for_once_and_its_cores_are_its_own() -> None:
+    call = Call(TESTS, 1, 8, 0.0, 8.0)
+    trajectory = [Turn(1.0, call), Turn(1.0, call)]
+
+    def make(env: simpy.Environment) -> Pods:
+        return Pods(env, [{CORES: 5}], cores=4, parallelism=2)
+
+    # One pod: 2 x (1 + 4) s, so the second waits for 10.
+    assert play([trajectory, trajectory], make).acts == [4.0, 4.0, 14.0, 4.0]
+    with pytest.raises(ValueError, match="cores = 8: no host has so many"):
+        Pods(simpy.Environment(), [{CORES: 5}], cores=8)
+
+
+def test_the_control_plane_makes_one_pod_after_another() -> None:
+    trajectory = [Turn(0.0, Call(SHELL, 1, 1, 1.0, 0.0))]
+
+    def make(env: simpy.Environment) -> Pods:
+        return Pods(env, [{CORES: 8}], cores=1, start_seconds=3.0, made_per_second=2.0)
+
+    assert play([trajectory] * 3, make).acts == [4.5, 5.0, 5.5]
+
+
+def test_elastic_beats_reservations_and_more_so_the_more_trajectories_there_are() -> None:
+    """ARL-Tangram's table in small: 64 cores, pods of 16."""
+    gains = []
+    for count in (4, 24):
+        trajectories = coding(count, LAW, 1)
+        static = play(trajectories, lambda env: Pods(env, [{CORES: 64}], cores=16, parallelism=2))
+        gains.append(static.act / elastic(trajectories, 64, fractions=GUESSES).act)
+    assert 1.5 < gains[0] < gains[1]
+
+
+def test_guesses_about_functions_are_corrected() -> None:
+    trajectories = coding(48, dataclasses.replace(LAW, turns=12.0), 1)
+    told = elastic(trajectories, 128, fractions={TESTS: 0.98, REWARD: 0.98})
+    guessed = elastic(trajectories, 128, fractions={TESTS: 0.3, REWARD: 0.3})
+    assert guessed.act < 1.5 * told.act
+
+
+# Model services.
+
+
+SERVICES = [Service("a", 4), Service("b", 4)]
+
+
+def shared(devices: int, calls: Sequence[Asked]) -> list[float]:
+    def make(env: simpy.Environment) -> SharedPool:
+        return SharedPool(env, SERVICES, devices=devices, restore_seconds=2.0)
+
+    return ask(calls, ["a", "b"], make).acts
+
+
+def test_a_model_is_restored_when_it_is_asked_and_stays_until_another_is() -> None:
+    calls = [Asked(0.0, 0, 1.0), Asked(10.0, 0, 1.0), Asked(20.0, 1, 1.0), Asked(30.0, 0, 1.0)]
+    assert shared(4, calls) == [3.0, 1.0, 3.0, 3.0]
+    assert shared(8, calls) == [3.0, 1.0, 3.0, 1.0]
+
+
+def test_who_is_at_work_is_not_evicted() -> None:
+    # b waits until a has ended (5 s), then for its own restoring.
+    assert sorted(shared(4, [Asked(0.0, 0, 3.0), Asked(1.0, 1, 1.0)])) == [5.0, 7.0]
+
+
+def test_devices_of_its_own_are_waited_for_only_while_it_is_at_work() -> None:
+    calls = [Asked(0.0, 0, 3.0), Asked(1.0, 0, 1.0), Asked(1.0, 1, 1.0)]
+    played = ask(calls, ["a", "b"], lambda env: Dedicated(env, SERVICES))
+    assert sorted(played.acts) == [1.0, 3.0, 3.0]
+
+
+def test_a_pool_for_all_models_is_dedicated_after_their_first_calls() -> None:
+    law = TeacherLaw(services=2, step_seconds=100.0)
+    calls = teaching(3, law, 1)
+    assert len(calls) == 3 * law.calls_per_step
+    acts = sum(shared(8, calls))
+    own = sum(ask(calls, ["a", "b"], lambda env: Dedicated(env, SERVICES)).acts)
+    assert 0 < acts - own < 2 * 2.0 * len(SERVICES)
