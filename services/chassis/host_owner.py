@@ -52,16 +52,24 @@ class Place:
 class HostOwnership:
     """Runs the host's owner process, or knows where it is. Safe to use from several threads."""
 
-    def __init__(self, root: Path, mark: str, port: int, start: Callable[[int], Process]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        mark: str,
+        port: int,
+        start: Callable[[int], Process],
+        *,
+        certified: bool = False,
+    ) -> None:
         """`start(port)` starts an owner process over `root`; 0: at any port. `port` is where it
         has to be, 0: where the one before it was, if that is free. Services of the same `mark`
-        share an owner."""
+        share an owner. `certified`: it shows a certificate, which may not name the loopback."""
         self._path = root / f".owner-{mark}"
         socket = (root / f".socket-{mark}").absolute()
         # Where the owner is reached by who shares the directory and no loopback, as containers do;
         # the kernel takes no longer names.
         self.socket = socket if len(os.fsencode(socket)) < _SOCKET_NAME_BYTES else None
-        self._port = port
+        self._port, self._certified = port, certified
         self._start = start
         self._process: Process | None = None
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -84,9 +92,12 @@ class HostOwnership:
     def near(self) -> str | None:
         """Where this process reaches the owner, as far as is known now."""
         place = self.place()
-        if place is None or place.host_id == host_id():
-            return None if place is None else place.local
-        return place.address if self.socket is None else f"unix:{self.socket}"
+        if place is None:
+            return None
+        here = place.host_id == host_id()
+        if self.socket is not None and (self._certified or not here):
+            return f"unix:{self.socket}"
+        return place.local if here else place.address
 
     def look(self) -> None:
         """Take over if nobody runs an owner. Blocks while it starts. Raises `TroupeError`."""

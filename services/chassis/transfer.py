@@ -68,7 +68,13 @@ class HostTransfer(Transfer):
         if settings.shares_states:
             # Clusters that share a machine may share the directory.
             mark = hashlib.sha256(settings.orchestrator_address.encode()).hexdigest()[:8]
-            self._owner = HostOwnership(self.roots[0], mark, settings.transfer_port, self._launch)
+            self._owner = HostOwnership(
+                self.roots[0],
+                mark,
+                settings.transfer_port,
+                self._launch,
+                certified=settings.tls_cert is not None,
+            )
 
     async def start(self) -> None:
         """See that the host has an owner. Raises `TroupeError` when it cannot serve."""

@@ -111,3 +111,15 @@ def test_containers_that_share_memory_meet_at_a_socket_in_it(
             elsewhere.setattr("services.chassis.host_owner.host_id", lambda: "another container")
             assert owner.near() == near
         owner.close()
+
+
+def test_no_certificate_has_to_name_the_loopback(tmp_path: Path) -> None:
+    for root, near in (
+        (tmp_path / "d", f"unix:{tmp_path}/d/.socket-c"),
+        (tmp_path / ("d" * 100), "127.0.0.1:7001"),
+    ):
+        root.mkdir()
+        owner = HostOwnership(root, "c", 0, Owners().start, certified=True)
+        owner.look()
+        assert owner.near() == near
+        owner.close()

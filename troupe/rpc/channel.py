@@ -32,12 +32,16 @@ def context_key(name: str) -> str:
 
 
 def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Channel:
-    """An asyncio channel to the service at `address` ("host:port"). Connects when first used."""
+    """An asyncio channel to the service at `address` ("host:port"). Connects when first used.
+
+    TLS is for hosts and ports: who reaches a socket ("unix:PATH") the file system has let in, and
+    no certificate names it.
+    """
     settings = settings or ClientSettings()
     common = _Common(address, settings)
     interceptors: list[Any] = [_AioUnary(common), _AioStream(common), _AioDuplex(common)]
     options = channel_options(settings.max_message_mib)
-    if (credentials := _credentials(settings)) is not None:
+    if (credentials := _credentials(address, settings)) is not None:
         return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
     return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
 
@@ -46,7 +50,7 @@ def connect_sync(address: str, settings: ClientSettings | None = None) -> grpc.C
     """`connect` for callers without an event loop. (`stub.Method.future` blocks: it retries.)"""
     settings = settings or ClientSettings()
     options = channel_options(settings.max_message_mib)
-    if (credentials := _credentials(settings)) is not None:
+    if (credentials := _credentials(address, settings)) is not None:
         channel = grpc.secure_channel(address, credentials, options)
     else:
         channel = grpc.insecure_channel(address, options)
@@ -74,8 +78,8 @@ def channel_options(max_message_mib: int) -> list[tuple[str, Any]]:
     ]
 
 
-def _credentials(settings: ClientSettings) -> grpc.ChannelCredentials | None:
-    if settings.tls_ca is None:
+def _credentials(address: str, settings: ClientSettings) -> grpc.ChannelCredentials | None:
+    if settings.tls_ca is None or address.startswith("unix:"):
         return None
     files = {"tls_ca": settings.tls_ca, "tls_cert": settings.tls_cert, "tls_key": settings.tls_key}
     pem: dict[str, bytes | None] = {}

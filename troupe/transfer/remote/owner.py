@@ -98,7 +98,7 @@ class Owner:
             bound = self._listen(f"{host}:{port}", credentials)
             if socket is not None:
                 # Who is let into its directory may read and write the states anyhow.
-                self._listen(f"unix:{socket}", credentials)
+                self._listen(f"unix:{socket}", None)
         except RuntimeError as error:
             raise Unavailable(
                 str(error), kind="port_taken", field="port", value=port, remedy="Choose another."
