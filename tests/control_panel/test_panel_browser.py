@@ -72,6 +72,14 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel, tmp_path:
         await expect(page.locator("#conversation .asked")).to_have_text("2+2")
         await expect(page.locator("#conversation")).not_to_contain_text("null")
 
+        # What functions do, hold, and gain from cores.
+        row = page.locator("#functions tbody tr")
+        await expect(row).to_contain_text("tools/run_tests@1")
+        await expect(row).to_contain_text("mine")
+        await expect(row).to_contain_text("20 ms / 20 ms")
+        await expect(row.locator("svg")).to_have_attribute("aria-label", "4x with 4 cores")
+        await expect(page.locator("#functions-pool")).to_contain_text("1 of 2 workers run calls")
+
         # Numbers of samples are shown for as long as there are any.
         await expect(page.locator("#samples tbody tr")).to_have_count(1)
         orchestrator.freed = True

@@ -21,7 +21,7 @@ from tests.support.fake_tables import FakeTables
 from troupe import states
 from troupe.job import parse_job
 from troupe.rpc.errors import FailedPrecondition, NotFound, TroupeError, to_status
-from troupe.v1 import common_pb2
+from troupe.v1 import common_pb2, reward_pb2, reward_pb2_grpc
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
 
@@ -287,11 +287,36 @@ def _trajectory(index: int) -> pb.TrajectorySummary:
     )
 
 
+class FakeFunctions(reward_pb2_grpc.RewardServicer):
+    """The door to functions: there is one, which gains from cores."""
+
+    async def ListFunctions(
+        self, request: reward_pb2.ListFunctionsRequest, context: Any
+    ) -> reward_pb2.ListFunctionsResponse:
+        spec = reward_pb2.FunctionSpec(name="mine/tools/run_tests", version="1", max_cores=4)
+        spec.kind = "tool"
+        one = reward_pb2.FunctionStatus(
+            function=spec,
+            invocations=7,
+            errors=1,
+            running=1,
+            mean_seconds=0.25,
+            parallel_seconds=1.0,
+            cold_starts=1,
+            cold_start_p50_seconds=0.02,
+            cold_start_p99_seconds=0.02,
+            cores_held=3,
+        )
+        pool = reward_pb2.PoolStatus(workers=2, busy=1, max_workers=4)
+        return reward_pb2.ListFunctionsResponse(functions=[one], pool=pool)
+
+
 @asynccontextmanager
 async def serve(servicer: FakeOrchestrator, port: int = 0) -> AsyncIterator[str]:
     """Serve on loopback; yields the address."""
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     pb_grpc.add_OrchestratorServicer_to_server(servicer, server)
+    reward_pb2_grpc.add_RewardServicer_to_server(FakeFunctions(), server)  # type: ignore[no-untyped-call]
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:

@@ -61,7 +61,7 @@ def prepare(
             remedy="Name one of them: FILE.py:function.",
         )
     found = [replace(one, name=name or one.name, version=version or one.version) for one in found]
-    own = _costs(costs)
+    own = checked_costs(costs)
     return Deployment(files, tuple(_spec(one, own) for one in found))
 
 
@@ -78,8 +78,8 @@ def _spec(one: Described, costs: Mapping[str, Any]) -> pb.FunctionSpec:
     )
 
 
-def _costs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, as a job's `rewards` and `tools` take them."""
+def checked_costs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given`, as a job's `rewards` and `tools` take them. Raises `InvalidArgument`."""
     try:
         return FunctionSpec(entrypoint="any:function", **given).costs
     except (ValidationError, TypeError) as error:

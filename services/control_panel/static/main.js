@@ -2,6 +2,7 @@
 import { Chart } from "./charts.js";
 import { drawEngines, drawPolicies, drawServices } from "./cluster.js";
 import { advice, api, byId, duration, el, number, toast } from "./dom.js";
+import { drawFunctions } from "./functions.js";
 import { audit, drawSamples } from "./samples.js";
 import { Viewer } from "./trajectories.js";
 
@@ -196,6 +197,7 @@ cluster.addEventListener("cluster", (event) => {
 });
 cluster.addEventListener("away", (event) => live(JSON.parse(event.data).message, false));
 cluster.onerror = () => live("panel away", false);
+setInterval(() => drawFunctions().catch(() => {}), 2000);
 setInterval(() => {
   if (!chosen) return;
   viewer.refresh(chosen).catch(() => {});

@@ -1,0 +1,157 @@
+"""Functions over REST: deploy, look, call, delete."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Header, Query, Request
+from pydantic import Field
+
+from services.control_panel import views
+from services.control_panel.upstream import Upstream
+from troupe.client.deploying import checked_costs
+from troupe.functions.costs import to_spec
+from troupe.rpc.ids import new_id
+from troupe.v1 import reward_pb2 as pb
+
+router = APIRouter(prefix="/api/functions", tags=["functions"])
+
+# Of a call over REST: browsers and proxies wait no longer.
+_INVOKE_SECONDS = 300.0
+
+
+class Deployment(views.View):
+    """A function to deploy."""
+
+    name: str
+    """The name to call it by."""
+    version: str = "1"
+    """A name and version stand for one function for good."""
+    entrypoint: str
+    """`package.module:attribute`, in `files` or installed where the reward service runs."""
+    kind: str = Field(default="", pattern="^(|reward|tool)$")
+    """`reward` or `tool`."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """Source by path; none: the code is installed."""
+    costs: dict[str, Any] = Field(default_factory=dict)
+    """As a job's `rewards` and `tools`: cores, timeout_seconds, sandbox, ..."""
+    description: str = ""
+    """For people and models."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """JSON schema of the arguments."""
+
+
+class Outcome(views.View):
+    """How a call ended: with a `value`, or with an `error`."""
+
+    invocation_id: str
+    value: Any = None
+    error: dict[str, Any] | None = None
+    """Kind, message, traceback, and the last that it printed."""
+    queue_seconds: float
+    run_seconds: float
+    cold_start_seconds: float
+    cores: int
+
+
+def upstream(request: Request) -> Upstream:
+    """The orchestrator's stubs of this application."""
+    found: Upstream = request.app.state.upstream
+    return found
+
+
+@router.get("")
+async def list_functions(request: Request) -> dict[str, Any]:
+    """All functions with their calls, cold starts and learned speed-up, and the worker pool.
+    Those of jobs are named after them."""
+    reply = await upstream(request).functions.ListFunctions(pb.ListFunctionsRequest())
+    return {
+        "functions": [views.plain(one) for one in reply.functions],
+        "pool": views.plain(reply.pool),
+    }
+
+
+@router.post("", status_code=201)
+async def deploy_function(request: Request, deployment: Deployment) -> dict[str, Any]:
+    """Deploy a function; deploying the same again changes nothing."""
+    stub = upstream(request).functions
+    spec = _spec(deployment)
+    if deployment.files:
+        files = [pb.SourceFile(path=p, content=t.encode()) for p, t in deployment.files.items()]
+        upload = pb.UploadSourceRequest(request_id=new_id("panel"), files=files)
+        spec.source_sha256 = (await stub.UploadSource(upload)).sha256
+    await stub.RegisterFunction(
+        pb.RegisterFunctionRequest(request_id=new_id("panel"), function=spec)
+    )
+    return views.plain(spec)
+
+
+@router.post("/{name}/invoke")
+async def invoke_function(
+    request: Request,
+    name: str,
+    arguments: Annotated[dict[str, Any], Body(description="Keyword arguments.")],
+    version: Annotated[str, Query(description="Default: the one deployed last.")] = "",
+    trajectory_id: Annotated[str, Query(description="Whose files a stateful one finds.")] = "",
+    idempotency_key: Annotated[
+        str | None, Header(description="A call repeated with the same key runs once.")
+    ] = None,
+) -> Outcome:
+    """Call a function and wait for how it ends."""
+    invocation_id = idempotency_key or new_id("panel")
+    reply = await upstream(request).functions.Invoke(
+        pb.InvokeRequest(
+            invocation_id=invocation_id,
+            name=name,
+            version=version,
+            arguments_json=json.dumps(arguments),
+            trajectory_id=trajectory_id,
+        ),
+        timeout=_INVOKE_SECONDS,
+    )
+    failed = reply.WhichOneof("outcome") == "error"
+    return Outcome(
+        invocation_id=invocation_id,
+        value=None if failed else json.loads(reply.result_json),
+        error=views.plain(reply.error) if failed else None,
+        queue_seconds=reply.queue_seconds,
+        run_seconds=reply.run_seconds,
+        cold_start_seconds=reply.cold_start_seconds,
+        cores=reply.cores,
+    )
+
+
+@router.get("/{name}/logs")
+async def read_logs(
+    request: Request,
+    name: str,
+    version: Annotated[str, Query(description="Default: all versions.")] = "",
+    lines: Annotated[int, Query(ge=1, le=1000)] = 100,
+) -> list[dict[str, Any]]:
+    """What its calls printed last."""
+    call = upstream(request).functions.ReadLogs(
+        pb.ReadLogsRequest(name=name, version=version, lines=lines)
+    )
+    return [views.plain(line) async for line in call]
+
+
+@router.delete("/{name}/{version}")
+async def delete_function(request: Request, name: str, version: str) -> dict[str, bool]:
+    """Forget a deployed function. Its calls are cancelled."""
+    reply = await upstream(request).functions.DeleteFunction(
+        pb.DeleteFunctionRequest(request_id=new_id("panel"), name=name, version=version)
+    )
+    return {"deleted": reply.deleted}
+
+
+def _spec(given: Deployment) -> pb.FunctionSpec:
+    return to_spec(
+        given.name,
+        given.version,
+        given.entrypoint,
+        checked_costs(given.costs),
+        kind=given.kind,
+        description=given.description,
+        parameters=given.parameters,
+    )
