@@ -1,4 +1,4 @@
-"""Brings what waits to where it runs, and starts and ends worker processes as they are needed.
+"""Brings what waits to where it runs.
 
 `troupe.scheduling.elastic` decides, whenever something comes or ends.
 """
@@ -19,22 +19,17 @@ from services.reward import chunk
 from services.reward.call import Outcome
 from services.reward.chunk import Chunk
 from services.reward.cpu import Lease
-from services.reward.function import Function, quantile
+from services.reward.function import Function
 from services.reward.host import Host
 from services.reward.queues import CORES, Queues, Waiting
 from services.reward.quota import Budget, QuotaManager
+from services.reward.workforce import Workforce
 from troupe.scheduling.elastic import Placed, Rules, Running, decide_over
-from troupe.scheduling.elastic.provision import workers_to_start
 from troupe.v1 import reward_pb2 as pb
 
 log = structlog.get_logger("troupe.reward")
 
 _RULES: Final = Rules()
-# Until a worker has started: what that is expected to take. Of so many it is the median.
-_COLD_SECONDS: Final = 0.15
-_COLD_STARTS: Final = 100
-# Timers are not exact: looking a little later finds what is due.
-_LATE_SECONDS: Final = 0.005
 
 
 class Listener(Protocol):
@@ -61,9 +56,8 @@ class Dispatcher:
         self.hosts = {host.name: host for host in hosts}
         self._listener = listener
         self._tasks: set[asyncio.Task[None]] = set()
-        self._cold: list[float] = []
+        self.workforce = Workforce(self.hosts)
         self._pump_timer: asyncio.TimerHandle | None = None
-        self._reap_timer: asyncio.TimerHandle | None = None
         self._stopped = False
 
     async def start(self) -> None:
@@ -73,9 +67,9 @@ class Dispatcher:
     async def stop(self) -> None:
         """End everything that runs, without outcomes."""
         self._stopped = True
-        for timer in (self._pump_timer, self._reap_timer):
-            if timer is not None:
-                timer.cancel()
+        self.workforce.close()
+        if self._pump_timer is not None:
+            self._pump_timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -102,8 +96,8 @@ class Dispatcher:
             return
         while self._decide():
             pass
-        if len(self.queues) and any(host.cold for host in self.hosts.values()):
-            self._look_again(self.cold_seconds)
+        if len(self.queues) and self.workforce.cold:
+            self._look_again(self.workforce.cold_seconds)
 
     def _decide(self) -> bool:
         """One decision; whether there may be another, since what it granted was taken along."""
@@ -122,7 +116,7 @@ class Dispatcher:
             self._wish([], budget)
             return False
         functions = {w.function.key: w.function for w in first.values()}.values()
-        startable = self._startable(next(iter(first.values())), now)
+        startable = self.workforce.startable(self.queues, next(iter(first.values())), now)
         # Those with a place of their own need no process of the host's.
         guests = sum(w.place is not None for w in first.values())
         views = []
@@ -166,26 +160,6 @@ class Dispatcher:
             wishes.setdefault(resource, []).extend(units_of)
         self._quotas.wish(wishes)
 
-    @property
-    def cold_seconds(self) -> float:
-        """How long a worker is expected to take to start."""
-        return quantile(self._cold, 0.5) or _COLD_SECONDS
-
-    def _startable(self, head: Waiting, now: float) -> int:
-        """How many processes may be started for what waits."""
-        alive = sum(host.alive for host in self.hosts.values())
-        cold = sum(host.cold for host in self.hosts.values())
-        if not cold:
-            return 0
-        seconds = self.cold_seconds
-        backlog = self.queues.seconds(seconds)
-        for host in self.hosts.values():
-            # What takes longer than was expected is expected to take as long again.
-            backlog += sum(
-                r.ends - now if r.ends > now else now - r.ends for r in host.running.values()
-            )
-        return workers_to_start(backlog, now - head.since, alive, cold, seconds)
-
     def _begin(self, waiting: Waiting, grant: Placed) -> None:
         host, function = self.hosts[grant.host], waiting.function
         cores = grant.holds.get(CORES, 0) if host.cores is not None else 0
@@ -219,7 +193,7 @@ class Dispatcher:
             return []
         fit = min(chunk.MOST, int(chunk.SECONDS / function.seconds))
         # As many workers as there are and its limit allows.
-        alive = sum(host.alive for host in self.hosts.values())
+        alive = self.workforce.alive
         takers = min(alive, function.spec.max_concurrency or alive)
         share = math.ceil((1 + function.queued) / max(1, takers))
         return self.queues.following(waiting, min(fit, share) - 1)
@@ -240,8 +214,8 @@ class Dispatcher:
             seconds = host.give_back(work.place, lease)
             self._listener.held(function, 0 if lease is None else len(lease.cores), seconds)
             if not self._stopped:
+                self.workforce.idle(host, function)
                 self.again(left)
-                self._reap()
 
     async def _run_all(
         self, function: Function, work: Chunk, host: Host, lease: Lease | None
@@ -252,7 +226,7 @@ class Dispatcher:
             async with aclosing(running) as outcomes:
                 async for index, outcome in outcomes:
                     if outcome.cold_seconds:
-                        self._cold = [*self._cold[1 - _COLD_STARTS :], outcome.cold_seconds]
+                        self.workforce.started(outcome.cold_seconds)
                     waiting = work.ended(index)
                     if waiting is not None:
                         self._end(waiting, outcome)
@@ -298,19 +272,6 @@ class Dispatcher:
     def _pump_late(self) -> None:
         self._pump_timer = None
         self.pump()
-
-    def _reap(self) -> None:
-        """End the processes that were idle for too long, now and whenever the next one is."""
-        if self._reap_timer is not None:
-            return
-        looks = [look for host in self.hosts.values() if (look := host.reap()) is not None]
-        if looks and not self._stopped:
-            loop = asyncio.get_running_loop()
-            self._reap_timer = loop.call_later(min(looks) + _LATE_SECONDS, self._reap_late)
-
-    def _reap_late(self) -> None:
-        self._reap_timer = None
-        self._reap()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

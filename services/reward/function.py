@@ -45,7 +45,6 @@ class Function:
     cores_held: int = 0
     run_seconds: float = 0.0
     cold_starts: int = 0
-    deleted: bool = False
     logs: Logs = field(default_factory=Logs)
     # How long its calls take with how many cores, learned from those that ran.
     curve: SpeedUp = field(init=False)

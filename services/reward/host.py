@@ -235,6 +235,11 @@ class Host:
             for place, lease in taken:
                 self.give_back(place, lease)
 
+    def idle_seconds(self, function: Function) -> float:
+        """How long a process waits for calls that ran `function` last."""
+        own = function.spec.HasField("idle_seconds")
+        return function.spec.idle_seconds if own else self._idle_seconds
+
     def reap(self) -> float | None:
         """End processes that were idle for too long; returns in how many seconds to look again,
         None when none is."""
@@ -248,10 +253,7 @@ class Host:
             kept[function.key] = kept.get(function.key, 0) + 1
             if spare <= 0 or kept[function.key] <= function.spec.min_workers:
                 continue
-            limit = self._idle_seconds
-            if function.spec.HasField("idle_seconds"):
-                limit = function.spec.idle_seconds
-            left = self._since[place] + limit - now
+            left = self._since[place] + self.idle_seconds(function) - now
             if left <= 0:
                 place.rest()
                 spare -= 1

@@ -100,6 +100,11 @@ class WorkerProcess:
         self._pull()
         return worker.Answer(*fields)
 
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended, as far as anybody knows."""
+        return self._process.returncode is None
+
     def pids(self) -> list[int]:
         """The process and all that descend from it, as this host counts them."""
         try:

@@ -87,7 +87,7 @@ class Slot:
     @property
     def warm(self) -> bool:
         """Whether there is a process that waits for calls."""
-        return self._process is not None
+        return self._process is not None and self._process.alive
 
     @property
     def lived(self) -> float:
@@ -276,6 +276,8 @@ class Slot:
 
         Raises `_Lost`.
         """
+        if not self.warm:
+            self._drop()  # it died while it had nothing to do: no call's fault
         if not self.suits(function):
             self._drop()
             self._cage = function.cage

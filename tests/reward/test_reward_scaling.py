@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import psutil
+
 from tests.reward.test_reward_service import Client, client_of
 from troupe.v1 import reward_pb2 as pb
 
@@ -67,3 +69,11 @@ async def test_a_worker_that_was_lost_is_replaced_when_it_is_needed() -> None:
         assert (await client.run("dies")).kind == pb.InvocationError.KIND_WORKER_DIED
         assert (await pool_of(client)).workers == 0
         assert await client.run("pid") > 0
+
+
+async def test_a_worker_that_died_while_idle_is_no_calls_fault() -> None:
+    async with client_of(reward_workers=1) as client:
+        worker = psutil.Process(await client.run("pid"))
+        worker.kill()
+        await until(client, lambda listed: listed.pool.workers == 0)
+        assert await client.run("pid") != worker.pid
