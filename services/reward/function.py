@@ -127,7 +127,7 @@ class Function:
         """That quantile of the last cold starts, in seconds; 0 where there was none."""
         return quantile(self._cold_seconds, share)
 
-    def status(self, warm_workers: int = 0) -> pb.FunctionStatus:
+    def status(self, warm_workers: int = 0, confinement: Sequence[str] = ()) -> pb.FunctionStatus:
         """The counts as a message."""
         serial, parallel = self.curve.line if self.invocations else (0.0, 0.0)
         return pb.FunctionStatus(
@@ -145,6 +145,7 @@ class Function:
             cold_start_p99_seconds=self.cold(0.99),
             retried=self.retried,
             cores_held=self.cores_held,
+            confinement=confinement,
         )
 
 

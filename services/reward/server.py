@@ -115,7 +115,10 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     ) -> pb.ListFunctionsResponse:
         """All functions with their counts."""
         return pb.ListFunctionsResponse(
-            functions=[f.status(self._runtime.pool.warm_for(f)) for f in self._registry],
+            functions=[
+                f.status(self._runtime.pool.warm_for(f), self._workplace.confinement(f.cage))
+                for f in self._registry
+            ],
             pool=self._runtime.pool.status(),
         )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import structlog
 
+from services.reward.confinement import layers
 from services.reward.cpu import CoreManager, choose_backend, usable_cores
 from services.reward.fence import Fence
 from services.reward.gpu import ModelManager
 from services.reward.groups import Groups, open_groups
 from services.reward.host import Host
+from services.reward.sandbox import LEVELS, Cage
 from services.reward.sandboxes.keeper import Limits, Sandboxes
 from services.reward.settings import RewardSettings
 from services.reward.slot import Slot
@@ -23,7 +25,7 @@ class Workplace:
 
     def __init__(self, settings: RewardSettings) -> None:
         """Raises `InvalidArgument` for cores that there are not, and models that fit nowhere."""
-        groups = open_groups()
+        self._groups = groups = open_groups()
         self._cores = _core_manager(settings, groups)
         self._fence = Fence(groups) if groups is not None else None
         slots = [
@@ -60,6 +62,14 @@ class Workplace:
             groups=groups,
             cores=self._cores,
         )
+
+        log.info(
+            "sandboxes", **{level: ", ".join(self.confinement(Cage(level))) for level in LEVELS}
+        )
+
+    def confinement(self, cage: Cage) -> list[str]:
+        """What confines calls here that are to be confined so."""
+        return layers(cage, self._groups)
 
     def close(self) -> None:
         """All its processes have ended."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.reward.confinement import layers
 from services.reward.process import WorkerProcess
 from services.reward.sandbox import Cage
 from services.reward.sandboxes import landlock, seccomp
@@ -132,3 +133,12 @@ async def test_a_process_reaches_the_files_that_it_declares(tmp_path: Path) -> N
         ("writes", "write"): "ok",
         ("writes", "neither"): "PermissionError",
     }
+
+
+@bubblewrap
+def test_the_layers_in_force_are_told() -> None:
+    bare = layers(Cage("bubblewrap", memory_mib=128), None)
+    assert {"namespaces", "read-only root", "rlimits", "rlimit:as"} <= set(bare)
+    assert ("seccomp" in bare) == (seccomp.filter_path() is not None)
+    assert layers(Cage(reads=("/data",)), None) == ["landlock"]
+    assert layers(Cage(), None) == []

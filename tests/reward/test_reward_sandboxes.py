@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,25 +32,24 @@ pytestmark = [
 ]
 
 
-def function(name: str, **fields: Any) -> Function:
+def function(name: str, source: Path | None = None, **fields: Any) -> Function:
     settings = {"timeout_seconds": 60, "sandbox": "bubblewrap", "memory_mib": 128}
     settings |= {"processes": 16, "disk_mib": 8, "stateful": True, "version": str(fields)}
-    return Function(
-        pb.FunctionSpec(name=name, entrypoint=f"hostile_functions:{name}", **(settings | fields))
-    )
+    settings |= {"entrypoint": f"hostile_functions:{name}"}
+    return Function(pb.FunctionSpec(name=name, **(settings | fields)), source)
 
 
 class Trajectory:
     """Calls functions in its sandbox, of which it knows as rollout does."""
 
-    def __init__(self, sandboxes: Sandboxes) -> None:
-        self.sandboxes = sandboxes
+    def __init__(self, sandboxes: Sandboxes, source: Path | None = None) -> None:
+        self.sandboxes, self.source = sandboxes, source
         self.name = new_id()
         self.had: list[str] = []
 
     async def outcome(self, name: str, fields: dict[str, Any], **arguments: Any) -> Outcome:
         call = Call(json.dumps(arguments), "job", self.name, sandboxes=tuple(self.had))
-        what = function(name, **fields)
+        what = function(name, self.source, **fields)
         async with self.sandboxes.room(what, call) as place:
             outcome = await place.run(what, call)
         self.had = [outcome.sandbox]

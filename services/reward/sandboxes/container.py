@@ -43,11 +43,16 @@ for path, content in fed["source"].items():
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "wb") as file:
         file.write(base64.b64decode(content))
-if fed["source"]:
-    sys.path.insert(0, os.path.abspath("source"))
 code = {"__name__": "troupe_supervisor"}
 exec(compile(fed["supervisor"], "supervisor.py", "exec"), code)
-code["main"](fed["worker"], "worker.py", fed["limits"])
+texts = {
+    path: base64.b64decode(content).decode()
+    for path, content in fed["source"].items()
+    if path.endswith(".py")
+}
+code["main"](
+    fed["worker"], "worker.py", fed["limits"], code["Fed"](os.path.abspath("source"), texts)
+)
 """
 
 
