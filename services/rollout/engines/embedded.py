@@ -1,4 +1,4 @@
-"""The engine inside the rollout process: transformers' continuous batching in one thread."""
+"""The engine inside the rollout process: continuous batching in one thread."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from services.rollout.engines.errors import EngineDied, EngineStartFailed
 from services.rollout.engines.fixed import FixedBatcher, check_architecture
 from services.rollout.engines.front import EngineFront, Tensors
 from services.rollout.engines.models import load_config, skeleton, stop_ids
+from services.rollout.engines.slotted import SlotBatcher, fits_slots
 from services.rollout.engines.turns import Turn
 from services.rollout.engines.weights import fill
 from troupe.job import PolicySpec
@@ -66,7 +67,7 @@ class EmbeddedEngine(EngineFront):
         self._threads = threads
         self._deterministic = deterministic
         self._model: torch.nn.Module | None = None
-        self._batcher: ContinuousBatcher | FixedBatcher | None = None
+        self._batcher: ContinuousBatcher | SlotBatcher | None = None
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._progress_at = time.monotonic()
         self._misses = 0
@@ -221,7 +222,7 @@ class EmbeddedEngine(EngineFront):
         self._batcher = batcher
         self._progress_at, self._misses = time.monotonic(), 0
 
-    def _build(self, loop: asyncio.AbstractEventLoop) -> ContinuousBatcher | FixedBatcher:
+    def _build(self, loop: asyncio.AbstractEventLoop) -> ContinuousBatcher | SlotBatcher:
         """In a worker thread: the model and its batcher, not started yet."""
         torch.set_num_threads(self._threads)
         spec = self._spec
@@ -246,7 +247,11 @@ class EmbeddedEngine(EngineFront):
             with contextlib.suppress(RuntimeError):  # the loop has ended before us
                 loop.call_soon_threadsafe(self._exited, batcher, reason)
 
-        kind = FixedBatcher if self._deterministic else ContinuousBatcher
+        kind: type[ContinuousBatcher | SlotBatcher] = ContinuousBatcher
+        if self._deterministic:
+            kind = FixedBatcher
+        elif fits_slots(model, spec.engine.max_running, self.max_context):
+            kind = SlotBatcher
         batcher = kind(
             model,
             max_running=spec.engine.max_running,
@@ -257,7 +262,7 @@ class EmbeddedEngine(EngineFront):
         self._model = model
         return batcher
 
-    def _require_batcher(self) -> ContinuousBatcher | FixedBatcher:
+    def _require_batcher(self) -> ContinuousBatcher | SlotBatcher:
         if self._batcher is None or not self._batcher.alive:
             self._die("its thread ended")
             raise EngineDied(self.engine_id, self.message)
@@ -286,7 +291,7 @@ class EmbeddedEngine(EngineFront):
                 )
             )
 
-    def _exited(self, batcher: ContinuousBatcher | FixedBatcher, reason: str) -> None:
+    def _exited(self, batcher: ContinuousBatcher | SlotBatcher, reason: str) -> None:
         if batcher is self._batcher:
             log.error("engine %s of policy %s died: %s", self.engine_id, self.policy, reason)
             self._die(reason)

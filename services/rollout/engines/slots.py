@@ -28,7 +28,7 @@ CACHE_BYTES: Final = 512 << 20
 # Slots per turn that may run.
 SPARE: Final = 4
 # Added to masked scores. Finite: its exponential is exactly zero, and nothing becomes NaN.
-_MASKED: Final = -1e30
+MASKED: Final = -1e30
 
 
 def padded(position: int) -> int:
@@ -59,6 +59,20 @@ class Group:
     mask: torch.Tensor
 
 
+def slot_bytes(config: PretrainedConfig, dtype: torch.dtype, max_context: int) -> int:
+    """What a turn of `max_context` tokens takes, keys and values of all layers."""
+    layers = config.get_text_config().num_hidden_layers
+    return int(2 * layers * math.prod(_shape(config, max_context)) * dtype.itemsize)
+
+
+def _shape(config: PretrainedConfig, max_context: int) -> tuple[int, int, int]:
+    """Of a slot in one layer: heads of keys, tokens, dimensions of a head."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return heads, padded(max_context - 1), dim
+
+
 class SlotCache:
     """Keys and values of `count` turns, and one slot more that padding rows write to.
 
@@ -71,13 +85,13 @@ class SlotCache:
     ) -> None:
         """Slots for `running` turns of `max_context` tokens, and more if `CACHE_BYTES` allow."""
         text = config.get_text_config()
-        self.heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self.heads, length, dim = _shape(config, max_context)
+        self.repeat: int = text.num_attention_heads // self.heads
+        self.dtype = dtype
         self._layers = text.num_hidden_layers
-        self._dtype = dtype
-        slot = (self.heads, padded(max_context - 1), dim)
+        slot = (self.heads, length, dim)
         self._slot_bytes = math.prod(slot) * dtype.itemsize
-        affordable = CACHE_BYTES // (2 * self._layers * self._slot_bytes)
+        affordable = CACHE_BYTES // slot_bytes(config, dtype, max_context)
         self.count = max(running, min(affordable, SPARE * running))
         self._shape = (self.count + 1, *slot)
         self.keys: list[torch.Tensor] = []
@@ -95,12 +109,12 @@ class SlotCache:
     def _zeros(self) -> torch.Tensor:
         size = self._slot_bytes * (self.count + 1)
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(pages, dtype=self._dtype).view(self._shape)
+        return torch.frombuffer(pages, dtype=self.dtype).view(self._shape)
 
-    def copy(self, source: int, target: int, tokens: int) -> None:
-        """Slot `target` begins with the first `tokens` of slot `source`."""
+    def copy(self, source: int, targets: Sequence[int], tokens: int) -> None:
+        """Slots `targets` begin with the first `tokens` of slot `source`."""
         for tensor in (*self.keys, *self.values):
-            tensor[target, :, :tokens] = tensor[source, :, :tokens]
+            tensor[targets, :, :tokens] = tensor[source, :, :tokens]
 
     def plan(self, runs: Sequence[Run], size: int) -> None:
         """The coming pass has `size` rows, the first of them the tokens of `runs`, in order.
@@ -128,7 +142,7 @@ class SlotCache:
 
     def _group(self, start: int, stop: int, keys: int, slot: int | None) -> Group:
         hidden = torch.arange(keys) > self.positions[start:stop].unsqueeze(1)
-        mask = torch.zeros(stop - start, keys, dtype=self._dtype).masked_fill_(hidden, _MASKED)
+        mask = torch.zeros(stop - start, keys, dtype=self.dtype).masked_fill_(hidden, MASKED)
         return Group(
             start,
             stop,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from services.rollout.engines import embedded
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import (
     BadTurn,
@@ -46,11 +47,17 @@ def model() -> PreTrainedModel:
     return make_model(0)
 
 
-@pytest.fixture(params=[False, True], ids=["continuous", "deterministic"])
+@pytest.fixture(params=["slots", "pages", "deterministic"])
 async def engine(
-    request: pytest.FixtureRequest, transfer: Transfer, model: PreTrainedModel
+    request: pytest.FixtureRequest,
+    transfer: Transfer,
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine("e0", "solver", policy_spec(), deterministic=request.param)
+    deterministic = request.param == "deterministic"
+    if request.param == "pages":
+        monkeypatch.setattr(embedded, "fits_slots", lambda *_: False)
+    engine = EmbeddedEngine("e0", "solver", policy_spec(), deterministic=deterministic)
     await engine.start()
     await engine.update_weights(publish(transfer, model, 0), transfer)
     yield engine

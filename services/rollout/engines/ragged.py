@@ -1,0 +1,132 @@
+"""Attention over slots without fixed shapes: what is cheapest for the pass at hand.
+
+Turns that draw attend together, over as many keys as the longest of them has, and where their
+slots are neighbours without a copy. Prompts that are read are padded to others of similar length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from transformers import AttentionInterface
+
+from services.rollout.engines.slots import MASKED, Run, SlotCache, padded
+
+NAME: Final = "troupe_slots"
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Runs that are padded to each other, right-aligned: b of them, Q queries, K keys.
+
+    `rows`: their packed rows, one after the other. `gather` [b * Q]: rows of the queries, `real`:
+    which of these are one; None: they are `rows`. `slots`: where their keys are.
+    """
+
+    b: int
+    q: int
+    k: int
+    rows: slice
+    gather: torch.Tensor | None
+    real: torch.Tensor | None
+    slots: slice | torch.Tensor
+    # [b, 1, repeat * Q, K]
+    mask: torch.Tensor
+
+
+class RaggedCache(SlotCache):
+    """Slots whose passes are planned by what they consist of."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.members: list[Members] = []
+
+    def plan(self, runs: Sequence[Run], size: int) -> None:
+        """The coming pass has `size` rows, which are the tokens of `runs`, in order."""
+        rows = [(run.slot, run.start + i) for run in runs for i in range(run.count)]
+        slots, positions = zip(*rows, strict=True)
+        self.slots, self.positions = torch.tensor(slots), torch.tensor(positions)
+        self.members = []
+        start = 0
+        for _, group in groupby(runs, _alike):
+            some = list(group)
+            self.members.append(self._members(some, start))
+            start = self.members[-1].rows.stop
+
+    def _members(self, runs: Sequence[Run], start: int) -> Members:
+        counts = torch.tensor([run.count for run in runs])
+        ends = torch.tensor([run.start + run.count for run in runs])
+        b, q, k = len(runs), int(counts.max()), int(ends.max())
+        rows = slice(start, start + int(counts.sum()))
+        # Distance of each query from its run's last token: padding is on the left.
+        back = torch.arange(q - 1, -1, -1)
+        hidden = torch.arange(k) > (ends.unsqueeze(1) - 1 - back).unsqueeze(2)
+        mask = torch.zeros(b, 1, q, k, dtype=self.dtype)
+        mask.masked_fill_(hidden.unsqueeze(1), MASKED)
+        mask = mask.expand(b, self.repeat, q, k).reshape(b, 1, self.repeat * q, k)
+        gather = real = None
+        if b * q != rows.stop - rows.start:
+            gather = start + counts.cumsum(0).unsqueeze(1) - 1 - back
+            real = (back < counts.unsqueeze(1)).view(-1).nonzero().squeeze(-1)
+            gather = gather.clamp_(min=start).view(-1)
+        first = runs[0].slot
+        beside = all(run.slot == first + i for i, run in enumerate(runs))
+        where: slice | torch.Tensor = slice(first, first + b)
+        if not beside:
+            where = torch.tensor([run.slot for run in runs])
+        return Members(b, q, k, rows, gather, real, where, mask)
+
+
+def _alike(run: Run) -> tuple[int, int]:
+    """Runs with the same value are padded to each other where they are neighbours."""
+    return run.count.bit_length(), padded(run.start + run.count - 1)
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    cache: RaggedCache | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of `query` [1, heads, rows, dim], as `cache` is planned.
+
+    Called by the model in place of its stock attention. Returns [1, rows, heads, dim].
+    """
+    if cache is None:
+        raise ValueError(f"'{NAME}' attention serves the embedded engine only")
+    layer: Any = module.layer_idx
+    keys, values = cache.keys[layer], cache.values[layer]
+    keys[cache.slots, :, cache.positions] = key[0].transpose(0, 1)
+    values[cache.slots, :, cache.positions] = value[0].transpose(0, 1)
+    _, heads, rows, dim = query.shape
+    repeat = heads // cache.heads
+    packed = query[0].transpose(0, 1).reshape(rows, heads * dim)
+    out = torch.empty_like(packed)
+    for some in cache.members:
+        b, q, k = some.b, some.q, some.k
+        chosen = packed[some.rows] if some.gather is None else packed[some.gather]
+        # Heads that share keys become further queries: [b, kv_heads, repeat * q, dim].
+        asked = chosen.view(b, q, cache.heads, repeat, dim).permute(0, 2, 3, 1, 4)
+        result = F.scaled_dot_product_attention(
+            asked.reshape(b, cache.heads, repeat * q, dim),
+            keys[:, :, :k][some.slots],
+            values[:, :, :k][some.slots],
+            attn_mask=some.mask,
+            scale=scaling,
+        )
+        result = result.view(b, cache.heads, repeat, q, dim).permute(0, 3, 1, 2, 4)
+        result = result.reshape(b * q, heads * dim)
+        out[some.rows] = result if some.real is None else result[some.real]
+    return out.view(1, rows, heads, dim), None
+
+
+AttentionInterface.register(NAME, slot_attention)

@@ -1,0 +1,131 @@
+"""Slots of the embedded engine: what they hold, and when there is no room for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.rollout.engines import slotted
+from services.rollout.engines.base import SamplingParams
+from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.shelves import Shelves
+from services.rollout.engines.slotted import SlotBatcher, fits_slots
+from services.rollout.engines.turns import Turn
+from tests.rollout.engines.asking import ask, prompt
+from tests.rollout.engines.models import (
+    make_model,
+    policy_spec,
+    publish,
+    reference_logprobs,
+    transfer_in,
+)
+
+COUNT = 6
+
+
+class Tokens:
+    """Stands for a cache: which token each key in it is of."""
+
+    count = COUNT
+
+    def __init__(self) -> None:
+        self.held: list[list[int]] = [[] for _ in range(COUNT)]
+
+    def copy(self, source: int, targets: Sequence[int], tokens: int) -> None:
+        for target in targets:
+            self.held[target][:tokens] = self.held[source][:tokens]
+
+    def write(self, slot: int, start: int, ids: Sequence[int]) -> None:
+        self.held[slot][start : start + len(ids)] = ids
+
+
+def turn(ids: Sequence[int]) -> Turn:
+    params = SamplingParams(max_new_tokens=4)
+    return Turn("t", list(ids), params, max_new_tokens=4, stop_ids=frozenset(), seed=0)
+
+
+def read(cache: Tokens, slot: Any, count: int) -> None:
+    cache.write(slot.index, slot.read, slot.ids[slot.read : slot.read + count])
+    slot.read = min(slot.read + count, len(slot.ids))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_a_slot_holds_the_tokens_that_it_says(seed: int) -> None:
+    rng = random.Random(seed)
+    cache = Tokens()
+    shelves = Shelves(cache)  # type: ignore[arg-type]
+    prompts = [[rng.randrange(2) for _ in range(rng.randrange(1, 40))] for _ in range(4)]
+    for _ in range(60):
+        match rng.randrange(5):
+            case 0 | 1:
+                free = COUNT - len(shelves.busy)
+                some = [rng.choice(prompts) for _ in range(rng.randrange(free + 1))]
+                more = [[rng.randrange(2) for _ in range(rng.randrange(20))] for _ in some]
+                shelves.place([turn(a + b) for a, b in zip(some, more, strict=True)])
+            case 2:
+                for slot in shelves.busy.values():
+                    read(cache, slot, rng.randrange(1, 50))
+                    if slot.left <= 1:
+                        shelves.note(slot)
+                        slot.ids.append(rng.randrange(2))
+            case 3 if shelves.busy:
+                shelves.end(rng.choice(list(shelves.busy.values())))
+            case 4 if rng.random() < 0.1:
+                shelves.forget()
+        for slot in shelves._slots:
+            assert cache.held[slot.index][: slot.read] == slot.ids[: slot.read]
+            assert slot.turn is None or slot.left > 0
+
+
+def test_a_group_reads_its_prompt_once() -> None:
+    cache = Tokens()
+    shelves = Shelves(cache)  # type: ignore[arg-type]
+    ids = list(range(20))
+    shelves.place([turn(ids)])
+    (leader,) = shelves.busy.values()
+    read(cache, leader, 20)
+    shelves.note(leader)
+    shelves.place([turn(ids) for _ in range(3)])
+    assert [slot.read for slot in shelves.busy.values()] == [20, 19, 19, 19]
+    # A conversation goes on where it was, if that is free.
+    shelves.end(leader)
+    shelves.place([turn([*ids, 7, 8])])
+    assert leader.turn is not None
+    assert leader.read == 20
+
+
+def test_turns_that_do_not_fit_at_full_length_get_pages() -> None:
+    model = make_model(0)
+    assert fits_slots(model, 16, 512)
+    assert not fits_slots(model, 1 << 20, 512)
+    assert not fits_slots(model, 16, 1 << 24)
+
+
+async def test_weights_that_are_no_numbers_leave_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slotted, "STEP_TOKENS", 16)
+    transfer, model, broken = transfer_in(tmp_path), make_model(0), make_model(1)
+    for parameter in broken.parameters():
+        parameter.data.fill_(float("nan"))
+    engine = EmbeddedEngine("e0", "solver", policy_spec())
+    await engine.start()
+    try:
+        assert isinstance(engine._batcher, SlotBatcher)
+        await engine.update_weights(publish(transfer, broken, 0), transfer)
+        with pytest.raises(Exception, match="version 0"):
+            await ask(engine, "r0", prompt(random.Random(0)), max_new_tokens=12)
+        await engine.update_weights(publish(transfer, model, 1), transfer)
+        ids = prompt(random.Random(1))
+        answer = await ask(engine, "r1", ids, max_new_tokens=4)
+    finally:
+        await engine.stop()
+    expected = reference_logprobs(model, ids, answer.token_ids, 1.0)
+    assert answer.logprobs == pytest.approx(expected, abs=2e-4)
