@@ -36,7 +36,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     name = "troupe.v1.Reward"
 
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
-        self._workplace = Workplace(settings)
+        self._workplace = Workplace(settings, telemetry)
         self._sources = Sources()
         shared = settings.redis_url if "redis_url" in settings.model_fields_set else None
         self._quotas = open_quotas(

@@ -49,7 +49,7 @@ class RewardSettings(ServiceSettings):
     """How often other hosts say that they are there; five missed, and a host is given up."""
     reward_host_expected_seconds: float = Field(default=120, ge=0)
     """A host that left is expected back for so long: what only it can run is not refused. A service
-    without workers of its own expects hosts for so long when it starts."""
+    without workers of its own expects hosts when it starts, too, for 15 seconds at most."""
     reward_import_seconds: float = Field(default=120, gt=0)
     """How long a worker may take to import a function's module."""
     reward_max_queued: int = Field(default=10_000, gt=0)

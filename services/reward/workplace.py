@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import structlog
 
+from services.chassis.telemetry import Telemetry
 from services.reward.confinement import layers
 from services.reward.cpu import CoreManager, choose_backend, usable_cores
 from services.reward.fence import Fence
@@ -23,7 +24,7 @@ log = structlog.get_logger("troupe.reward")
 class Workplace:
     """Worker processes of this host, its cores, and the limits of its sandboxes."""
 
-    def __init__(self, settings: RewardSettings) -> None:
+    def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
         """Raises `InvalidArgument` for cores that there are not, and models that fit nowhere."""
         self._groups = groups = open_groups()
         self._cores = _core_manager(settings, groups)
@@ -40,7 +41,7 @@ class Workplace:
         ]
         models = None
         if settings.reward_models:
-            models = ModelManager(settings.reward_models, settings.reward_gpus)
+            models = ModelManager(settings.reward_models, settings.reward_gpus, telemetry)
         memory = {MEMORY: settings.reward_memory_mib} if settings.reward_memory_mib else {}
         stock = Stock(memory, None if models is None else models.board, plenty=(MEMORY, SANDBOX))
         self.host = Host(

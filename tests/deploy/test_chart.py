@@ -14,7 +14,7 @@ import yaml
 
 from services.chassis.telemetry import Telemetry
 from services.reward.hosts.service import RewardHost
-from services.reward.server import RewardService
+from services.reward.runtime import Runtime
 from services.reward.settings import RewardSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +116,6 @@ def test_hosts_find_the_service_and_both_understand_their_settings(
             settings = RewardSettings()
         if deployment is service:
             assert settings.reward_quotas["api"].rate == 2.5
-            RewardService(settings.model_copy(update={"reward_quotas": {}}), Telemetry())
         else:
             assert settings.reward_models["judge"].gpus == 2
             seconds = hosts["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
@@ -137,7 +136,7 @@ def test_hosts_scale_on_what_waits(kind: str) -> None:
     spec = objects[scalers[kind], "r-hosts"]["spec"]
     assert spec["scaleTargetRef"]["name"] == hosts["metadata"]["name"]
     telemetry = Telemetry()
-    RewardService(RewardSettings(reward_workers=0), telemetry)
+    Runtime([], telemetry)
     exported = {metric.name for metric in telemetry.registry.collect()}
     if kind == "hpa":
         (metric,) = spec["metrics"]

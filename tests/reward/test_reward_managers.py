@@ -176,7 +176,9 @@ async def test_a_call_finds_its_model_on_devices(tmp_path: Path, elsewhere: bool
             "b": served(tmp_path / "b", "refuse=1"),
         },
     }
-    own: dict[str, Any] = {"reward_workers": 0} if elsewhere else models
+    own: dict[str, Any] = (
+        {"reward_workers": 0, "reward_host_expected_seconds": 0} if elsewhere else models
+    )
     async with service(**own) as client:
         if not elsewhere:
             await uses_models(client, tmp_path)

@@ -12,6 +12,7 @@ from typing import Final
 
 import structlog
 
+from services.chassis.telemetry import Telemetry
 from services.reward.gpu.board import Board
 from services.reward.gpu.service import ModelService, ModelUnavailable
 from services.reward.gpu.settings import ModelSettings, check_models
@@ -30,7 +31,9 @@ class ModelManager:
     `board` says where each is meant to be, at once; `ready` makes it so, one move at a time.
     """
 
-    def __init__(self, models: Mapping[str, ModelSettings], gpus: int) -> None:
+    def __init__(
+        self, models: Mapping[str, ModelSettings], gpus: int, telemetry: Telemetry | None = None
+    ) -> None:
         """Raises `InvalidArgument` for a model that fits on no cell."""
         check_models(models, gpus)
         place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
@@ -43,6 +46,8 @@ class ModelManager:
         # Seconds that moves took, and how many restores and evictions there were.
         self.moving_seconds = 0.0
         self.restores = self.evictions = 0
+        if telemetry is not None:
+            self._export(telemetry)
 
     async def ready(self, name: str) -> str:
         """Have the model where the board says; its URL. Raises `ModelUnavailable`.
@@ -75,6 +80,15 @@ class ModelManager:
         async with self._moving:
             await asyncio.gather(*(service.end() for service in self._services.values()))
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _export(self, telemetry: Telemetry) -> None:
+        texts = {
+            "restores": ("Times that a model was brought to devices.", lambda: self.restores),
+            "evictions": ("Times that one left them for another.", lambda: self.evictions),
+            "moving_seconds": ("Seconds that this took.", lambda: self.moving_seconds),
+        }
+        for name, (text, value) in texts.items():
+            telemetry.gauge(f"troupe_reward_model_{name}", text).set_function(value)
 
     async def _move(self, service: ModelService, cell: Cell) -> None:
         for other in self._services.values():

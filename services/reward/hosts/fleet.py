@@ -21,6 +21,8 @@ from troupe.scheduling.elastic.cells import Model
 from troupe.scheduling.elastic.hosts import nowhere
 from troupe.v1 import reward_pb2 as pb
 
+# Hosts that lost their service ask for it this often at least, thrice.
+_COMING_SECONDS: Final = 15.0
 _FIELDS: Final = {
     CORES: ("cores", "TROUPE_REWARD_CORES"),
     WORKERS: ("max_concurrency", "TROUPE_REWARD_WORKERS"),
@@ -93,7 +95,7 @@ class Fleet:
         if missing is None:
             return
         age = time.monotonic() - self._started
-        if not self._own.workers and age < self._expected_seconds:
+        if not self._own.workers and age < min(_COMING_SECONDS, self._expected_seconds):
             raise Unavailable(
                 f"no host that is attached has {needs[missing]} of {missing}; this service started "
                 f"{age:.0f} s ago, and others may come",

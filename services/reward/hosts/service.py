@@ -19,7 +19,7 @@ class RewardHost:
     name = "troupe.v1.RewardHost"
 
     def __init__(self, settings: RewardSettings, telemetry: Telemetry) -> None:
-        self._workplace = Workplace(settings)
+        self._workplace = Workplace(settings, telemetry)
         host = self._workplace.host
         self.agent = Agent(settings, host, offer_of(settings))
         busy = telemetry.gauge("troupe_reward_host_busy", "Workers that run calls here.")
