@@ -3,12 +3,15 @@
     python -m benchmarks.experience_store [--quick] [--json]
 
 A real store process and a real Redis, started as the embedded cluster starts it (AOF, every
-second), on this machine; the client is this process. `raw` are the same bytes written and read by
-pipelined redis-py, in alternation with the store, in one run. The last line is one JSON object:
+second), on this machine; the client is this process, set up as a rollout worker is (event loop,
+garbage collector, malloc). `raw` are the same bytes written and read by pipelined redis-py, in
+alternation with the store, in one run. The last line is one JSON object:
 
 - `raw_ratio_4k`: bytes/s of append + reward + claim + commit over raw bytes/s, rows of 4096 tokens;
-  the best number of concurrent writers. Rewards come late, one call per trajectory.
-- `grpc_echo_ratio_4k`: bytes/s of bare gRPC (no protobuf, store or Redis) with the same messages
+  the best number of concurrent writers. Rewards come late, trajectory by trajectory. Both go
+  through `troupe.experience.ExperienceWriter`, as rollout's endings do: what is written while calls
+  are in flight travels together.
+- `grpc_echo_ratio_4k`: bytes/s of bare gRPC (no protobuf, store or Redis), a call per trajectory,
   over raw bytes/s, in the cell that `raw_ratio_4k` is from: what is left to a store behind gRPC.
 - `cpu_us_per_row_4k`: CPU of each process in that cell, in microseconds per row; `echo` and
   `echo_client` are what bare gRPC takes.
@@ -20,6 +23,7 @@ pipelined redis-py, in alternation with the store, in one run. The last line is 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import statistics
 import tempfile
@@ -29,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -36,6 +41,7 @@ from benchmarks.command import options_of, quantile
 from benchmarks.store import echo, raw, scale, served
 from benchmarks.store.servers import Servers, Stub, started
 from benchmarks.store.workload import GROUP_SIZE, Shape, make_appends
+from troupe.memory import keep_freed_memory
 
 TURNS = 8
 WRITERS = (1, 8, 64)
@@ -197,11 +203,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point."""
     options = options_of(__doc__, arguments)
     console = Console(quiet=options.json, width=160)
+    keep_freed_memory()
+    gc.freeze()
     with (
         tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory,
         started(Path(directory)) as servers,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        results = asyncio.run(measure(servers, QUICK if options.quick else FULL, console))
+        results = runner.run(measure(servers, QUICK if options.quick else FULL, console))
     print(json.dumps(results))
 
 

@@ -33,7 +33,7 @@ _METHOD: Final = "/troupe.v1.ExperienceStore/Write"
 # One is being answered while the next one is on its way.
 _CALLS: Final = 2
 # Of one call, unless a single part is longer: who comes next need not wait for more.
-_CALL_BYTES: Final = 4 * 2**20
+_CALL_BYTES: Final = 2 * 2**20
 
 _Result: TypeAlias = pb.EndingWritten | pb.FillWritten
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Final
 
@@ -11,6 +12,8 @@ _VARINT: Final = 0
 _FIXED: Final = {1: 8, 5: 4}
 
 
+# Rows of one job are of few different lengths.
+@functools.lru_cache(maxsize=4096)
 def varint(number: int) -> bytes:
     """A number that is not negative, seven bits to a byte, the lowest first."""
     found = bytearray()

@@ -176,12 +176,13 @@ class _Lane:
 
 
 def _is_bulk(commands: Sequence[Command]) -> bool:
-    return (
-        any(command[0] in _BULK_COMMANDS for command in commands) or _size(commands) > _BULK_BYTES
-    )
-
-
-def _size(commands: Sequence[Command]) -> int:
-    return sum(
-        len(part) for command in commands for part in command if isinstance(part, bytes | str)
-    )
+    size = 0
+    for command in commands:
+        if command[0] in _BULK_COMMANDS:
+            return True
+        for part in command:
+            if isinstance(part, bytes | str):
+                size += len(part)
+        if size > _BULK_BYTES:
+            return True
+    return False

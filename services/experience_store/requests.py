@@ -6,8 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from troupe import tensors
 from troupe.rpc import InvalidArgument
@@ -204,8 +203,7 @@ def check_amend(request: store_pb.AmendStepRequest) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Fill:
+class Fill(NamedTuple):
     """What is to be filled in of one sample, or why it is dropped."""
 
     sample: str

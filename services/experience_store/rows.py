@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
 
-from services.experience_store.records import LETTER_OF, REWARD, Record
+from services.experience_store.records import LETTER_OF, REWARD
 from services.experience_store.requests import (
     ID_LENGTH,
     ROW_BYTES,
@@ -62,29 +62,17 @@ class Row(NamedTuple):
             str(min(span.version for span in versions)) if versions else "",
         )
 
-    def record(self, query: str, trajectory: str, required: Collection[str]) -> Record:
-        """What the table keeps of it; `required` are columns besides the reward."""
+    def record(self, query: str, trajectory: str, required: Collection[str]) -> str:
+        """Its first `Record`, formatted; `required` are columns besides the reward."""
         missing = [name for name in required if name not in self.columns]
         if self.reward is None:
             missing.append(REWARD)
-        return Record(
-            state=_PENDING,
-            tokens=str(self.tokens),
-            size=str(len(self.payload)),
-            turn=str(self.turn),
-            reward="" if self.reward is None else repr(self.reward),
-            missing=",".join(sorted(missing)),
-            early=",".join(self.columns),
-            late="",
-            query=query,
-            trajectory=trajectory,
-            agent=self.agent,
-            group=self.group,
-            reason="",
-            version=self.version,
-            uses="0",
-            since="",
-            origin="",
+        reward = "" if self.reward is None else repr(self.reward)
+        lacks, early = ",".join(sorted(missing)), ",".join(self.columns)
+        # A `Record`, in the order of its fields; written out, as it is once per row.
+        return (
+            f"{_PENDING}\t{self.tokens}\t{len(self.payload)}\t{self.turn}\t{reward}\t{lacks}\t{early}"
+            f"\t\t{query}\t{trajectory}\t{self.agent}\t{self.group}\t\t{self.version}\t0\t\t"
         )
 
 

@@ -303,7 +303,7 @@ def _staged(table: Table, append: Append, rows: Sequence[Row]) -> list[str | byt
     for row in rows:
         # What the record holds too, because it moves, is written over it when it is read.
         record = row.record(query, trajectory, table.required)
-        records.append(f"{row.sample}\t{record.format()}")
+        records.append(f"{row.sample}\t{record}")
         found += (row.sample, row.payload)
     return [*found, RECORDS, "\n".join(records)]
 

@@ -10,6 +10,7 @@ import sys
 from services.chassis.app import Service, run
 from services.chassis.telemetry import Telemetry
 from services.rollout.settings import RolloutSettings
+from troupe.memory import keep_freed_memory
 
 
 def make(settings: RolloutSettings, telemetry: Telemetry) -> Service:
@@ -25,6 +26,7 @@ def main() -> int:
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    keep_freed_memory()
     gc.disable()  # until the libraries are in: see `warmup`
     return run(make, RolloutSettings)
 

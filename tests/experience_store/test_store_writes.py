@@ -109,7 +109,7 @@ async def test_what_comes_while_calls_are_in_flight_travels_together() -> None:
 async def test_a_call_grows_no_larger_than_its_bound_unless_one_part_is() -> None:
     line = Line()
     writer = _writer(line)
-    sizes = [3 << 20, 3 << 20, 9 << 20, 100, 100]
+    sizes = [3 << 19, 3 << 19, 9 << 19, 100, 100]
     answers = await asyncio.gather(
         *(writer.append(ending(f"t{number}", size), 30) for number, size in enumerate(sizes))
     )
