@@ -20,7 +20,7 @@ from services.rollout.engines.front import EngineFront, Tensors
 from services.rollout.engines.models import load_config, skeleton, stop_ids
 from services.rollout.engines.slotted import SlotBatcher, fits_slots
 from services.rollout.engines.turns import Turn
-from services.rollout.engines.weights import fill
+from services.rollout.engines.weights import fill, verify
 from troupe.job import PolicySpec
 from troupe.rpc.errors import Internal, TroupeError
 from troupe.v1 import common_pb2 as pb
@@ -180,11 +180,18 @@ class EmbeddedEngine(EngineFront):
         assert self._model is not None  # alive
         check_base(adapted, self._model)
 
+    async def _prepared(
+        self, tensors: Tensors, ref: pb.WeightsRef, adapted: Adapted | None
+    ) -> tuple[Tensors, pb.WeightsRef]:
+        if adapted is not None:
+            return await asyncio.to_thread(adapted.merged, ref)
+        assert self._model is not None  # alive
+        await asyncio.to_thread(verify, tensors, self._model, ref)
+        return tensors, ref
+
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
         batcher, model = self._require_batcher(), self._model
         assert model is not None  # alive
-        if self._adapted is not None:
-            tensors, ref = await asyncio.to_thread(self._adapted.merged, ref)
         self._give_back(ref)
         change = partial(fill, tensors, model, ref)
         try:

@@ -164,12 +164,13 @@ class EngineFront(Sleeping):
             await self._fits(tensors, ref)
             if adapted is not None:
                 await self._fits_base(adapted)
+            tensors, own = await self._prepared(tensors, ref, adapted)
             self._adapted = adapted
             self._require_alive()
             self._life.updating(ref.version)
             self._settled.clear()
             try:
-                exposed = await self._apply(tensors, ref)
+                exposed = await self._apply(tensors, own)
             except BaseException as error:
                 if self.state == pb.ENGINE_STATE_UPDATING:
                     self._life.lost_weights(f"update to version {ref.version} failed: {error!r}")
@@ -293,10 +294,18 @@ class EngineFront(Sleeping):
             remedy="Remove `lora`, or choose another kind of engine.",
         )
 
+    async def _prepared(
+        self, tensors: Tensors, ref: pb.WeightsRef, adapted: Adapted | None
+    ) -> tuple[Tensors, pb.WeightsRef]:
+        """What `_apply` gets: all that takes time is done here, while the former version serves.
+
+        Raises `WeightsRefused`; nothing has changed then.
+        """
+        return tensors, ref
+
     @abstractmethod
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
-        """Put `tensors` (an adapter: `self._adapted`) in service and verify them; returns exposed
-        seconds."""
+        """Put what `_prepared` returned in service; returns exposed seconds."""
 
     def _turn(
         self,

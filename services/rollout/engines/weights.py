@@ -8,7 +8,7 @@ import torch
 
 from services.rollout.engines.errors import UpdateFailed, WeightsRefused
 from troupe.transfer import checksum_of
-from troupe.transfer.checksum import dtype_of
+from troupe.transfer.checksum import bytes_checksum, dtype_of, host_bytes
 from troupe.transfer.manifest import Manifest
 from troupe.v1 import common_pb2 as pb
 
@@ -58,24 +58,56 @@ def check_fit(published: Mapping[str, torch.Tensor], model: torch.nn.Module, key
         )
 
 
-def fill(published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef) -> None:
-    """Copy `published` into `model` and verify that it now holds `ref.checksum`.
+def verify(
+    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef
+) -> None:
+    """See that `published`, which fits, is what `ref.checksum` names, while `model` still serves.
 
-    Raises `UpdateFailed` when it does not: the model then holds neither version.
+    Raises `WeightsRefused`.
     """
-    slots = model.state_dict()
-    with torch.no_grad():
-        for name, tensor in published.items():
-            slots[name].copy_(tensor)
-    found = checksum_of({name: slots[name] for name in published})
+    found = checksum_of(published)
     if found != ref.checksum:
-        raise UpdateFailed(
-            f"the model holds checksum {found} after the copy, version {ref.version} has "
-            f"{ref.checksum}",
+        raise WeightsRefused(
+            f"what is published has checksum {found}, version {ref.version} has {ref.checksum}",
             field="weights",
             value=ref.key,
             remedy="Publish the version again and repeat the update.",
         )
+    slots = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    for name, tensor in published.items():
+        other = first.setdefault(id(slots[name]), name)
+        # Whatever was copied last would be served.
+        if other != name and _bytes(published[other]) != _bytes(tensor):
+            raise WeightsRefused(
+                f"'{other}' and '{name}' are one tensor of the model and published with "
+                "different contents",
+                field="weights",
+                value=ref.key,
+                remedy="Publish one of the two names.",
+            )
+
+
+def fill(published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef) -> None:
+    """Copy `published`, which is verified, into `model`: one pass over it and no more, since
+    nothing is served meanwhile.
+
+    Raises `UpdateFailed` when that breaks: the model then holds neither version.
+    """
+    slots = model.state_dict()
+    try:
+        with torch.no_grad():
+            for name, tensor in published.items():
+                slots[name].copy_(tensor)
+        for device in {slot.device for slot in slots.values() if slot.is_cuda}:
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise UpdateFailed(
+            f"version {ref.version} was not copied: {error}",
+            field="weights",
+            value=ref.key,
+            remedy="Repeat the update.",
+        ) from error
 
 
 def untied(
@@ -87,3 +119,7 @@ def untied(
         first.setdefault(id(slot), name)
     slots = model.state_dict(keep_vars=True)
     return {first[id(slots[name])]: tensor for name, tensor in published.items()}
+
+
+def _bytes(tensor: torch.Tensor) -> str:
+    return bytes_checksum(host_bytes(tensor))

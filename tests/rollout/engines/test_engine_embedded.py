@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from services.rollout.engines.errors import (
     WeightsRefused,
 )
 from services.rollout.engines.factory import make_engine
+from services.rollout.engines.weights import fill
 from tests.rollout.engines.asking import ask, prompt, until
 from tests.rollout.engines.models import (
     VOCABULARY,
@@ -283,21 +285,49 @@ async def test_weights_that_do_not_fit_change_nothing(
     assert engine.version == 10
 
 
+async def test_what_is_not_what_was_announced_is_never_served(
+    engine: EmbeddedEngine, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = publish(transfer, make_model(1), 1)
+    # Bytes that changed after the host verified them.
+    tensors, manifest = transfer.get(ref.key)
+    next(iter(tensors.values())).view(-1)[0] += 1
+    task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=50))
+    with monkeypatch.context() as changed:
+        changed.setattr(transfer, "get", lambda *_, **__: (tensors, manifest))
+        with pytest.raises(WeightsRefused, match="has checksum"):
+            await engine.update_weights(ref, transfer)
+    # Nor a mixture of two contents for what is one tensor of the model.
+    weights = dict(make_model(2).state_dict())
+    weights["lm_head.weight"] = weights["lm_head.weight"] + 1
+    made = transfer.set("job/solver/weights@2", weights)
+    tied = pb.WeightsRef(version=2, key=made.key, checksum=made.checksum)
+    with pytest.raises(WeightsRefused, match="one tensor"):
+        await engine.update_weights(tied, transfer)
+    assert (engine.state, engine.version) == (pb.ENGINE_STATE_HEALTHY, 0)
+    assert {version.version for version in (await task).versions} == {0}
+
+
 async def test_an_update_that_breaks_half_way_leaves_it_stale(
     engine: EmbeddedEngine, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref = publish(transfer, make_model(1), 1)
     task = asyncio.ensure_future(ask(engine, "r", [1], max_new_tokens=200))
     await asyncio.sleep(0.01)
-    monkeypatch.setattr("services.rollout.engines.weights.checksum_of", lambda _: "other")
-    with pytest.raises(UpdateFailed, match="holds checksum other"):
-        await engine.update_weights(ref, transfer)
+
+    def broken(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+        last = max(tensors)
+        fill(tensors | {last: torch.zeros(tensors[last].numel() + 1)}, *rest)
+
+    with monkeypatch.context() as half_way:
+        half_way.setattr("services.rollout.engines.embedded.fill", broken)
+        with pytest.raises(UpdateFailed, match="was not copied"):
+            await engine.update_weights(ref, transfer)
     assert (engine.state, engine.version) == (pb.ENGINE_STATE_STALE, None)
     with pytest.raises(EngineStale):
         await task
     with pytest.raises(EngineStale):
         await ask(engine, "r2", [1])
-    monkeypatch.undo()
     await engine.update_weights(ref, transfer)
     assert (await ask(engine, "r3", [1])).versions[0].version == 1
 
