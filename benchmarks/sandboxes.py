@@ -74,7 +74,7 @@ async def run(calls: int, pause: float) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """A table, and the JSON object as the last line."""
     options = options_of(__doc__, arguments)
-    found = asyncio.run(run(3 if options.quick else 30, 0.5 if options.quick else 1.0))
+    found = asyncio.run(run(3 if options.quick else 20, 0.5))
     if not options.json:
         print(f"load {os.getloadavg()[0]:.1f}")
         for name, value in found.items():

@@ -149,6 +149,7 @@ class SandboxPlace:
                 spec.entrypoint,
                 call.arguments_json,
                 memory_mib=spec.memory_mib,
+                environment=call.environment,
                 timeout=spec.timeout_seconds,
                 # The cores are the runtime's; for so long they are this sandbox's.
                 lease=None if lease is None else replace(lease, group=self.name),

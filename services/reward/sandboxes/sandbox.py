@@ -14,7 +14,7 @@ import signal
 import struct
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import psutil
@@ -112,6 +112,7 @@ class Sandbox:
         arguments_json: str,
         *,
         memory_mib: int,
+        environment: Mapping[str, str],
         timeout: float,
         lease: Lease | None = None,
     ) -> tuple[worker.Answer, str, float]:
@@ -129,6 +130,7 @@ class Sandbox:
                 "entrypoint": entrypoint,
                 "arguments_json": arguments_json,
                 "memory_mib": memory_mib,
+                "environment": dict(environment),
             }
             answer, output = await self._ask(frame, timeout)
             return answer, output, time.perf_counter() - began
