@@ -147,8 +147,7 @@ def simulate(plan: Plan, console: Console) -> dict[str, Any]:
     trajectories = coding(count, law, _SEED)
     tight = count * simulated.POD_PARALLELISM
     own = simulated.tight(trajectories)
-    unit = tight // 16
-    cores, fewer = simulated.cores_for(own.act, trajectories, unit, 16)
+    cores, fewer = simulated.cores_for(own.act, trajectories, 8, tight)
     console.print(
         f"{count} trajectories with {simulated.POD_PARALLELISM} cores each, which no action of "
         f"theirs waits for: {tight} cores, ACT {own.act:.2f} s. Elastic with {cores} cores: "

@@ -118,11 +118,12 @@ def batches(sizes: Sequence[int], beyond: Sequence[int], law: CodingLaw, seed: i
 def cores_for(
     act: float, trajectories: Sequence[Trajectory], unit: int, most: int
 ) -> tuple[int, Played]:
-    """The fewest hosts of `unit` cores on which actions take `act` seconds at most, as cores."""
-    low, high, best = 0, most, elastic(trajectories, [unit] * most)
+    """The smallest host, in steps of `unit` cores and up to `most`, on which actions take `act`
+    seconds at most."""
+    low, high, best = 0, most // unit, elastic(trajectories, [most])
     while high - low > 1:
         middle = (low + high) // 2
-        tried = elastic(trajectories, [unit] * middle)
+        tried = elastic(trajectories, [unit * middle])
         if tried.act <= act:
             high, best = middle, tried
         else:

@@ -327,6 +327,43 @@ def played(queue: Sequence[Action], cores: int, choose: Callable[..., list[Grant
     return total
 
 
+def best_sum(queue: Sequence[Action], cores: int) -> float:
+    """Least sum of completion times of any schedule that starts actions in the order of the queue:
+    all ways to start some now, with any levels, or to wait for an end."""
+
+    def after(place: int, running: tuple[tuple[float, int], ...], now: float) -> float:
+        if place == len(queue):
+            return sum(end for end, _ in running)
+        free = cores - sum(units for _, units in running)
+        found = math.inf
+        elastic = queue[place].elastic
+        assert elastic is not None
+        for level, seconds in zip(elastic.levels, elastic.seconds, strict=True):
+            if level <= free:
+                started = tuple(sorted((*running, (now + seconds, level))))
+                found = min(found, after(place + 1, started, now))
+        if running:
+            (end, _), *others = running
+            found = min(found, end + after(place, tuple(others), end))
+        return found
+
+    return after(0, (), 0.0)
+
+
+def test_it_is_close_to_the_best_of_all_schedules() -> None:
+    """Nobody is held back while units lie idle, which costs up to a factor once in a while, and
+    one in a hundred on average."""
+    rng = random.Random(1)
+    ratios = []
+    for _ in range(200):
+        parts = [(rng.uniform(1.0, 20.0), rng.random()) for _ in range(rng.randint(1, 4))]
+        queue = [Action(str(i), 0.0, elastic=amdahl(*p, (1, 2, 4))) for i, p in enumerate(parts)]
+        cores = rng.randint(1, 4)
+        ratios.append(played(queue, cores, decide) / best_sum(queue, cores))
+    assert min(ratios) > 1 - 1e-9
+    assert sum(ratios) / len(ratios) < 1.03
+
+
 elastic_queues = st.lists(
     st.tuples(st.floats(1.0, 20.0), st.floats(0.0, 1.0)), min_size=1, max_size=12
 ).map(lambda parts: [Action(f"{i:02}", 0.0, elastic=amdahl(*p)) for i, p in enumerate(parts)])

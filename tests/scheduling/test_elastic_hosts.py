@@ -14,6 +14,7 @@ from tests.scheduling.test_elastic import DIMENSIONS, amdahl, frees, queues, tak
 from troupe.scheduling.elastic import (
     Action,
     Amounts,
+    Elastic,
     Host,
     Placed,
     Rules,
@@ -72,6 +73,19 @@ def test_what_fits_nowhere_reserves_one_host_and_others_pass_elsewhere() -> None
     big = Action("big", 0.0, needs={"cores": 4})
     small = [Action(f"s{i}", 1.0 + i, needs={"cores": 1}) for i in range(4)]
     assert on(decide_over(hosts, [big, *small], 0.0)) == {"s0": "far"}
+
+
+def test_what_one_host_keeps_back_starts_where_units_lie_idle() -> None:
+    greedy = Elastic("cores", (1, 2, 3, 5), (4.0, 4.0, 4.0, 1.0))
+    one = Elastic("cores", (1,), (1.0,))
+    queue = [Action(n, 0.0, {"licence": 1}, e) for n, e in (("a", greedy), ("b", one), ("c", one))]
+    # `c` waits for a licence, and for a core; but `b` is before it.
+    hosts, shared = [cores("x", 5), cores("y", 1)], {"licence": 2}
+    grants = decide_over(hosts, queue, 0.0, Rules(depth=1), shared=shared)
+    assert [(g.action.action_id, g.host, g.holds["cores"]) for g in grants] == [
+        ("a", "x", 5),
+        ("b", "y", 1),
+    ]
 
 
 def test_a_quota_belongs_to_no_host() -> None:

@@ -70,8 +70,9 @@ class _Place:
     def __init__(self, index: int, host: Host) -> None:
         self.index, self.host = index, host
         self.left = dict(host.free)
-        # Resources of which nothing is to be had, or which somebody ahead waits for.
-        self.blocked = {resource for resource, amount in self.left.items() if amount <= 0}
+        # Resources of which nothing is to be had (-1), or which somebody waits for: its place in
+        # the queue.
+        self.blocked = {resource: -1 for resource, amount in self.left.items() if amount <= 0}
         self.members: list[tuple[int, Action]] = []
         # Of each elastic resource: units at the start less fixed shares, and who will split them.
         self._crowd: dict[str, int] = {}
@@ -84,25 +85,33 @@ class _Place:
     def total(self) -> Amounts:
         return self.host.total()
 
-    def block(self, resources: Iterable[str]) -> None:
+    def block(self, resources: Iterable[str], order: int) -> None:
         """Nobody behind gets any of these."""
         for resource in resources:
-            self.blocked.add(resource)
+            self.blocked.setdefault(resource, order)
             self.left.setdefault(resource, 0)
 
     def distance(self, needs: Amounts) -> tuple[bool, int, int]:
         """Sorts the hosts on which `needs` do not fit: how far they are from it."""
         short = sum(max(0, need - self.left.get(r, 0)) for r, need in needs.items())
-        return not self.blocked.isdisjoint(needs), short, self.index
+        return self.contested(needs), short, self.index
 
     def takes(self, action: Action) -> bool:
         """Whether it may run here at all."""
         return action.host is None or action.host == self.host.name
 
-    def lacks(self, needs: Amounts) -> list[str]:
-        """Those of `needs` that are not to be had here."""
+    def contested(self, needs: Amounts) -> bool:
+        """Whether somebody waits for some of them already."""
+        return not self.blocked.keys().isdisjoint(needs)
+
+    def lacks(self, needs: Amounts, order: int) -> list[str]:
+        """Those of `needs` that are not to be had here, in that place in the queue."""
         left, blocked = self.left, self.blocked
-        return [r for r, need in needs.items() if r in blocked or left.get(r, 0) < need]
+        return [
+            r
+            for r, need in needs.items()
+            if left.get(r, 0) < need or (r in blocked and blocked[r] < order)
+        ]
 
     def expected(self, action: Action, needs: Amounts, rules: Rules) -> tuple[float, bool, int]:
         """Sorts the hosts on which `action` fits: seconds, whether it is split over nodes, and
@@ -163,7 +172,7 @@ def decide_over(
     for order, action in sorted(held, key=lambda pair: pair[0]):
         assert action.elastic is not None  # others are not kept back
         needs = {r: need for r, need in action.least.items() if r not in shared}
-        fitting = [p for p in places if p.takes(action) and not p.lacks(needs)]
+        fitting = [p for p in places if p.takes(action) and not p.lacks(needs, order)]
         found = _best(fitting, action, needs, rules)
         if found is not None:
             index = action.elastic.within(found.left[action.elastic.resource])
@@ -217,7 +226,7 @@ def _place(
         fitting = roomy.get(action.kind)
         if fitting is None:
             fitting = [place for place in places if place.takes(action)]
-        roomy[action.kind] = fitting = [place for place in fitting if not place.lacks(needs)]
+        roomy[action.kind] = fitting = [p for p in fitting if not p.lacks(needs, order)]
         found = None if missing else _best(fitting, action, needs, rules)
         if found is not None:
             found.put(order, action, needs)
@@ -226,7 +235,7 @@ def _place(
                     shared[resource] -= need
             continue
         waiting.append(action)
-        if _stand(places, action, needs, missing, blocked, quotas):
+        if _stand(places, (order, action), needs, missing, blocked, quotas):
             settled.add(action.kind)
     return waiting
 
@@ -240,19 +249,20 @@ def _best(fitting: Sequence[_Place], action: Action, needs: Amounts, rules: Rule
 
 def _stand(
     places: Sequence[_Place],
-    action: Action,
+    who: tuple[int, Action],
     needs: Amounts,
     missing: Sequence[str],
     blocked: set[str],
     quotas: frozenset[str],
 ) -> bool:
-    """Block what `action` waits for; returns whether the same once more would block nothing new."""
+    """Block what an action waits for; returns whether the same again would block nothing new."""
+    order, action = who
     able = [place for place in places if place.takes(action)]
     for place in able:
-        lacks = place.lacks(needs)
+        lacks = place.lacks(needs, order)
         if quotas.issuperset(lacks) and quotas.issuperset(missing):
             blocked.update(missing)
-            place.block(lacks)
+            place.block(lacks, order)
             return True
     blocked.update(resource for resource in action.least if resource not in needs)
     # Those that are large enough, or it would wait at a small one for ever.
@@ -262,8 +272,8 @@ def _stand(
     # This key of the best host never grows from one decision to the next, since nothing starts
     # there, and falls whenever something ends there: so the first in the queue starts in the end.
     best = min(able, key=lambda place: place.distance(needs))
-    contested = not best.blocked.isdisjoint(needs)
-    best.block(needs)
+    contested = best.contested(needs)
+    best.block(needs, order)
     return contested
 
 
