@@ -31,6 +31,7 @@ LEVELS: Final = (PROCESS, BUBBLEWRAP, CONTAINER)
 
 # Where a sandbox has uploaded source: the folder itself may be what it must not see.
 SOURCE: Final = "/source"
+HANDED_OUT: Final = "TROUPE_REWARD_CORES"
 
 _NOBODY: Final = 65534
 _FILES: Final = 256
@@ -96,6 +97,8 @@ class Cage:
             "HOME": "/tmp",
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
+            # Whether the cores that a call finds are its own, or everybody's.
+            HANDED_OUT: os.environ.get(HANDED_OUT, "0"),
             "PYTHONPATH": os.pathsep.join([*([SOURCE] if self.source else []), *_imports()]),
             "PYTHONDONTWRITEBYTECODE": "1",
         }

@@ -100,6 +100,7 @@ def test_a_child_that_keeps_the_pipe_does_not_keep_the_call() -> None:
 def test_pytest_reports_the_same_however_many_cores_it_has(
     monkeypatch: pytest.MonkeyPatch, cores: int, xdist: bool
 ) -> None:
+    monkeypatch.setenv("TROUPE_REWARD_CORES", "2")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setattr(code, "_has_xdist", lambda: xdist)
     more = "def test_more(): assert True\n"

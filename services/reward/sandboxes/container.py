@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import shutil
 import struct
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Final
 from services.reward import worker
 from services.reward.cpu import Lease
 from services.reward.fence import BASE_MIB
-from services.reward.sandbox import CONTAINER, Cage
+from services.reward.sandbox import CONTAINER, HANDED_OUT, Cage
 from services.reward.sandboxes import supervisor
 from troupe.rpc import FailedPrecondition
 
@@ -76,6 +77,7 @@ class ContainerHome:
             *("--shm-size", f"{cage.disk_mib}m", "--workdir", "/tmp"),
             *("--pids-limit", str(cage.processes), "--memory", memory, "--memory-swap", memory),
             *("--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1"),
+            *("--env", f"{HANDED_OUT}={os.environ.get(HANDED_OUT, '0')}"),
             *("--env", "OMP_NUM_THREADS=1", "--entrypoint", "python3"),
             *(cage.image, "-c", _BOOT),
         ]

@@ -98,11 +98,10 @@ def run_pytest(
     seconds: float = 120.0,
 ) -> Tested:
     """Run pytest on files or folders (default: all), after writing `files`. `keyword` picks tests
-    by name; `plugins` are those to load, for example "pytest_asyncio.plugin". Uses all cores that
-    the call has."""
+    by name; `plugins` are those to load, for example "pytest_asyncio.plugin"."""
     with _place(), tempfile.TemporaryDirectory() as reports:
         _write(files or {})
-        cores = len(os.sched_getaffinity(0))
+        cores = _cores()
         targets = [str(_inside(path)) for path in paths or ["."]]
         began = time.perf_counter()
         programs, places = [], []
@@ -117,6 +116,13 @@ def run_pytest(
         taken = time.perf_counter() - began
         report_of_all = merged([read_report(place) for place in places])
         return _tested(_ran(ended, taken), report_of_all, cores)
+
+
+def _cores() -> int:
+    """Cores that the call has to itself: one where the reward service hands none out."""
+    if os.environ.get("TROUPE_REWARD_CORES", "0") == "0":
+        return 1
+    return len(os.sched_getaffinity(0))
 
 
 def _ran(ended: Sequence[Ended], seconds: float) -> Ran:
