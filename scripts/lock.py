@@ -23,7 +23,7 @@ LOCKS = {
     "experience-store": ["experience-store"],
     "rollout": ["rollout", "examples"],
     "trainer": ["trainer", "examples"],
-    "reward": ["reward", "examples"],
+    "reward": ["reward", "examples", "coding"],
     "control-panel": ["control-panel"],
     "dev": ["dev"],
 }
