@@ -154,10 +154,13 @@ class Trajectories:
         args: list[str | bytes | int] = [step, JobKeys(job).base]
         for one in stagings:
             trajectory, ending = one.append.trajectory, one.ending
+            staged: list[str] = []
             for policy, rows in one.rows:
-                before[policy] += _stage(PolicyKeys(job, policy), step, trajectory, ending, rows)
-            args += (trajectory, ending.query, ending.format())
-            args += (ending.attempt, ending.state, ending.reason)
+                keys = PolicyKeys(job, policy)
+                before[policy] += _stage(keys, step, trajectory, ending, rows)
+                staged.append(keys.staged(step, trajectory, ending.attempt))
+            args += (trajectory, ending.query, ending.format(), ending.attempt)
+            args += (ending.state, ending.reason, "\n".join(staged))
         replies = await self._database.run_all(
             [command for commands in before.values() for command in commands],
             [

@@ -9,7 +9,7 @@ import pytest
 
 from services.experience_store.store import Store
 from tests.support.experience import Stage, ids_of, make_sample, make_stage
-from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
+from troupe.rpc import FailedPrecondition, InvalidArgument, ResourceExhausted, new_id
 
 
 async def test_the_first_ending_stays(stage: Stage) -> None:
@@ -71,6 +71,33 @@ async def test_rows_of_an_append_that_broke_off_are_freed(stage: Stage, arrived:
     assert await stage.counts() == {"pending": 1}
     await stage.store.tables.drop(stage.job)
     assert await _staged(stage) == []
+
+
+@pytest.mark.parametrize("policy", ["checker", "solver"])
+async def test_an_ending_whose_rows_redis_refused_is_not_decided(stage: Stage, policy: str) -> None:
+    """At its memory limit Redis may refuse rows and take the script behind them."""
+    query, trajectory = stage.trajectories[0]
+    database = stage.store.database
+    original, refused = database.execute_each, 0
+
+    async def refusing(commands: Any, **rest: Any) -> list[Any]:
+        nonlocal refused
+        if commands[0][0] != "SADD" or refused:
+            return await original(commands, **rest)
+        refused += 1
+        taken = [one for one in commands if one[0] != "HSET" or f"/{policy}}}" not in one[1]]
+        assert len(taken) == len(commands) - 1
+        await original(taken, **rest)
+        raise ResourceExhausted("full", kind="redis_full")
+
+    database.execute_each = refusing  # type: ignore[method-assign]
+    with pytest.raises(ResourceExhausted):
+        await stage.append(query, trajectory, attempt="a1")
+    assert not (await stage.status()).ended
+    assert await stage.append(query, trajectory, attempt="a1")
+    assert await stage.append("q0", "q0-s0-t1")
+    for each in stage.policies:
+        assert await stage.counts(each) == {"ready": 2}
 
 
 async def test_racing_endings_agree_in_all_tables(store: Store) -> None:
