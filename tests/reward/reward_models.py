@@ -17,7 +17,7 @@ class Linear:
         )
 
     def score(self, features: list[float]) -> Any:
-        weight = self.net[0].weight
+        weight: Any = self.net[0].weight
         return self.net(torch.tensor(features, device=weight.device, dtype=weight.dtype)).squeeze()
 
 
@@ -29,7 +29,13 @@ class Judge:
 
         torch.manual_seed(1)
         config = GPT2Config(
-            vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2, num_labels=1
+            vocab_size=64,
+            n_positions=32,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            num_labels=1,
+            eos_token_id=None,
         )
         config.pad_token_id = 0
         self.model = GPT2ForSequenceClassification(config).eval()
@@ -37,7 +43,3 @@ class Judge:
     def score(self, ids: list[int]) -> Any:
         device = next(self.model.parameters()).device
         return self.model(torch.tensor([ids], device=device)).logits.float().squeeze()
-
-
-def no_model() -> object:
-    return object()
