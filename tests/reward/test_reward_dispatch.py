@@ -1,0 +1,128 @@
+"""Nothing is lost between the queues and the places, whatever places do."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Sequence
+
+import pytest
+
+from services.chassis.telemetry import Telemetry
+from services.reward.call import Call, Outcome
+from services.reward.cpu import Lease
+from services.reward.function import Function
+from services.reward.host import Host
+from services.reward.runtime import Runtime
+from troupe.rpc import Unavailable
+from troupe.v1 import reward_pb2 as pb
+
+Kind = pb.InvocationError
+
+
+class FragilePlace:
+    """A place without a process behind it, which is lost as often as `draw` says."""
+
+    def __init__(self, name: str, draw: random.Random) -> None:
+        self.name, self.restarts, self.lived = name, 0, 0.0
+        self.warm = False
+        self._draw = draw
+        self._cancelled = asyncio.Event()
+
+    async def start(self) -> None:
+        self.warm = True
+
+    async def stop(self) -> None:
+        self.warm = False
+
+    def rest(self) -> None:
+        self.warm = False
+
+    async def warm_up(self, function: Function) -> None:
+        self.warm = True
+
+    def holds(self, function: Function) -> bool:
+        return self.warm
+
+    def suits(self, function: Function) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    async def run_many(
+        self, function: Function, calls: Sequence[Call], lease: Lease | None = None
+    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        self._cancelled.clear()
+        cold = 0.0 if self.warm else 0.001
+        await asyncio.sleep(cold)
+        self.warm = True
+        for index, call in enumerate(calls):
+            if call.dropped:
+                continue
+            seconds = self._draw.choice([0.0, 0.0, 0.001, 0.3 if self._draw.random() < 0.02 else 0])
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._cancelled.wait()
+                kind = Kind.KIND_CANCELLED
+            except TimeoutError:
+                kind = self._draw.choices([0, Kind.KIND_RAISED, Kind.KIND_WORKER_DIED], [20, 1, 1])[
+                    0
+                ]
+            if kind == 0:
+                yield index, Outcome("1", seconds, cold_seconds=cold)
+            else:
+                yield index, Outcome(error=pb.InvocationError(kind=kind, message="as drawn"))
+            cold = 0.0
+            if kind in (Kind.KIND_CANCELLED, Kind.KIND_WORKER_DIED):
+                self.warm = False
+                self.restarts += 1
+                return
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_every_call_has_one_outcome(seed: int) -> None:
+    draw = random.Random(seed)
+    places = [FragilePlace(f"place {i}", draw) for i in range(draw.choice([1, 2, 5]))]
+    host = Host("", places, min_workers=seed % 2, idle_seconds=draw.choice([0.0, 0.01, 9.0]))
+    runtime = Runtime([host], Telemetry())
+    functions = [
+        Function(pb.FunctionSpec(name="short", kind="reward", timeout_seconds=9)),
+        Function(pb.FunctionSpec(name="one at a time", max_concurrency=1, timeout_seconds=9)),
+        Function(pb.FunctionSpec(name="again", retries=2, timeout_seconds=9)),
+        Function(pb.FunctionSpec(name="alone", sandbox="bubblewrap", timeout_seconds=9)),
+    ]
+    await runtime.start()
+    asked: dict[str, asyncio.Future[pb.InvokeResponse]] = {}
+    given_up = 0
+
+    async def caller(number: int) -> None:
+        nonlocal given_up
+        for turn in range(4):
+            await asyncio.sleep(draw.random() * 0.03)
+            names = [f"{number}-{turn}-{i}" for i in range(draw.choice([1, 1, 20]))]
+            calls = [(name, Call("{}", job_id=f"job {number % 3}")) for name in names]
+            priority = draw.choice([0, 0, 1])
+            outcomes = runtime.submit(calls, draw.choice(functions), priority)
+            asked.update(zip(names, outcomes, strict=True))
+            victim = draw.choice(names)
+            what = draw.random()
+            if what < 0.2:
+                asyncio.get_running_loop().call_later(0.005, runtime.cancel, victim)
+            elif what < 0.3:
+                runtime.abandon(victim)
+            elif what < 0.4:
+                runtime.dispatcher.pump()
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(caller(i) for i in range(6)))
+        ended = await asyncio.gather(*asked.values(), return_exceptions=True)
+    for outcome in ended:
+        if isinstance(outcome, BaseException):
+            assert isinstance(outcome, Unavailable)  # its callers left
+            given_up += 1
+    assert len(ended) - given_up > 50
+    assert runtime.pool.busy == len(runtime.dispatcher.queues) == 0
+    for function in functions:
+        assert (function.queued, function.running, function.cores_held) == (0, 0, 0)
+    await runtime.stop()
