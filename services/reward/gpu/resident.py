@@ -121,7 +121,7 @@ def _tensors_of(made: Any) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name; those that are shared once."""
     import torch
 
-    modules = {"": made} if isinstance(made, torch.nn.Module) else vars(made)
+    modules = {"": made} if isinstance(made, torch.nn.Module) else getattr(made, "__dict__", {})
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for prefix, module in modules.items():
