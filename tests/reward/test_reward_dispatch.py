@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ class FragilePlace:
             try:
                 async with asyncio.timeout(seconds):
                     await self._cancelled.wait()
-                kind = Kind.KIND_CANCELLED
+                kind: Any = Kind.KIND_CANCELLED
             except TimeoutError:
                 kind = self._draw.choices([0, Kind.KIND_RAISED, Kind.KIND_WORKER_DIED], [20, 1, 1])[
                     0

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytest_asyncio
@@ -75,7 +75,7 @@ def ask(name: str, arguments: str) -> pb.InvokeRequest:
 
 
 async def test_short_calls_go_together_and_fail_alone(stub: Counting) -> None:
-    coalescer = Coalescer(stub)
+    coalescer = Coalescer(cast("Any", stub))
     # Nobody knows yet how long it takes.
     assert (await coalescer.invoke(ask("score", '{"x": 1}'), 30)).result_json == "2"
     stub.asked.clear()
@@ -95,7 +95,7 @@ async def test_short_calls_go_together_and_fail_alone(stub: Counting) -> None:
 
 
 async def test_long_calls_go_alone(stub: Counting) -> None:
-    coalescer = Coalescer(stub)
+    coalescer = Coalescer(cast("Any", stub))
     await coalescer.invoke(ask("slow", '{"x": 1}'), 30)
     stub.asked.clear()
     await asyncio.gather(*(coalescer.invoke(ask("slow", '{"x": 1}'), 30) for _ in range(2)))
