@@ -85,13 +85,15 @@ async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, li
                 found["trl"].append(await asyncio.to_thread(alone.round))
                 beside = (asyncio.to_thread(trl.round) for trl in (left, right))
                 found["trl_beside"].append(sum(await asyncio.gather(*beside)))
-                for name, client, policies, mode in (
-                    ("one", turns, 1, "micro_batch"),
-                    ("one_async", side_by_side, 1, "async"),
-                    ("two", side_by_side, 2, "micro_batch"),
+                # Only where nothing else has the cores while turns are drawn do waves pay.
+                for name, client, policies, waves, mode in (
+                    ("one", turns, 1, 2, "micro_batch"),
+                    ("one_async", side_by_side, 1, 1, "async"),
+                    ("two", side_by_side, 2, 1, "micro_batch"),
                 ):
                     work = plan.work.lasting(WARM + plan.steps)
-                    spec = job(f"end-{number}-{policies}", [model] * policies, work, mode=mode)
+                    models = [model] * policies
+                    spec = job(f"end-{number}-{policies}", models, work, waves=waves, mode=mode)
                     ends = [step.at for step in await run(client, spec)]
                     seconds = statistics.median(b - a for a, b in pairwise(ends[WARM - 1 :]))
                     found[name].append(policies * work.samples / seconds)

@@ -33,8 +33,11 @@ async def cluster(data_dir: Path, **settings: Any) -> AsyncIterator[AsyncClient]
         yield client
 
 
-def job(name: str, models: list[Path], work: Work, **pipeline: Any) -> JobSpec:
-    """The work as a job; every model is a policy and an agent of its own."""
+def job(name: str, models: list[Path], work: Work, *, waves: int = 1, **pipeline: Any) -> JobSpec:
+    """The work as a job; every model is a policy and an agent of its own.
+
+    Engines draw a step's turns in so many `waves`: while they draw one, the last one is trained.
+    """
     names = [AGENT if not number else f"{AGENT}-{number}" for number in range(len(models))]
     return JobSpec.model_validate(
         {
@@ -54,7 +57,7 @@ def job(name: str, models: list[Path], work: Work, **pipeline: Any) -> JobSpec:
                         "betas": [work.beta1, work.beta2],
                         "max_grad_norm": work.max_grad_norm,
                     },
-                    "engine": {"max_running": work.samples, "max_context": 64},
+                    "engine": {"max_running": work.samples // waves, "max_context": 64},
                 }
                 for n, model in zip(names, models, strict=True)
             },
