@@ -44,6 +44,22 @@ async def describe(stub: RewardAsyncStub, entrypoints: Collection[str]) -> dict[
     return dict(zip(entrypoints, found, strict=True))
 
 
+async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Described]:
+    """What is known of the functions of the service, by name and version. Raises `TroupeError`."""
+    reply = await stub.ListFunctions(pb.ListFunctionsRequest())
+    return {
+        (spec.name, spec.version): Described(
+            spec.entrypoint,
+            spec.kind,
+            spec.name,
+            spec.version,
+            spec.description,
+            parameters=json.loads(spec.parameters_json or "{}"),
+        )
+        for spec in (status.function for status in reply.functions)
+    }
+
+
 async def _describe(stub: RewardAsyncStub, entrypoint: str) -> Described:
     response = await stub.Invoke(
         pb.InvokeRequest(

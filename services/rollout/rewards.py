@@ -15,7 +15,7 @@ import structlog
 
 from services.rollout.clock import TrajectoryClock
 from services.rollout.coalescing import Coalescer
-from services.rollout.declared import describe, register_describer
+from services.rollout.declared import describe, list_described, register_describer
 from troupe.functions.costs import to_spec
 from troupe.functions.definitions import definition
 from troupe.functions.describing import IMPORT_SECONDS, Described
@@ -130,6 +130,10 @@ class JobFunctions:
         if missing:
             described = await describe(self._stub, missing)
             self._described |= {n: described[e] for n, e in own.items() if e in described}
+        named = {n: f.deployed for n, f in self._functions.items() if f.function is not None}
+        if named.keys() - self._described.keys():
+            deployed = await list_described(self._stub)
+            self._described |= {n: deployed[key] for n, key in named.items() if key in deployed}
         for name, entrypoint in own.items():
             function, declared = self._functions[name], self._described[name]
             spec = to_spec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ import pytest
 from services.rollout import rewards
 from tests.rollout.house import PLAYS, House, evaluation, open_house
 from tests.rollout.processes import ServiceProcess
+from tests.support.cluster import job_yaml
+from troupe.functions.costs import to_spec
+from troupe.job import parse_job
+from troupe.rpc import connect
 from troupe.v1 import common_pb2 as common
+from troupe.v1 import reward_pb2 as pb
+from troupe.v1.reward_pb2_grpc import RewardStub
 
 FAILED = common.TRAJECTORY_STATE_FAILED
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
@@ -117,3 +124,39 @@ async def test_a_restarted_reward_service_is_told_its_functions_again(
             assert {e.state for e in ended.values()} == {COMPLETED}
     finally:
         process.stop()
+
+
+async def test_models_are_told_of_declared_and_of_deployed_tools(
+    reward_process: ServiceProcess,
+) -> None:
+    channel = connect(reward_process.address)
+    stub = RewardStub(channel)
+    source = "tests.functions.declared:look_up"
+    deployed = to_spec("finder", "7", source, {}, description="Deployed.", parameters={"type": "x"})
+    await stub.RegisterFunction(pb.RegisterFunctionRequest(request_id="f", function=deployed))
+    spec = parse_job(
+        job_yaml(
+            tools={
+                "look": {"entrypoint": source, "arguments": {"order": "old"}, "quota": ""},
+                "find": {"function": "finder@7"},
+            }
+        )
+    )
+    functions = rewards.JobFunctions(stub, "told", spec)
+    await functions.register()
+    by_name = {one["function"]["name"]: one["function"] for one in functions.definitions}
+    assert by_name["look"]["description"] == "Finds pages."
+    assert set(by_name["look"]["parameters"]["properties"]) == {"words", "limit"}
+    assert by_name["find"]["parameters"] == {"type": "x"}
+    called = await functions.call(
+        "tools/look",
+        '{"words": "a", "limit": 2}',
+        trajectory_id="t",
+        timeout=60,
+        had=rewards.Sandboxes(),
+    )
+    assert json.loads(called) == ["a", "a"]
+    listed = (await stub.ListFunctions(pb.ListFunctionsRequest())).functions
+    (look,) = (one.function for one in listed if one.function.name == "told/tools/look")
+    assert (look.version, look.cores, look.timeout_seconds, look.kind) == ("2", 0, 5.0, "tool")
+    await channel.close(None)
