@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Final
 import structlog
 
 from services.reward import worker
+from services.reward.answers import Lost, outcome_of
 from services.reward.call import BadArguments, Call, Outcome
 from services.reward.cpu import CoreManager, Lease
 from services.reward.fence import Fence
@@ -23,28 +23,9 @@ from troupe.v1 import reward_pb2 as pb
 
 log = structlog.get_logger("troupe.reward")
 
-_KINDS: Final = {
-    worker.RAISED: pb.InvocationError.KIND_RAISED,
-    worker.OUT_OF_MEMORY: pb.InvocationError.KIND_OUT_OF_MEMORY,
-    worker.BAD_RESULT: pb.InvocationError.KIND_BAD_RESULT,
-    worker.NOT_IMPORTABLE: pb.InvocationError.KIND_NOT_IMPORTABLE,
-    worker.BAD_ARGUMENTS: pb.InvocationError.KIND_BAD_ARGUMENTS,
-}
-
-
 # Calls that a worker is sent before it has answered the first of them, and their bytes.
 _AHEAD: Final = 16
 _AHEAD_BYTES: Final = 64 * 2**10
-
-
-class _Lost(Exception):
-    """The worker is gone; `kind` says why, the text says it to people."""
-
-    def __init__(
-        self, kind: pb.InvocationError.Kind.ValueType, text: str, output: str = ""
-    ) -> None:
-        super().__init__(text)
-        self.kind, self.output = kind, output
 
 
 class Slot:
@@ -100,7 +81,7 @@ class Slot:
         self._cancelled = False
         try:
             await self._call({"call": "ready"}, self._import_seconds)
-        except _Lost as lost:
+        except Lost as lost:
             raise RuntimeError(f"no worker process can be started: {lost}: {lost.output}") from lost
 
     async def warm_up(self, function: Function) -> None:
@@ -112,7 +93,7 @@ class Slot:
         self._cancelled = False
         try:
             failed = await self._get_ready(function, None)
-        except _Lost as lost:
+        except Lost as lost:
             log.warning("a worker was not warmed up", function=function.key, why=str(lost))
         else:
             if failed is not None and failed.error is not None:
@@ -220,7 +201,7 @@ class Slot:
                 cold_seconds = 0.0
                 if alone:
                     return
-        except _Lost as lost:
+        except Lost as lost:
             error = pb.InvocationError(kind=lost.kind, message=str(lost), output=lost.output)
             yield (sent[0] if sent else following), Outcome(error=error)
 
@@ -269,12 +250,12 @@ class Slot:
             self._drop()
         elif answer.kind == worker.OUT_OF_MEMORY:
             self._replace()  # whatever was half allocated goes with it
-        return _outcome(answer, seconds, output, cold_seconds), gone
+        return outcome_of(answer, seconds, output, cold_seconds), gone
 
     async def _get_ready(self, function: Function, lease: Lease | None) -> Outcome | None:
         """Have a worker that has imported `function`; the outcome where that fails.
 
-        Raises `_Lost`.
+        Raises `Lost`.
         """
         if not self.warm:
             self._drop()  # it died while it had nothing to do: no call's fault
@@ -313,7 +294,7 @@ class Slot:
                 self._replace()
                 await self._adopt(function, None)
                 answer = await self._call(request, self._import_seconds)
-        except _Lost as lost:
+        except Lost as lost:
             if lost.kind == pb.InvocationError.KIND_CANCELLED:
                 raise
             message = f"importing {entrypoint}: {lost}"
@@ -322,19 +303,19 @@ class Slot:
         if answer.kind == worker.OK:
             self._prepared[function.key] = registrations
             return None
-        return _outcome(answer)
+        return outcome_of(answer)
 
     async def _call(self, request: dict[str, Any], timeout: float) -> worker.Answer:
         """The worker's answer to `request`, from a new worker where there is none.
 
-        Raises `_Lost` when there is none, and the worker is replaced.
+        Raises `Lost` when there is none, and the worker is replaced.
         """
         return await self._answer(timeout, request)
 
     async def _answer(self, timeout: float, request: dict[str, Any] | None = None) -> worker.Answer:
         kind = pb.InvocationError
         if self._cancelled:
-            raise _Lost(kind.KIND_CANCELLED, "cancelled before it ran")
+            raise Lost(kind.KIND_CANCELLED, "cancelled before it ran")
         timer = asyncio.timeout(timeout)
         try:
             async with timer:
@@ -348,12 +329,12 @@ class Slot:
             if not timer.expired():
                 raise
             output = self._replace()
-            raise _Lost(kind.KIND_TIMEOUT, f"did not end within {timeout:g} s", output) from None
+            raise Lost(kind.KIND_TIMEOUT, f"did not end within {timeout:g} s", output) from None
         except (WorkerDied, OSError) as died:
             output = self._replace()
             if self._cancelled:
-                raise _Lost(kind.KIND_CANCELLED, "cancelled while it ran", output) from None
-            raise _Lost(kind.KIND_WORKER_DIED, str(died), output) from None
+                raise Lost(kind.KIND_CANCELLED, "cancelled while it ran", output) from None
+            raise Lost(kind.KIND_WORKER_DIED, str(died), output) from None
         except asyncio.CancelledError:
             self._replace()
             raise
@@ -374,26 +355,3 @@ class Slot:
             task = asyncio.create_task(process.end())
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
-
-
-def _outcome(
-    answer: worker.Answer, seconds: float = 0.0, output: str = "", cold_seconds: float = 0.0
-) -> Outcome:
-    if answer.kind == worker.OK:
-        return Outcome(answer.text, seconds, cold_seconds=cold_seconds)
-    text, retry_after = answer.text, 0.0
-    if answer.kind == worker.REFUSED:
-        said, _, text = answer.text.partition(" ")
-        with contextlib.suppress(ValueError):
-            retry_after = float(said)
-    # What a sandbox answers is only a text; it may name a kind that there is not.
-    return Outcome(
-        error=pb.InvocationError(
-            kind=_KINDS.get(answer.kind, pb.InvocationError.KIND_RAISED),
-            message=text,
-            traceback=answer.traceback,
-            output=output,
-            retry_after_seconds=retry_after,
-        ),
-        cold_seconds=cold_seconds,
-    )
