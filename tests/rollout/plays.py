@@ -104,6 +104,12 @@ async def uses_tool(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     return {"solver": await tools.call("add", a=query.index, b=1)}
 
 
+async def uses_what_it_left(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    await agents["solver"].chat(query["question"])
+    await tools.call("counts")
+    return {"solver": await tools.call("counts")}
+
+
 async def raises(query: Any, agents: Any, tools: Any) -> dict[str, float]:
     await agents["solver"].chat(query["question"])
     raise ValueError("no such luck")
@@ -232,6 +238,14 @@ async def annotates_badly(query: Any, agents: Any, tools: Any) -> dict[str, floa
 
 def add(a: int, b: int) -> int:
     return a + b
+
+
+def counts() -> int:
+    """How often it was called where its files are."""
+    calls = Path("calls")
+    count = 1 + (len(calls.read_text()) if calls.exists() else 0)
+    calls.write_text("x" * count)
+    return count
 
 
 def answer_length(query: Any, turns: Any, rewards: Any) -> dict[str, float]:

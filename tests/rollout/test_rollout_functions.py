@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,28 @@ async def test_a_tool_gives_its_value(house: House) -> None:
     await house.prepare("uses_tool", tools={"add": function("add")})
     event = await house.run_one(index=3)
     assert event.rewards["solver"] == 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+async def test_a_trajectory_has_a_sandbox_until_it_ends(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("stateful-reward")
+    process = ServiceProcess("reward", directory)
+    process.start()
+    try:
+        async with open_house(tmp_path, reward=process.address) as house:
+            tool = function("counts", sandbox="bubblewrap", stateful=True)
+            await house.prepare("uses_what_it_left", tools={"counts": tool})
+            for _ in range(2):  # another trajectory has another
+                event = await house.run_one(index=3)
+                assert event.rewards["solver"] == 2.0, event.reason
+            async with asyncio.timeout(60):
+                while (directory / "reward.log").read_text().count("trajectory was closed") < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+    finally:
+        process.stop()
 
 
 @pytest.mark.parametrize(

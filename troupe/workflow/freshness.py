@@ -67,7 +67,7 @@ def _edited(path: str) -> bool:
 def _being_imported() -> set[str]:
     """Modules of imports under way, with their packages: without them an import fails."""
     names: set[str] = set()
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # others import meanwhile
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
             parts = name.split(".")
             names |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
@@ -76,7 +76,7 @@ def _being_imported() -> set[str]:
 
 def _users_modules() -> Iterator[tuple[str, str]]:
     """Names and files of modules that people edit: not installed ones, not ours."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # others import meanwhile
         path = getattr(module, "__file__", None)
         if path and name.partition(".")[0] not in _OURS and not any(p in path for p in _INSTALLED):
             yield name, path
