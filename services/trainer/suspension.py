@@ -110,7 +110,9 @@ class Suspension:
             )
         self._transfer.hint(state.key, state.holders)
         try:
-            tensors, manifest = self._transfer.get(state.key, expected_checksum=state.checksum)
+            tensors, manifest = self._transfer.get(
+                state.key, expected_checksum=state.checksum, lasting=True
+            )
             document = json.loads(manifest.metadata[_DOCUMENT])
             if document["format"] != FORMAT:
                 raise ValueError(f"its format is {document['format']}")

@@ -15,7 +15,7 @@ import torch
 from troupe.transfer import Corrupt, Manifest, Transfer, sidecar
 from troupe.transfer import shelf as shelf_module
 from troupe.transfer.chunks import chunks_of
-from troupe.transfer.remote.mappings import Lease, Mappings
+from troupe.transfer.mappings import Lease, Mappings
 
 STEM = "job/solver/weights"
 # Above what is worth keeping.
@@ -149,7 +149,7 @@ def test_who_holds_the_lock_is_alone(tmp_path: Path) -> None:
 def test_an_owner_keeps_the_mapping_of_a_file_that_is_filled_again(root: Path) -> None:
     transfer, mappings = Transfer(root), Mappings()
     transfer.set(f"{STEM}@0", state(0))
-    first, lease = mappings.lease(transfer, f"{STEM}@0")
+    first, lease = mappings.lease(transfer.opened(f"{STEM}@0"))
     mapping = lease.data.obj
     assert holds(first, lease)
     transfer.delete(f"{STEM}@0")
@@ -160,7 +160,7 @@ def test_an_owner_keeps_the_mapping_of_a_file_that_is_filled_again(root: Path) -
     transfer.delete(f"{STEM}@1")
     transfer.set(f"{STEM}@2", state(2))
     transfer.set(f"{STEM}@3", state(3))
-    leases = [mappings.lease(transfer, f"{STEM}@{version}") for version in (2, 3)]
+    leases = [mappings.lease(transfer.opened(f"{STEM}@{version}")) for version in (2, 3)]
     assert any(lease.data.obj is mapping for _, lease in leases)
     for manifest, lease in leases:
         assert holds(manifest, lease)
@@ -169,7 +169,7 @@ def test_an_owner_keeps_the_mapping_of_a_file_that_is_filled_again(root: Path) -
 def test_memory_that_is_given_back_is_free_though_an_owner_has_it_mapped(root: Path) -> None:
     transfer, mappings = Transfer(root), Mappings()
     transfer.set(f"{STEM}@0", state(0))
-    lease = mappings.lease(transfer, f"{STEM}@0")[1]
+    lease = mappings.lease(transfer.opened(f"{STEM}@0"))[1]
     with open(lease.file.name, "rb") as file:
         del lease
         transfer.delete(f"{STEM}@0")
@@ -178,3 +178,21 @@ def test_memory_that_is_given_back_is_free_though_an_owner_has_it_mapped(root: P
         assert (status.st_nlink, status.st_size) == (0, 0)
     mappings.sweep()
     assert not mappings._kept
+
+
+def test_a_lasting_mapping_is_of_the_state_that_is_there_now(root: Path) -> None:
+    transfer, other = Transfer(root), Transfer(root)
+    for version in range(4):
+        checksum = transfer.set(f"{STEM}@{version}", state(version)).checksum
+        for reader in (transfer, other):
+            got, manifest = reader.get(f"{STEM}@{version}", lasting=True)
+            assert manifest.checksum == checksum
+            assert (float(got["w"][0]), float(got["w"][-1])) == (version, version)
+        # Its reader still has it: nobody fills the file meanwhile.
+        transfer.delete(f"{STEM}@{version}")
+        transfer.set(f"{STEM}@{version + 10}", state(99))
+        assert float(got["w"][-1]) == version
+        del got
+        transfer.delete(f"{STEM}@{version + 10}")
+    # The same few files.
+    assert 1 <= len(transfer._mappings._kept) <= 2

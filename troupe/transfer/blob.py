@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -104,7 +104,7 @@ def read(path: Path) -> tuple[Manifest, dict[str, torch.Tensor], tuple[int, int]
     FileNotFoundError, or ValueError when the file is damaged. Bytes are not verified.
     """
     manifest, mapping, start, status = _map(path)
-    tensors = {entry.name: _view(mapping, start, entry) for entry in manifest.entries}
+    tensors = {entry.name: view(mapping, start, entry) for entry in manifest.entries}
     return manifest, tensors, identity_in(status)
 
 
@@ -194,7 +194,8 @@ def _read_header(file: io.BufferedReader) -> tuple[Manifest, int]:
     return Manifest.from_json(file.read(length)), _aligned(len(prefix) + length)
 
 
-def _view(mapping: mmap.mmap, start: int, entry: Entry) -> torch.Tensor:
+def view(mapping: Any, start: int, entry: Entry) -> torch.Tensor:
+    """One tensor over the bytes of a file, whose tensors begin at `start`."""
     dtype = dtype_of(entry.dtype)
     if entry.nbytes == 0:
         return torch.empty(entry.shape, dtype=dtype)

@@ -73,3 +73,10 @@ class Source(Protocol):
         Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout, Unavailable.
         """
         ...
+
+
+def near(path: Path, roots: Sequence[Path]) -> tuple[str, str]:
+    """Transport of what lies at `path`, one of `roots`, and why it lies there."""
+    if in_memory(path):
+        return "shared_memory", "same_host"
+    return "file", "shared_memory_full" if in_memory(roots[0]) else "root_on_disk"

@@ -26,8 +26,9 @@ from troupe.transfer.errors import (
 )
 from troupe.transfer.fitting import check_layout
 from troupe.transfer.manifest import Manifest, Shard
+from troupe.transfer.mappings import Mappings
 from troupe.transfer.nesting import flatten, unflatten
-from troupe.transfer.places import Source, Wanted, default_root, in_memory
+from troupe.transfer.places import Source, Wanted, default_root, in_memory, near
 from troupe.transfer.shelf import Shelf
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Transfer:
         # Transport that the last set or get used: in_process, shared_memory or file.
         self.last_transport = ""
         self.counters = TransferCounters()
+        self._mappings = Mappings()
         if not in_memory(self.roots[0]):
             log.warning("%s is not in shared memory: state moves through files", self.roots[0])
 
@@ -136,6 +138,7 @@ class Transfer:
         timeout: float = 0.0,
         base: str | None = None,
         cast: torch.dtype | None = None,
+        lasting: bool = False,
     ) -> tuple[Any, Manifest]:
         """The state under `key`, waiting up to `timeout` seconds for it to appear.
 
@@ -145,7 +148,8 @@ class Transfer:
 
         `base`: a key of this host that it may resemble; from another host only what differs from
         that comes. `cast`: floating-point tensors are wanted in this dtype, and cast where they
-        are before they move; `expected_checksum` remains that of `key` itself.
+        are before they move; `expected_checksum` remains that of `key` itself. `lasting`: for who
+        only copies the tensors and never writes to them, through a mapping that stays.
 
         Raises KeyNotFound (TransferTimeout when a timeout was given), Corrupt,
         LayoutMismatch; with peers also Unavailable and StorageFull.
@@ -154,7 +158,8 @@ class Transfer:
         path, fetched = self._find(key, deadline, timeout, expected_checksum, base, cast)
         key = cast_key(key, cast) if cast is not None else key
         try:
-            manifest, tensors, identity = blob.read(path)
+            read = self._mappings.read if lasting else blob.read
+            manifest, tensors, identity = read(path)
         except FileNotFoundError:
             raise KeyNotFound(key, "deleted while being read") from None
         except ValueError as error:
@@ -202,7 +207,7 @@ class Transfer:
         manifest = self._shelf.manifest(cast_key(key, cast) if cast is not None else key)
         if fetched is not None:
             self.counters.moved(fetched, manifest.num_bytes)
-        return manifest, fetched or Choice("get", *_near(path, self.roots))
+        return manifest, fetched or Choice("get", *near(path, self.roots))
 
     def manifest(self, key: str) -> Manifest:
         """What is stored here under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
@@ -246,11 +251,13 @@ class Transfer:
 
     def sweep(self) -> None:
         """Give back memory that was kept for states to come and that nobody came to use."""
+        self._mappings.sweep()
         for spares in self._shelf.spares.values():
             spares.sweep()
 
     def close(self) -> None:
         """Give back the memory that was kept for states to come. States stay where they are."""
+        self._mappings.sweep(0.0)
         for spares in self._shelf.spares.values():
             spares.close()
 
@@ -383,17 +390,10 @@ class Transfer:
         elif own:
             choice = Choice(action, "in_process", "written_here")
         else:
-            choice = Choice(action, *_near(path, self.roots))
+            choice = Choice(action, *near(path, self.roots))
         self.last_transport = choice.transport
         self.counters.moved(choice, manifest.num_bytes)
         # A root on a disk was warned of once, when it was opened.
         level = logging.WARNING if choice.reason == "shared_memory_full" else logging.DEBUG
         words = choice.reason.replace("_", " ")
         log.log(level, "%s %s: %s (%s)", action, manifest.key, choice.transport, words)
-
-
-def _near(path: Path, roots: Sequence[Path]) -> tuple[str, str]:
-    """Transport of what lies at `path`, and why it lies there."""
-    if in_memory(path):
-        return "shared_memory", "same_host"
-    return "file", "shared_memory_full" if in_memory(roots[0]) else "root_on_disk"

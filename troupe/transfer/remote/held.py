@@ -9,7 +9,7 @@ from typing import Final
 
 from troupe.rpc.errors import NotFound
 from troupe.transfer.manifest import Manifest
-from troupe.transfer.remote.mappings import Lease
+from troupe.transfer.mappings import Lease
 from troupe.transfer.remote.tree import Tree
 
 # Who asked what there is begins to read it, or to read the rest of it, within this.

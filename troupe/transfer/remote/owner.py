@@ -19,11 +19,11 @@ from troupe.rpc.settings import ClientSettings
 from troupe.transfer.cast import check_cast
 from troupe.transfer.counters import TransferCounters
 from troupe.transfer.errors import KeyNotFound
+from troupe.transfer.mappings import Mappings
 from troupe.transfer.places import Wanted
 from troupe.transfer.remote.arrivals import Arrivals
 from troupe.transfer.remote.held import Held
 from troupe.transfer.remote.lanes import Lanes
-from troupe.transfer.remote.mappings import Mappings
 from troupe.transfer.remote.peer import Peer
 from troupe.transfer.remote.serving import Bearer, Servicer, is_loopback
 from troupe.transfer.store import Transfer

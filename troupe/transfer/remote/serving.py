@@ -27,11 +27,11 @@ from troupe.transfer.cast import check_cast
 from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.chunks import Chunk, chunks_of
 from troupe.transfer.manifest import Manifest, version_in
+from troupe.transfer.mappings import Lease, Mappings
 from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.arrivals import Arrivals
 from troupe.transfer.remote.held import Held
 from troupe.transfer.remote.lanes import Lanes
-from troupe.transfer.remote.mappings import Lease, Mappings
 from troupe.transfer.remote.part import Part
 from troupe.transfer.store import Transfer
 from troupe.v1 import transfer_pb2 as pb
@@ -179,7 +179,7 @@ class Servicer(rpc.TransferOwnerServicer):
         key = request.key
         if request.cast:
             key = self._transfer.cast(request.key, check_cast(request.cast)).key
-        manifest, lease = self._mappings.lease(self._transfer, key)
+        manifest, lease = self._mappings.lease(self._transfer.opened(key))
         self._held.told(manifest, lease)
         return manifest
 
@@ -191,7 +191,7 @@ class Servicer(rpc.TransferOwnerServicer):
         try:
             return _Stored(*self._held.find(request.key, request.checksum))
         except NotFound:
-            manifest, lease = self._mappings.lease(self._transfer, request.key)
+            manifest, lease = self._mappings.lease(self._transfer.opened(request.key))
         if manifest.checksum != request.checksum:
             raise FailedPrecondition(
                 f"holds {manifest.checksum} by now",
@@ -250,7 +250,8 @@ class _Arriving:
         """The bytes of a chunk once they have come. Raises Unavailable when they do not."""
         if self._stored is None and self._part.shown:
             # From now on its file may be deleted and used again: hold it.
-            manifest, lease = self._mappings.lease(self._transfer, self._part.manifest.key)
+            key = self._part.manifest.key
+            manifest, lease = self._mappings.lease(self._transfer.opened(key))
             if manifest.checksum != self._part.manifest.checksum:
                 raise Unavailable("was replaced meanwhile", kind="transfer_source_failed")
             self._stored = _Stored(manifest, lease)

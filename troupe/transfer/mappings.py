@@ -1,7 +1,8 @@
-"""Files that an owner has mapped, for the next version that fills them.
+"""Files that stay mapped, for the next state that fills them.
 
-Whoever publishes version after version fills the same few files (`troupe.transfer.spares`). To map
-one anew, page by page as it is sent, and to unmap it costs up to a third of sending it.
+Whoever publishes version after version, or suspends policy after policy, fills the same few files
+(`troupe.transfer.spares`). To map one anew, page by page as it is read, and to unmap it costs as
+much as copying it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO, Final
 
+import numpy as np
+import torch
+
+from troupe.transfer import blob
 from troupe.transfer.manifest import Manifest
-from troupe.transfer.store import Transfer
 
 # Of one policy two versions, of a few policies.
 _MOST_KEPT: Final = 16
@@ -42,6 +47,12 @@ class _Kept:
     used: float
 
 
+class _Leased(np.ndarray):  # type: ignore[type-arg]
+    """Bytes that keep their lease; tensors over them keep them."""
+
+    lease: Lease
+
+
 class Mappings:
     """Mappings by file. Safe to use from several threads."""
 
@@ -49,15 +60,24 @@ class Mappings:
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
 
-    def lease(self, transfer: Transfer, key: str) -> tuple[Manifest, Lease]:
-        """What `transfer` has under `key`, not verified. Raises KeyNotFound, Corrupt."""
-        manifest, start, file = transfer.opened(key)
+    def lease(self, opened: tuple[Manifest, int, BinaryIO]) -> tuple[Manifest, Lease]:
+        """The state in an open file (`Transfer.opened`), not verified."""
+        manifest, start, file = opened
         try:
             mapping = self._mapping(file)
         except BaseException:
             file.close()
             raise
         return manifest, Lease(memoryview(mapping)[start : start + manifest.end], file)
+
+    def read(self, path: Path) -> tuple[Manifest, dict[str, torch.Tensor], tuple[int, int]]:
+        """`blob.read` through a mapping that stays: nobody may write to these tensors."""
+        self.sweep()
+        manifest, lease = self.lease(blob.opened(path))
+        data = np.frombuffer(lease.data, np.uint8).view(_Leased)
+        data.lease = lease
+        tensors = {entry.name: blob.view(data, 0, entry) for entry in manifest.entries}
+        return manifest, tensors, blob.identity_in(os.fstat(lease.file.fileno()))
 
     def sweep(self, idle_seconds: float = _IDLE_SECONDS) -> None:
         """Let go files that have no name any more, and those that nobody read for so long."""
