@@ -88,7 +88,12 @@ class Dispatcher:
         """Start what a function wants to have ready ahead of any call."""
         if function.spec.min_workers and not self._stopped:
             for host in self.hosts.values():
-                self._spawn(host.warm_up(function))
+                self._spawn(self._warm_up(host, function))
+
+    async def _warm_up(self, host: Host, function: Function) -> None:
+        await host.warm_up(function)
+        # What came meanwhile found its places taken.
+        self.pump()
 
     def pump(self) -> None:
         """Start what the scheduler says."""

@@ -168,11 +168,16 @@ class Host:
             self._users[place] = model
         if guest is not None:
             self._guests.add(guest)
+            self._since[place] = self._clock()
         else:
-            self._idle.remove(place)
-            self._last[place] = function
-        self._since[place] = self._clock()
+            self._occupy(place, function)
         return place, None if self.cores is None else self.cores.take(place.name, cores)
+
+    def _occupy(self, place: Place, function: Function) -> Place:
+        self._idle.remove(place)
+        self._last[place] = function
+        self._since[place] = self._clock()
+        return place
 
     def give_back(self, place: Place, lease: Lease | None) -> float:
         """The calls have ended; returns the seconds that they had the place."""
@@ -228,12 +233,14 @@ class Host:
         """Have `function.spec.min_workers` processes that have imported it, as far as places go."""
         holding = sum(place.holds(function) for place in self._places)
         wanted = max(0, function.spec.min_workers - holding)
-        taken = [self.take(function, 0) for _ in range(min(wanted, self.free))]
+        taken = [
+            self._occupy(self._choose(function), function) for _ in range(min(wanted, self.free))
+        ]
         try:
-            await asyncio.gather(*(place.warm_up(function) for place, _ in taken))
+            await asyncio.gather(*(place.warm_up(function) for place in taken))
         finally:
-            for place, lease in taken:
-                self.give_back(place, lease)
+            for place in taken:
+                self.give_back(place, None)
 
     def idle_seconds(self, function: Function) -> float:
         """How long a process waits for calls that ran `function` last."""

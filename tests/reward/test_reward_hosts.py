@@ -243,6 +243,7 @@ async def test_uploaded_source_goes_to_the_host_once(service: Service) -> None:
         ({"memory_mib": 4096}, r"takes 4096 of memory_mib, .* more than 1024"),
         ({"model_service": "judge"}, r"takes 1 of model:judge, .* none has more than 0"),
         ({"gpus": 1}, "devices are given to models"),
+        ({"stateful": True, "sandbox": "bubblewrap"}, "on the service's own host"),
         ({"quota": "api"}, "no quotas are declared"),
     ],
 )

@@ -194,7 +194,7 @@ async def test_a_call_finds_its_model_on_devices(tmp_path: Path, elsewhere: bool
 
 async def uses_models(client: Client, logs: Path) -> None:
     for name in "ab":
-        await client.register(name, of="looks_at_model", model_service=name)
+        await client.register(name, of="looks_at_model", model_service=name, min_workers=1)
     urls = [json.loads((await client.invoke(name)).result_json) for name in "aab"]
     assert urls[0] == urls[1] != urls[2]
     # In turns: each evicts the other, and "b" fails once to come back.

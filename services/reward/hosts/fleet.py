@@ -13,7 +13,7 @@ from services.reward.hosts.link import Link, RemoteCores, RemotePlace
 from services.reward.queues import CORES, WORKERS
 from services.reward.quota import PREFIX as QUOTA
 from services.reward.quota import QuotaManager
-from services.reward.sandbox import PROCESS
+from services.reward.sandbox import CONTAINER, PROCESS
 from services.reward.stock import MEMORY, PLENTY, SANDBOX, Stock, needs_of
 from troupe.rpc import InvalidArgument, Unavailable
 from troupe.scheduling.elastic import Action, Amounts
@@ -91,6 +91,9 @@ class Fleet:
         needs = {WORKERS: 1, CORES: least, **needs_of(spec, level)}
         needs = {r: amount for r, amount in needs.items() if not r.startswith(QUOTA)}
         hosts = self._capacities(needs)
+        if spec.stateful or level == CONTAINER:
+            self._check_own(spec)
+            hosts = {name: host for name, host in hosts.items() if name == self._own.name}
         missing = nowhere(Action("", 0.0, needs), hosts) if hosts else None
         if missing is None:
             return
@@ -115,6 +118,18 @@ class Fleet:
             field=f"function.{field}",
             value=getattr(spec, field, None),
             remedy=f"Declare less, or start a reward host with more ({setting}).",
+        )
+
+    def _check_own(self, spec: pb.FunctionSpec) -> None:
+        """Sandboxes that outlive a call are on the service's own host."""
+        if self._own.workers:
+            return
+        raise InvalidArgument(
+            "such sandboxes are on the service's own host, and it runs no calls",
+            kind="no_host",
+            field="function.stateful" if spec.stateful else "function.sandbox",
+            value=spec.stateful or spec.sandbox,
+            remedy="Start the reward service with TROUPE_REWARD_WORKERS of one or more.",
         )
 
     def _capacities(self, needs: Amounts) -> dict[str, Amounts]:

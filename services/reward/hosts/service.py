@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import grpc
 
 from services.chassis.telemetry import Telemetry
 from services.reward.hosts.agent import Agent
-from services.reward.sandbox import LEVELS, PROCESS, find_bubblewrap
+from services.reward.sandbox import BUBBLEWRAP, PROCESS, find_bubblewrap
 from services.reward.settings import RewardSettings
 from services.reward.workplace import Workplace
 from troupe.rpc import TroupeError
@@ -47,14 +49,9 @@ class RewardHost:
 def offer_of(settings: RewardSettings) -> pb.HostOffer:
     """What this process has for calls."""
     sandboxes = [PROCESS]
-    for level in LEVELS:
-        if level == PROCESS:
-            continue
-        try:
-            find_bubblewrap()
-        except TroupeError:
-            continue
-        sandboxes.append(level)
+    with contextlib.suppress(TroupeError):
+        find_bubblewrap()
+        sandboxes.append(BUBBLEWRAP)
     return pb.HostOffer(
         host_id=settings.worker_id,
         workers=settings.reward_workers,
