@@ -3,9 +3,11 @@ reward service."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +158,7 @@ def test_a_call_can_be_cancelled_by_its_id(client: Client, deployed: list[Functi
     caller = threading.Thread(target=call)
     caller.start()
     while not client.functions.cancel("long"):
-        pass
+        time.sleep(0.02)
     caller.join(60)
     assert failed[0].kind == "cancelled"
 
@@ -192,8 +194,8 @@ async def test_a_service_that_restarted_is_told_without_being_asked(
     stub = RewardStub(channel)
     await stub.DeleteFunction(pb.DeleteFunctionRequest(request_id="x", name="exact", version="1"))
     async with AsyncClient(town.address, settings=QUICK) as client:
-        while "exact" not in {one.name for one in await client.functions.list()}:
-            pass
+        while not [f for f in await client.functions.list() if f.name == "exact"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
     await channel.close()
 
 
