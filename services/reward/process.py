@@ -36,6 +36,22 @@ class WorkerDied(Exception):
     """There will be no answer; the text says how the process ended."""
 
 
+async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
+    """`asyncio.create_subprocess_exec` in a session of its own; who is cancelled meanwhile leaves
+    nothing behind. (asyncio would kill the process, not its group: bubblewrap's second half, which
+    waits for its first, would wait for ever.) Raises OSError."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        process = await starting
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
 class WorkerProcess:
     """A process that runs `services/reward/worker.py`, alone in its process group."""
 
@@ -56,13 +72,12 @@ class WorkerProcess:
         printing, output = os.pipe()
         try:
             os.set_blocking(printing, False)
-            process = await asyncio.create_subprocess_exec(
+            process = await start_process(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=output,
                 env=dict(environment),
-                start_new_session=True,
             )
         except BaseException:
             os.close(printing)

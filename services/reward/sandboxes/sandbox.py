@@ -22,6 +22,7 @@ import structlog
 
 from services.reward import worker
 from services.reward.cpu import Lease
+from services.reward.process import start_process
 from services.reward.sandboxes import supervisor
 from troupe.rpc import TroupeError
 
@@ -192,13 +193,12 @@ class Sandbox:
     async def _begin(self) -> None:
         try:
             command, environment, feed = self._home.launch()
-            self._process = process = await asyncio.create_subprocess_exec(
+            self._process = process = await start_process(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env=environment,
-                start_new_session=True,
             )
             assert process.stdin is not None
             process.stdin.write(feed)
