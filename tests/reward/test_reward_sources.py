@@ -109,8 +109,12 @@ async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
     for request in (
         {"id": 1, "call": "prepare", "entrypoint": "pack.rule:score"},
         {
-            "id": 2, "call": "invoke", "entrypoint": "pack.rule:score",
-            "arguments_json": '{"x": 1}', "memory_mib": 0, "environment": {},
+            "id": 2,
+            "call": "invoke",
+            "entrypoint": "pack.rule:score",
+            "arguments_json": '{"x": 1}',
+            "memory_mib": 0,
+            "environment": {},
         },
     ):
         body = json.dumps(request).encode()
