@@ -29,7 +29,8 @@ TAG = 1
 IDLE = 60.0
 RAW_BYTES = 1 << 30
 # Of copies of the state that the reader of a mapping may make: it makes none.
-_PRIVATE = re.compile(r"^(Private_Dirty|Anonymous):\s+(\d+) kB", re.M)
+# (Pages of the file that nobody else has mapped just now count as private, too, but not as these.)
+_PRIVATE = re.compile(r"^(Anonymous):\s+(\d+) kB", re.M)
 
 
 def state(num_bytes: int, version: int = 0) -> dict[str, torch.Tensor]:
