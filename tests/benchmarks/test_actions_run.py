@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.benchmarks.quick import quick_run
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_quick_run_measures_all_parts() -> None:
-    command = [sys.executable, "-m", "benchmarks.actions", "--quick", "--json"]
-    done = subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = quick_run("actions", seconds=600)
     # Sleeping actions with a fixed share take four times as long as with all that they can use.
     assert found["act_elastic_s"] < found["act_fixed_s"]
     assert 1 < found["simulated_gain"]["256"] < found["simulated_gain"]["512"]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,6 +9,7 @@ import pytest
 
 from benchmarks.balancing.migrations import migrate
 from benchmarks.balancing.workload import QUICK, ROWS, job
+from tests.benchmarks.quick import quick_run
 
 
 def test_the_rows_differ_in_balancing_only(tmp_path: Path) -> None:
@@ -39,17 +36,7 @@ async def test_no_turn_is_lost_while_engines_move(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_quick_run_measures_every_row(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.balancing", "--quick", "--json"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = quick_run("balancing", "--out", str(tmp_path), seconds=900)
     assert found["lost"] == 0
     assert found["both_over_none"] > 0
     # How fast a step of this size is says little; that engines move, and why, it does.

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +10,7 @@ import pytest
 from benchmarks.end_to_end.__main__ import ratios
 from benchmarks.parity import compare
 from benchmarks.references import TRL, ReferenceUnavailable, reference_python
+from tests.benchmarks.quick import quick_run
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +23,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(module: str, reference: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--quick", "--json"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TROUPE_REFERENCE_DIR": str(reference)},
+    found: dict[str, Any] = quick_run(
+        module, seconds=1200, environment={"TROUPE_REFERENCE_DIR": str(reference)}
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 @pytest.mark.slow
 def test_a_quick_run_trains_beside_trl(reference: Path) -> None:
-    found = run("benchmarks.end_to_end", reference)
+    found = run("end_to_end", reference)
     # A busy machine says little about speed; that all of it is there, it does.
     assert found["over_trl"] > 0
     assert found["two_policies_over_trl_twice"] > 0
@@ -50,7 +40,7 @@ def test_a_quick_run_trains_beside_trl(reference: Path) -> None:
 
 @pytest.mark.slow
 def test_a_quick_run_compares_what_is_learned(reference: Path) -> None:
-    found = run("benchmarks.parity", reference)
+    found = run("parity", reference)
     assert found["seeds"] == 2
     assert {len(curve) for curves in found["curves"].values() for curve in curves} == {4}
 

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.quick import quick_run
+
 
 @pytest.mark.slow
 def test_a_quick_run_measures_every_mode(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.pipeline", "--quick", "--json"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = quick_run("pipeline", "--out", str(tmp_path), seconds=600)
     assert "failures" not in found
     # A step of this size says little about speed; that it overlaps at all, it does.
     for setup in found["setups"].values():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from benchmarks.pipeline.measure import StepEnd
 from benchmarks.swap.sharing import figures
 from benchmarks.workloads.six_players import AGENTS
+from tests.benchmarks.quick import quick_run
 from troupe.timeline import Span
 
 
@@ -48,17 +44,7 @@ def test_work_of_a_step_that_has_not_ended_counts_when_it_was_done() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_quick_run_measures_both_parts() -> None:
-    command = [sys.executable, "-m", "benchmarks.swap", "--quick", "--json"]
-    done = subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = quick_run("swap", seconds=600)
     assert found["memcpy_ratio"] > 0
     assert 0 < found["utilization"] <= 1
     # Steps of this size are too short for a figure; that policies came and went, they tell.

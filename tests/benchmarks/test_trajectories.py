@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ from benchmarks.pipeline.measure import StepEnd
 from benchmarks.trajectories.__main__ import figures
 from benchmarks.trajectories.workload import FULL, QUICK, job, lockstep_rows, redundancy_rows
 from benchmarks.workloads.slow_worlds import Worlds, play
+from tests.benchmarks.quick import quick_run
 from troupe.workflow.environments.errors import EnvironmentFault
 
 
@@ -94,16 +91,7 @@ def test_figures_are_of_the_steady_state() -> None:
 
 @pytest.mark.slow
 def test_a_quick_run_measures_every_row() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.trajectories", "--quick", "--json"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = quick_run("trajectories", seconds=600)
     assert found["trajectory_over_batch"].keys() == {"1", "10"}
     # A step of this size says little about speed; that nobody waits, it does.
     assert found["trajectory_over_batch"]["10"] > 1

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
+
+from tests.benchmarks.quick import quick_run
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_quick_run_measures_every_way_there_is() -> None:
-    command = [sys.executable, "-m", "benchmarks.transfer", "--quick", "--json"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = quick_run("transfer", seconds=300)
     assert found["shm_zero_copy"] is True
     assert found["four_readers_ratio"] > 0
     assert found["grpc_gib_s"] > 0

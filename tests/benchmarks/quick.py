@@ -1,0 +1,25 @@
+"""A benchmark's quick run, from its command line to its object."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+
+def quick_run(
+    module: str, *arguments: str, seconds: float = 900, environment: dict[str, str] | None = None
+) -> Any:
+    """What `python -m benchmarks.MODULE --quick --json ARGUMENTS` says in its last line."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", "--quick", "--json", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
