@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
+from dataclasses import replace
 from typing import Final
 
 from services.reward import worker
@@ -16,6 +19,8 @@ _KINDS: Final = {
     worker.NOT_IMPORTABLE: pb.InvocationError.KIND_NOT_IMPORTABLE,
     worker.BAD_ARGUMENTS: pb.InvocationError.KIND_BAD_ARGUMENTS,
 }
+
+_MAX_REWARD_BYTES: Final = 1 << 20
 
 
 class Lost(Exception):
@@ -49,4 +54,32 @@ def outcome_of(
             retry_after_seconds=retry_after,
         ),
         cold_seconds=cold_seconds,
+    )
+
+
+def as_reward(outcome: Outcome) -> Outcome:
+    """`outcome`, or KIND_BAD_RESULT where it is neither a number nor numbers by agent."""
+    if outcome.error is not None or _is_reward(outcome.result_json):
+        return outcome
+    shown = outcome.result_json
+    shown = shown if len(shown) < 200 else shown[:197] + "..."
+    error = pb.InvocationError(
+        kind=pb.InvocationError.KIND_BAD_RESULT,
+        message="a reward is a finite number, or a dict with a number for each agent that it is "
+        f"for: the function returned {'nothing' if shown == 'null' else shown}",
+    )
+    return replace(outcome, result_json="", error=error)
+
+
+def _is_reward(text: str) -> bool:
+    # A sandbox may answer anything.
+    if len(text) > _MAX_REWARD_BYTES:
+        return False
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    numbers = value.values() if isinstance(value, dict) else [value]
+    return not isinstance(value, bool) and all(
+        isinstance(one, int | float) and math.isfinite(one) for one in numbers
     )

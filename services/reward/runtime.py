@@ -11,10 +11,11 @@ from functools import partial
 from typing import Final
 
 from services.chassis.telemetry import Telemetry
+from services.reward.answers import as_reward
 from services.reward.audience import Audience, Watcher
 from services.reward.call import Call, Outcome, Place
 from services.reward.dispatch import Dispatcher
-from services.reward.function import Function
+from services.reward.function import REWARD, Function
 from services.reward.host import Host
 from services.reward.metrics import Metrics
 from services.reward.pool import Pool
@@ -229,6 +230,8 @@ class Runtime:
     def _finish(self, waiting: Waiting, outcome: Outcome) -> None:
         self._open.pop(waiting.invocation_id, None)
         function, now = waiting.function, time.perf_counter()
+        if function.spec.kind == REWARD:
+            outcome = as_reward(outcome)
         ran = now - waiting.began if waiting.began else 0.0
         queued = now - waiting.since - ran
         function.invocations += 1

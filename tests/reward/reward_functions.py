@@ -38,11 +38,12 @@ def sleeps(seconds: float, tag: str = "") -> str:
     return tag
 
 
-def stamps(path: str, seconds: float = 0.0) -> None:
+def stamps(path: str, seconds: float = 0.0) -> float:
     """Leave a line in a file: proof that it ran."""
     with Path(path).open("a") as log:
         log.write("ran\n")
     time.sleep(seconds)
+    return 1.0
 
 
 def eats_memory(mib: int) -> int:

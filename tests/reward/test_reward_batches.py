@@ -50,10 +50,10 @@ async def test_results_in_order_and_each_error_its_own(client: Client) -> None:
                 assert json.loads(response.result_json) == i
         kinds = [response.error.kind for response in responses]
         assert kinds == [
-            *(0, Kind.KIND_RAISED, 0, Kind.KIND_BAD_RESULT, 0, Kind.KIND_WORKER_DIED, 0),
+            *(0, Kind.KIND_RAISED, 0, Kind.KIND_BAD_RESULT, Kind.KIND_BAD_RESULT),
+            *(Kind.KIND_WORKER_DIED, 0),
             *(Kind.KIND_OUT_OF_MEMORY, 0, Kind.KIND_BAD_ARGUMENTS),
         ]
-        assert responses[4].result_json == "null"
         # Who comes back finds what there was.
         again = await client.stub.InvokeBatch(request)
         assert list(again.responses) == list(responses)

@@ -121,7 +121,7 @@ async def test_calls_at_once_are_bounded_over_services(tmp_path: Path) -> None:
 
 async def test_retry_after_shuts_the_quota_and_the_call_is_done_later(tmp_path: Path) -> None:
     async with service(reward_quotas={"api": {"concurrency": 4}}) as client:
-        await client.register("refused_once", quota="api", kind="reward")
+        await client.register("refused_once", quota="api", retries=1)
         log = tmp_path / "log"
         answer = await client.invoke("refused_once", path=str(log))
         assert json.loads(answer.result_json) == "done"

@@ -129,6 +129,17 @@ async def test_every_bad_end_is_one_typed_error(
     assert await client.run("score", {"answer": "", "expected": ""}) == 1.0
 
 
+async def test_a_reward_is_a_number_or_numbers(client: Client) -> None:
+    for end, told in (("none", "returned nothing"), ("nan", "nan")):
+        error = await client.run("mixed", {"i": 1, "end": end}, kind="reward")
+        assert (error.kind, told in error.message) == (Kind.KIND_BAD_RESULT, True), error
+    error = await client.run("prints", kind="reward")
+    assert error.message.endswith('the function returned "done"')
+    error = await client.run("numpy_numbers", kind="reward")
+    assert error.kind == Kind.KIND_BAD_RESULT, "a list is no number"
+    assert await client.run("mixed", {"i": 7, "end": ""}, kind="reward") == 7
+
+
 async def test_the_author_sees_his_own_traceback(client: Client) -> None:
     error = await client.run("raises")
     assert "in raises" in error.traceback
@@ -203,7 +214,7 @@ async def test_work_goes_on_without_its_caller_if_it_runs_and_not_if_it_waits(
     for call in calls:
         call.cancel()
     response = await client.invoke("stamps", running, invocation_id="alone")
-    assert response.result_json == "null"
+    assert response.result_json == "1.0"
     assert runs.read_text() == "ran\n"
     assert not waits.exists()
 
