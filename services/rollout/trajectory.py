@@ -19,7 +19,7 @@ from services.rollout.prepared import PreparedJob
 from services.rollout.rewards import TrajectoryTools
 from services.rollout.store import End, Place, TrajectoryLog
 from services.rollout.turns import TurnBackend
-from services.rollout.watchdog import blocked_since
+from services.rollout.watchdog import blocked_note
 from services.rollout.workflow_call import FATAL, bounded, call_workflow
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
 from troupe.states import TRAJECTORY, check, is_terminal
@@ -187,12 +187,7 @@ class Trajectory:
                 message += f", which was waiting for {', '.join(pending)}"
             elif seat and seat.waiting:
                 message += ", which was waiting for other trajectories (pipeline.rollout: batch)"
-            seconds, culprit = blocked_since(clock.began)
-            if seconds:
-                message += (
-                    f"; for {seconds:.1f} s of it the workflow of {culprit} blocked the event loop"
-                )
-            return WorkflowError(message, kind="deadline")
+            return WorkflowError(message + blocked_note(clock.began), kind="deadline")
 
         try:
             with seat or nullcontext():

@@ -10,6 +10,7 @@ from services.rollout.endpoint.server import EndpointServer
 from services.rollout.engines.base import Generation, SamplingParams
 from services.rollout.policy import ServedPolicy
 from services.rollout.router import Home
+from services.rollout.watchdog import blocked_note
 from troupe.workflow import Agent, Endpoint, Sampling, TurnError
 
 
@@ -60,7 +61,9 @@ class TurnBackend:
         seconds = self._clock.bound(self._turn_seconds)
         if seconds <= 0:
             raise TurnError(
-                f"'{agent}' was asked for a turn after the trajectory's deadline", kind="deadline"
+                f"'{agent}' was asked for a turn after the trajectory's deadline"
+                + blocked_note(self._clock.began),
+                kind="deadline",
             )
         home = self._homes.get(policy.name)
         if home is None:

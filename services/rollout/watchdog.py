@@ -42,6 +42,14 @@ def blocked_since(start: float) -> tuple[float, str]:
     return sum(seconds for seconds, _ in found), found[-1][1] if found else ""
 
 
+def blocked_note(start: float) -> str:
+    """The same as the end of a message about a missed deadline; empty: nobody held it."""
+    seconds, culprit = blocked_since(start)
+    if not seconds:
+        return ""
+    return f"; for {seconds:.1f} s of it the workflow of {culprit} blocked the event loop"
+
+
 class WorkflowBlockedError(BaseException):
     """Raised inside a blocking workflow. Not an `Exception`: a loop with `except Exception` would
     go on."""
