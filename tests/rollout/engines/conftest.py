@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import torch
-import transformers  # noqa: F401 - imported before the freeze
+from transformers import PreTrainedModel
 
+from services.rollout.engines import embedded
+from services.rollout.engines.embedded import EmbeddedEngine
+from tests.rollout.engines.models import make_model, policy_spec, publish, transfer_in
 from tests.rollout.engines.real_server import RealServer, running
+from troupe.transfer import Transfer
 
 torch.set_num_threads(1)
 # transformers collects garbage whenever an engine stops; without this each of those passes walks
@@ -23,3 +28,30 @@ def real_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer
     """One real SGLang server for all slow tests."""
     with running(tmp_path_factory.mktemp("sglang")) as server:
         yield server
+
+
+@pytest.fixture
+def transfer(tmp_path: Path) -> Transfer:
+    return transfer_in(tmp_path)
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return make_model(0)
+
+
+@pytest.fixture(params=["slots", "pages", "deterministic"])
+async def engine(
+    request: pytest.FixtureRequest,
+    transfer: Transfer,
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[EmbeddedEngine]:
+    deterministic = request.param == "deterministic"
+    if request.param == "pages":
+        monkeypatch.setattr(embedded, "fits_slots", lambda *_: False)
+    engine = EmbeddedEngine("e0", "solver", policy_spec(), deterministic=deterministic)
+    await engine.start()
+    await engine.update_weights(publish(transfer, model, 0), transfer)
+    yield engine
+    await engine.stop()
