@@ -16,9 +16,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-import psutil
-
 from services.reward import worker
+from services.reward.descendants import family
 
 HEADER: Final = struct.Struct(">I")
 # An answer is a result of at most 16 MiB, or a short account.
@@ -122,11 +121,7 @@ class WorkerProcess:
 
     def pids(self) -> list[int]:
         """The process and all that descend from it, as this host counts them."""
-        try:
-            process = psutil.Process(self._process.pid)
-            return [process.pid, *(child.pid for child in process.children(recursive=True))]
-        except psutil.NoSuchProcess:
-            return []
+        return family(self._process.pid)
 
     def output(self) -> str:
         """The last that was printed since it was asked for last."""

@@ -158,15 +158,15 @@ def test_what_cannot_start_is_one_line_of_the_command(tmp_path: Path) -> None:
             ),
             r"empty\.yaml: is empty\. Start from an example": (("empty.yaml",), 2),
             rf"panel_port = {port}: another program listens .* choose another with --panel-port": (
-                ("job.yaml", "--panel-port", port),
+                ("job.yaml", "--panel-port", port, "--data-dir", "one"),
                 1,
             ),
             rf"redis_port = {port}: another program listens .*another with --redis-port": (
-                ("job.yaml", "--redis-port", port),
+                ("job.yaml", "--redis-port", port, "--data-dir", "two"),
                 1,
             ),
             rf"redis_url = {nobody}: this Redis does not answer: .*Start it or correct": (
-                ("job.yaml", "--redis-url", nobody),
+                ("job.yaml", "--redis-url", nobody, "--data-dir", "three"),
                 1,
             ),
             r"data_dir = \S+/empty\.yaml: cannot be written: Not a directory\. Choose another": (

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.reward.descendants import descendants, family
 from troupe.rpc import Unavailable, connect_sync, new_id
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub
@@ -70,3 +71,25 @@ def test_no_worker_outlives_the_service(
         _, alive = psutil.wait_procs(family, timeout=5)
         assert not alive
         assert isinstance(busy.exception(), Unavailable)
+
+
+def test_all_that_a_process_has_started_is_found() -> None:
+    script = "sleep 60 & (sleep 60 & sleep 60; true) & echo; wait"
+    with subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True
+    ) as shell:
+        try:
+            assert shell.stdout is not None
+            shell.stdout.readline()
+            theirs = psutil.Process(shell.pid)
+            deadline = time.monotonic() + 30
+            while len(descendants(shell.pid)) < 4 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert sorted(descendants(shell.pid)) == sorted(
+                child.pid for child in theirs.children(recursive=True)
+            )
+            assert family(shell.pid)[0] == shell.pid
+            assert len(family(shell.pid)) == 5
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
+    assert family(shell.pid) == descendants(shell.pid) == []

@@ -31,11 +31,19 @@ _AGENT, _RANK = "services.trainer.gang.agent", "services.trainer.gang.rank"
 def gang_of(pid: int) -> list[psutil.Process]:
     """torchrun and its ranks under `pid`."""
     below = psutil.Process(pid).children(recursive=True)
-    return [process for process in below if process.cmdline()[-1:] == [_RANK]]
+    return [process for process in below if _command(process)[-1:] == [_RANK]]
 
 
 def ranks(pid: int) -> list[psutil.Process]:
-    return [process for process in gang_of(pid) if _AGENT not in process.cmdline()]
+    return [process for process in gang_of(pid) if _AGENT not in _command(process)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    """Empty for one that has ended."""
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 async def gone(processes: list[psutil.Process], seconds: float = 15) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import psutil
 
+from services.reward.descendants import descendants
+
 # Of a worker without an action: whatever its children still do, others go first.
 _IDLE_NICE = 19
 # Of an action that takes no cores: it waits for something else, and gets what others leave.
@@ -55,6 +57,10 @@ class Affinity:
     def _members(self, group: str) -> list[psutil.Process]:
         try:
             process = psutil.Process(self._pids[group])
-            return [process, *process.children(recursive=True)]
         except (KeyError, psutil.NoSuchProcess) as error:
             raise ProcessLookupError(f"{group} has no process: {error}") from error
+        found = [process]
+        for pid in descendants(process.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+        return found

@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-import psutil
 import structlog
 
 from services.reward import worker
 from services.reward.cpu import Lease
+from services.reward.descendants import family
 from services.reward.process import start_process
 from services.reward.sandboxes import supervisor
 from troupe.rpc import TroupeError
@@ -209,7 +209,7 @@ class Sandbox:
             answer, _ = await self._ask({"call": "ready"}, self._import_seconds)
             if answer.kind != worker.OK:
                 raise Gone(answer.text)
-            pids = await asyncio.to_thread(_family, process.pid)
+            pids = await asyncio.to_thread(family, process.pid)
             await self._home.entered(pids)
             self._started = True
         except TookTooLong:
@@ -323,14 +323,6 @@ class Sandbox:
         assert self._process.stderr is not None
         while part := await self._process.stderr.read(_PART_BYTES):
             self._printed.append(part)
-
-
-def _family(pid: int) -> list[int]:
-    try:
-        process = psutil.Process(pid)
-        return [pid, *(child.pid for child in process.children(recursive=True))]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _how_it_died(status: int, printed: Sequence[bytes]) -> str:
