@@ -24,10 +24,19 @@ gc.freeze()
 
 
 @pytest.fixture(scope="session")
-def real_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """One real SGLang server for all slow tests."""
+def one_sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """One real SGLang server for all slow tests; it sleeps between their modules."""
     with running(tmp_path_factory.mktemp("sglang")) as server:
+        server.pause()
         yield server
+
+
+@pytest.fixture(scope="module")
+def real_sglang(one_sglang: RealServer) -> Iterator[RealServer]:
+    """A real SGLang server."""
+    one_sglang.resume()
+    yield one_sglang
+    one_sglang.pause()
 
 
 @pytest.fixture

@@ -46,6 +46,16 @@ class RealServer:
 
     url: str
     python: str
+    # All of its processes.
+    group: int
+
+    def pause(self) -> None:
+        """Nobody asks it for now: without work it would keep a core busy."""
+        os.killpg(self.group, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Somebody does again."""
+        os.killpg(self.group, signal.SIGCONT)
 
 
 def interpreter(directory: Path) -> str:
@@ -97,8 +107,9 @@ def running(directory: Path, load_format: str = "dummy") -> Iterator[RealServer]
                 tail = (directory / "server.log").read_text(errors="replace")[-3000:]
                 pytest.fail(f"SGLang did not start:\n{tail}")
             time.sleep(0.5)
-        yield RealServer(url, python)
+        yield RealServer(url, python, process.pid)
     finally:
+        os.killpg(process.pid, signal.SIGCONT)
         os.killpg(process.pid, signal.SIGTERM)
         try:
             process.wait(15)
