@@ -47,10 +47,6 @@ class Outcome:
     sandbox: str = ""
 
 
-class BadArguments(ValueError):
-    """`arguments_json` is not a JSON object; the caller's fault, so no outcome."""
-
-
 class Place(Protocol):
     """Where calls run, one at a time: a worker process here, or one on another host."""
 

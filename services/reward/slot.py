@@ -13,7 +13,7 @@ import structlog
 
 from services.reward import worker
 from services.reward.answers import Lost, outcome_of
-from services.reward.call import BadArguments, Call, Outcome
+from services.reward.call import Call, Outcome
 from services.reward.cpu import CoreManager, Lease
 from services.reward.fence import Fence
 from services.reward.function import Function
@@ -129,20 +129,6 @@ class Slot:
         self._cancelled = True
         if self._process is not None:
             self._process.kill()
-
-    async def run(
-        self, function: Function, arguments_json: str, lease: Lease | None = None
-    ) -> Outcome:
-        """Run one call to its end, on the cores of `lease`.
-
-        Raises `BadArguments`; every other end is an outcome.
-        """
-        async for _, outcome in self.run_many(function, [Call(arguments_json)], lease):
-            error = outcome.error
-            if error is not None and error.kind == pb.InvocationError.KIND_BAD_ARGUMENTS:
-                raise BadArguments(error.message)
-            return outcome
-        raise AssertionError("a call that is not dropped has an outcome")
 
     async def run_many(
         self, function: Function, calls: Sequence[Call], lease: Lease | None = None

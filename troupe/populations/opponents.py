@@ -16,6 +16,8 @@ Role = Literal["main", "main_exploiter", "league_exploiter"]
 
 # Of games that were played; before any, nobody is known to be better.
 _EVEN: Final = 0.5
+# Who wins fewer games has forgotten how to beat the other.
+_LOST: Final = 0.3
 
 
 def past_selves(versions: int, *, delta: float = 0.0) -> Array:
@@ -59,9 +61,6 @@ class LeagueRules:
     """A learner that beats everybody it is to beat so often is frozen."""
     freeze_after: int = 2_000_000_000
     """Or after so many environment steps since it was frozen last."""
-    reset: float = 0.25
-    """Probability with which a league exploiter begins anew once it is frozen; main exploiters
-    always do, main agents never."""
 
 
 def league_opponents(
@@ -97,8 +96,10 @@ def league_opponents(
         return _mixed([(1.0, even)])
     # A main agent: everybody who was, itself, and who it has forgotten how to beat.
     lost = [
-        one.name for one in frozen if one.parent == learner.name and rate(one.name) < _EVEN - 0.2
-    ] + [one.name for one in frozen if one.role == "main_exploiter" and rate(one.name) < 0.3]
+        one.name
+        for one in frozen
+        if (one.parent == learner.name or one.role == "main_exploiter") and rate(one.name) < _LOST
+    ]
     parts = [(rules.self_play, {name: 1.0 / len(mains) for name in mains})]
     if everybody:
         rest = 1.0 - rules.self_play - rules.forgotten
