@@ -130,6 +130,11 @@ class OrchestratorStub:
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.GeneratePolicyRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GeneratePolicyResponse.FromString,
                 _registered_method=True)
+        self.ScorePolicy = channel.unary_unary(
+                '/troupe.v1.Orchestrator/ScorePolicy',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ScorePolicyRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ScorePolicyResponse.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/troupe.v1.Orchestrator/Heartbeat',
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.HeartbeatRequest.SerializeToString,
@@ -273,6 +278,13 @@ class OrchestratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScorePolicy(self, request, context):
+        """Log-probs of given continuations under a policy of a job at its newest version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Heartbeat(self, request, context):
         """Rollout and trainer workers call it every second or two; one that falls silent is LOST.
         """
@@ -392,6 +404,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.GeneratePolicy,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GeneratePolicyRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.GeneratePolicyResponse.SerializeToString,
+            ),
+            'ScorePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScorePolicy,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ScorePolicyRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.ScorePolicyResponse.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -922,6 +939,33 @@ class Orchestrator:
             '/troupe.v1.Orchestrator/GeneratePolicy',
             troupe_dot_v1_dot_orchestrator__pb2.GeneratePolicyRequest.SerializeToString,
             troupe_dot_v1_dot_orchestrator__pb2.GeneratePolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScorePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/ScorePolicy',
+            troupe_dot_v1_dot_orchestrator__pb2.ScorePolicyRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.ScorePolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,8 @@ class OrchestratorStub:
     """One picture of what every service does now."""
     GeneratePolicy: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GeneratePolicyRequest, _orchestrator_pb2.GeneratePolicyResponse]
     """Generates with a policy of a job at its newest version."""
+    ScorePolicy: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ScorePolicyRequest, _orchestrator_pb2.ScorePolicyResponse]
+    """Log-probs of given continuations under a policy of a job at its newest version."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]
     """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
     ReportCommit: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ReportCommitRequest, _orchestrator_pb2.ReportCommitResponse]
@@ -102,6 +104,8 @@ class OrchestratorAsyncStub(OrchestratorStub):
     """One picture of what every service does now."""
     GeneratePolicy: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GeneratePolicyRequest, _orchestrator_pb2.GeneratePolicyResponse]  # type: ignore[assignment]
     """Generates with a policy of a job at its newest version."""
+    ScorePolicy: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ScorePolicyRequest, _orchestrator_pb2.ScorePolicyResponse]  # type: ignore[assignment]
+    """Log-probs of given continuations under a policy of a job at its newest version."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]  # type: ignore[assignment]
     """Rollout and trainer workers call it every second or two; one that falls silent is LOST."""
     ReportCommit: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ReportCommitRequest, _orchestrator_pb2.ReportCommitResponse]  # type: ignore[assignment]
@@ -254,6 +258,14 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.GeneratePolicyResponse, _abc.Awaitable[_orchestrator_pb2.GeneratePolicyResponse]]:
         """Generates with a policy of a job at its newest version."""
+
+    @_abc_1.abstractmethod
+    def ScorePolicy(
+        self,
+        request: _orchestrator_pb2.ScorePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.ScorePolicyResponse, _abc.Awaitable[_orchestrator_pb2.ScorePolicyResponse]]:
+        """Log-probs of given continuations under a policy of a job at its newest version."""
 
     @_abc_1.abstractmethod
     def Heartbeat(

@@ -59,6 +59,11 @@ class RolloutStub:
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/troupe.v1.Rollout/Score',
+                request_serializer=troupe_dot_v1_dot_rollout__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_rollout__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.ListEngines = channel.unary_unary(
                 '/troupe.v1.Rollout/ListEngines',
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.ListEnginesRequest.SerializeToString,
@@ -113,6 +118,13 @@ class RolloutServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Score(self, request, context):
+        """Exact log-probs of given continuations under a policy's served version: nothing is drawn.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEngines(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -161,6 +173,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=troupe_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_rollout__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=troupe_dot_v1_dot_rollout__pb2.ScoreRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_rollout__pb2.ScoreResponse.SerializeToString,
             ),
             'ListEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEngines,
@@ -313,6 +330,33 @@ class Rollout:
             '/troupe.v1.Rollout/Generate',
             troupe_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
             troupe_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Rollout/Score',
+            troupe_dot_v1_dot_rollout__pb2.ScoreRequest.SerializeToString,
+            troupe_dot_v1_dot_rollout__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,8 @@ class RolloutStub:
     UpdateWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]
     """Brings a policy's engines to a version, one after another; answers when all serve it."""
     Generate: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
+    Score: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]
+    """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
     ListEngines: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ListEnginesRequest, _rollout_pb2.ListEnginesResponse]
     MoveEngine: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.MoveEngineRequest, _rollout_pb2.MoveEngineResponse]
     """Takes an engine from its policy to another one of the same job: no new turns, those in flight
@@ -60,6 +62,8 @@ class RolloutAsyncStub(RolloutStub):
     UpdateWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.UpdateWeightsRequest, _rollout_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Brings a policy's engines to a version, one after another; answers when all serve it."""
     Generate: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
+    Score: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
     ListEngines: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ListEnginesRequest, _rollout_pb2.ListEnginesResponse]  # type: ignore[assignment]
     MoveEngine: _aio.UnaryUnaryMultiCallable[_rollout_pb2.MoveEngineRequest, _rollout_pb2.MoveEngineResponse]  # type: ignore[assignment]
     """Takes an engine from its policy to another one of the same job: no new turns, those in flight
@@ -107,6 +111,14 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.GenerateResponse, _abc.Awaitable[_rollout_pb2.GenerateResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _rollout_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.ScoreResponse, _abc.Awaitable[_rollout_pb2.ScoreResponse]]:
+        """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
 
     @_abc_1.abstractmethod
     def ListEngines(
