@@ -23,7 +23,7 @@ async def drive(directory: Path, concurrency: list[int], trajectories: int) -> d
     job = embedded(directory, 1)
     ref = publish(directory, job)
     policy = job.policies[POLICY]
-    chat = load_language(policy.model, "model").chat
+    chat = load_language(policy.language_model, "model").chat
     engine = make_engine("direct", POLICY, policy)
     await engine.start()
     await engine.update_weights(ref, Transfer(directory / "transfer"))

@@ -106,9 +106,9 @@ def publish(directory: Path, job: JobSpec) -> common.WeightsRef:
     if policy.paced is not None:
         tensors = {"nothing": torch.zeros(1)}
     else:
-        assert policy.model.config is not None
+        assert policy.language_model.config is not None
         torch.manual_seed(0)
-        config = AutoConfig.for_model(**policy.model.config)
+        config = AutoConfig.for_model(**policy.language_model.config)
         tensors = dict(AutoModelForCausalLM.from_config(config).state_dict())
     key = f"{JOB}/{POLICY}/weights@0"
     manifest = Transfer(directory / "transfer").set(key, tensors)

@@ -77,7 +77,7 @@ class Preparation:
         languages: dict[str, Language] = {}
         for name, policy in spec.policies.items():
             languages[name] = await asyncio.to_thread(
-                load_language, policy.model, f"policies.{name}.model"
+                load_language, policy.language_model, f"policies.{name}.model"
             )
         roles = {name: role_of(spec, name, languages) for name in spec.agents}
         queries = QuerySource(spec.tasks)

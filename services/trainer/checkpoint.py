@@ -71,7 +71,7 @@ def lineage_of(
     spec: JobSpec, job_id: str, policy: str, version: int, step: int, checksum: str, model: Any
 ) -> Lineage:
     """What is known of a version; `step`: the one that made it, -1 for the first weights."""
-    source, algorithm = spec.policies[policy].model, spec.algorithm
+    source, algorithm = spec.policies[policy].language_model, spec.algorithm
     adapter = adapter_of(model)
     return Lineage(
         job_id=job_id,

@@ -51,7 +51,7 @@ class Checkpoints:
                     value=version,
                     remedy=f"Ask for one of: {kept}.",
                 )
-        dtype = getattr(torch, policy.model.dtype)
+        dtype = getattr(torch, policy.language_model.dtype)
         weights = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
         model = versions.learner.model
         lineage = lineage_of(self._spec, job_id, name, version, step, checksum, model)

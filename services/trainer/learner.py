@@ -87,7 +87,7 @@ class Learner:
         self._job, self._name = spec, policy
         self._policy = spec.policies[policy]
         if not isinstance(model, TrainedModel):
-            dtype = getattr(torch, self._policy.model.dtype)
+            dtype = getattr(torch, self._policy.language_model.dtype)
             model = TrainedModel(model, device or torch.device("cpu"), dtype)
         self._trained: TrainedModel = model
         self._optimizer = make_optimizer(self.model, self._policy.optimizer)
@@ -103,7 +103,7 @@ class Learner:
         self._critic: Critic | None = None
         value_function = spec.algorithm.value_function
         if value_function and self._policy.trainable and self._policy.paced is None:
-            bfloat16 = self._policy.model.dtype == "bfloat16"
+            bfloat16 = self._policy.language_model.dtype == "bfloat16"
             pieces = self._passes.pieces
             self._critic = Critic(self.model, value_function, pieces, bfloat16=bfloat16)
         self._step = Accumulation(

@@ -194,6 +194,6 @@ class Passes:
         return found if own.reference is None else own.reference
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._policy.model.dtype == "bfloat16":
+        if self._policy.language_model.dtype == "bfloat16":
             return torch.autocast(self._model.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()

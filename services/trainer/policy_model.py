@@ -58,7 +58,7 @@ def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device)
     """
     assert spec.lora is not None  # the caller's choice
     base = BASES.get(
-        spec.model, seed, device, lambda: _load(policy, spec, policy_seed(seed, _BASE))
+        spec.language_model, seed, device, lambda: _load(policy, spec, policy_seed(seed, _BASE))
     )
     model = adapted_model(policy, spec.lora, base, policy_seed(seed, policy))
     if spec.lora.path is not None:
@@ -71,7 +71,7 @@ def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # standard error carries structured logs
-    source = spec.model
+    source = spec.language_model
     if source.config is not None:
         model = _from_config(policy, source.config, seed)
     else:
@@ -91,7 +91,7 @@ def load_config(policy: str, spec: PolicySpec) -> Any:
     """The transformers configuration of `policy`, without any weights. Raises as `load_model`."""
     from transformers import AutoConfig
 
-    source = spec.model
+    source = spec.language_model
     if source.config is not None:
         return _config_of(policy, source.config)
     assert source.path is not None  # spec: exactly one of path and config
@@ -115,9 +115,9 @@ def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
     """The tokenizer of `policy`. Raises InvalidArgument of kind "tokenizer_not_found"."""
     from transformers import AutoTokenizer
 
-    source = spec.model.tokenizer_source
+    source = spec.language_model.tokenizer_source
     # The revision is the model's.
-    revision = None if spec.model.tokenizer is not None else spec.model.revision
+    revision = None if spec.language_model.tokenizer is not None else spec.language_model.revision
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
     except Exception as error:
@@ -140,7 +140,7 @@ def _no_tokenizer(policy: str, spec: PolicySpec, message: str) -> InvalidArgumen
         message,
         kind="tokenizer_not_found",
         field=_tokenizer_field(policy, spec),
-        value=spec.model.tokenizer_source,
+        value=spec.language_model.tokenizer_source,
         remedy="Give a directory with tokenizer.json, or a hub id that can be reached.",
     )
 
@@ -157,7 +157,7 @@ def check_tokenizer(policy: str, spec: PolicySpec, tokenizer: Any, model: Any) -
             f"the tokenizer has token ids up to {highest}, the model has {rows} embeddings",
             kind="tokenizer_mismatch",
             field=_tokenizer_field(policy, spec),
-            value=spec.model.tokenizer_source,
+            value=spec.language_model.tokenizer_source,
             remedy=f"Use the model's own tokenizer, or a model with vocab_size > {highest}.",
         )
 
@@ -243,7 +243,7 @@ def _explain(policy: str, path: str, error: Exception) -> InvalidArgument:
 
 
 def _tokenizer_field(policy: str, spec: PolicySpec) -> str:
-    leaf = "tokenizer" if spec.model.tokenizer is not None else "path"
+    leaf = "tokenizer" if spec.language_model.tokenizer is not None else "path"
     return f"policies.{policy}.model.{leaf}"
 
 

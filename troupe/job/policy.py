@@ -205,3 +205,8 @@ class PolicySpec(Section):
     """`async`: this policy's staleness bound, instead of `pipeline.alpha`."""
     paced: PacedSpec | None = None
     """Stand-ins instead of engine and trainer, for benchmarks: nothing is learned."""
+
+    @property
+    def language_model(self) -> ModelSpec:
+        """The model of a policy that is a language model."""
+        return self.model

@@ -175,7 +175,9 @@ class JobSpec(Section):
                 f"{field}: `team` needs the observations of at least two agents, and there is "
                 f"one, '{next(iter(self.agents))}'; use `agent`"
             )
-        sources = {p.model.tokenizer_source: name for name, p in sorted(self.policies.items())}
+        sources = {
+            p.language_model.tokenizer_source: name for name, p in sorted(self.policies.items())
+        }
         if len(sources) > 1:
             one, other, *_ = sources.values()
             raise ValueError(

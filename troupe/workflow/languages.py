@@ -85,7 +85,7 @@ def role_of(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role
             stop_token_ids=stop_ids(sampling.stop, language, f"agents.{name}.sampling.stop"),
         ),
         system_prompt=agent.system_prompt,
-        tool_parser=spec.policies[agent.policy].model.tool_parser,
+        tool_parser=spec.policies[agent.policy].language_model.tool_parser,
     )
 
 

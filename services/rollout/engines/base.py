@@ -8,7 +8,7 @@ those are kept and go on, and every token says which version drew it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
@@ -18,6 +18,7 @@ from troupe.v1 import common_pb2 as pb
 if TYPE_CHECKING:
     import torch
 
+    from services.rollout.engines.scoring import Asked, Scored
     from troupe.transfer import Transfer
     from troupe.workflow import Sampling
 
@@ -211,6 +212,17 @@ class Engine(Protocol):
         `EngineStale` (nothing verified to serve with), `EngineDied`, `TurnDeadline`,
         `TurnReturned` (ask again), `BadTurn` (empty prompt, ids outside the vocabulary, no token
         asked for, an id in use, an unknown adapter) and `NonFiniteLogits`.
+        """
+        ...
+
+    async def score(
+        self, asked: Sequence[Asked], temperature: float, *, deadline_seconds: float
+    ) -> Scored:
+        """Log-probs of given continuations by one verified version; nothing is drawn.
+
+        Raises `EngineStale`, `EngineDied`, `ScoreDeadline`, `ScoreRefused` (this engine cannot),
+        `BadTurn` (no tokens, ids outside the vocabulary, longer than the context) and
+        `NonFiniteLogits`.
         """
         ...
 

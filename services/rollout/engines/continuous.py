@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -42,6 +42,7 @@ CACHE_BYTES = 256 << 20
 _WATCH_SECONDS = 0.1
 
 Ended = Callable[[Turn, str | None], None]
+T = TypeVar("T")
 
 
 class TurnSampler(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
@@ -179,6 +180,14 @@ class ContinuousBatcher:
             self._sampler.version = version
             retracted = self._forget_cache()
             return time.monotonic() - began, retracted
+
+    def between(self, call: Callable[[], T]) -> tuple[T, int]:
+        """Run `call`, which only reads the model, between two steps; its result and the version.
+
+        Raises as `swap`.
+        """
+        with self._manager.pause():
+            return call(), self._sampler.version
 
     def stop(self, timeout: float) -> None:
         """End the serving thread. Turns in hand are dropped."""

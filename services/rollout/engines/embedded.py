@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
 import torch
 
+from services.rollout.engines import plain
 from services.rollout.engines.adapted import Adapted, check_base, check_published
 from services.rollout.engines.base import Generation, Memory, SamplingParams
 from services.rollout.engines.continuous import ContinuousBatcher
@@ -18,6 +20,7 @@ from services.rollout.engines.errors import EngineDied, EngineStartFailed
 from services.rollout.engines.fixed import FixedBatcher, check_architecture
 from services.rollout.engines.front import EngineFront, Tensors
 from services.rollout.engines.models import load_config, skeleton, stop_ids
+from services.rollout.engines.scoring import Asked
 from services.rollout.engines.slotted import SlotBatcher, fits_slots
 from services.rollout.engines.turns import Turn
 from services.rollout.engines.weights import fill, verify
@@ -150,6 +153,26 @@ class EmbeddedEngine(EngineFront):
         finally:
             del self._waiting[turn.request_id]
 
+    async def _score(
+        self, asked: Sequence[Asked], temperature: float
+    ) -> tuple[list[list[float]], int] | None:
+        found: dict[int, list[float]] = {}
+        versions = set()
+        for numbers in plain.passes(asked, self.vocabulary):
+            batcher, model = self._require_batcher(), self._model
+            assert model is not None  # alive
+            some = [asked[number] for number in numbers]
+            call = partial(plain.logprobs, model, some, temperature)
+            try:
+                rows, version = await asyncio.to_thread(batcher.between, call)
+            except (RuntimeError, TimeoutError) as error:
+                raise EngineDied(self.engine_id, str(error)) from error
+            versions.add(version)
+            found |= zip(numbers, rows, strict=True)
+        if len(versions) != 1:
+            return None
+        return [found[number] for number in range(len(asked))], versions.pop()
+
     def _drop(self, turn: Turn) -> None:
         if self._batcher is not None:
             self._batcher.cancel(turn)
@@ -233,7 +256,7 @@ class EmbeddedEngine(EngineFront):
         """In a worker thread: the model and its batcher, not started yet."""
         torch.set_num_threads(self._threads)
         spec = self._spec
-        config = load_config(spec.model, self.policy)
+        config = load_config(spec.language_model, self.policy)
         text = config.get_text_config()
         if getattr(text, "attn_logit_softcapping", None):
             raise EngineStartFailed(
@@ -242,13 +265,13 @@ class EmbeddedEngine(EngineFront):
                 value=self.kind,
                 remedy="Serve this model with `kind: sglang`.",
             )
-        model = skeleton(config, spec.model.dtype, self.policy)
+        model = skeleton(config, spec.language_model.dtype, self.policy)
         if self._deterministic:
             check_architecture(model.config, self.policy)
         positions = getattr(text, "max_position_embeddings", None) or spec.engine.max_context
         self.max_context = min(spec.engine.max_context, positions)
         self.vocabulary = text.vocab_size
-        self.eos_ids = stop_ids(config, spec.model.path, spec.model.revision)
+        self.eos_ids = stop_ids(config, spec.language_model.path, spec.language_model.revision)
 
         def exited(reason: str) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended before us

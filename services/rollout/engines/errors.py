@@ -132,6 +132,26 @@ class TurnDeadline(DeadlineExceeded):
         )
 
 
+class ScoreDeadline(DeadlineExceeded):
+    """Continuations were not scored in time."""
+
+    default_kind = "score_deadline"
+
+    def __init__(self, engine_id: str, count: int, seconds: float) -> None:
+        super().__init__(
+            f"{count} continuations were not scored within {seconds:g} s on engine {engine_id}",
+            field="limits.turn_seconds",
+            value=f"{seconds:g}",
+            remedy="Allow more time per turn, or ask for fewer at once.",
+        )
+
+
+class ScoreRefused(FailedPrecondition):
+    """The engine cannot compute these log-probs."""
+
+    default_kind = "score_refused"
+
+
 class BadTurn(InvalidArgument):
     """The request cannot be served by any engine of the policy."""
 

@@ -32,6 +32,7 @@ from services.rollout.engines.errors import (
     WeightsRefused,
     lost_turn,
 )
+from services.rollout.engines.scoring import Scoring
 from services.rollout.engines.sleeping import Sleeping
 from services.rollout.engines.state import EngineState
 from services.rollout.engines.turns import Turn, TurnTable
@@ -48,7 +49,7 @@ InFlight = Literal["keep", "restart"]
 _HAND_BACK_SECONDS = 10.0
 
 
-class EngineFront(Sleeping):
+class EngineFront(Scoring, Sleeping):
     """Implements `base.Engine` over a few verbs: serve a turn, drop a turn, load weights, free and
     take memory.
 

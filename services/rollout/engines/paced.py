@@ -54,7 +54,7 @@ class PacedEngine(EngineFront):
     async def _begin(self) -> None:
         """Read the model's configuration."""
         self._pace = (self._spec.paced or PacedSpec()).of_class(self.device.device_class)
-        model = self._spec.model
+        model = self._spec.language_model
         config = await asyncio.to_thread(load_config, model, self.policy)
         self.vocabulary = config.get_text_config().vocab_size
         self.max_context = self._spec.engine.max_context

@@ -8,13 +8,14 @@ full length this is cheaper than a paged cache: nothing is gathered, nothing put
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ from services.rollout.engines.slots import CACHE_BYTES, LENGTHS, Run, SlotCache,
 from services.rollout.engines.turns import Turn
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Rows of a pass beyond one per turn: where prompts are read, if they are not read in larger parts.
 _READING_ROWS: Final = 64
@@ -110,12 +112,7 @@ class SlotBatcher:
         that serving stood still, and no turns: none has to be resubmitted. Raises RuntimeError when
         the thread has ended or hangs.
         """
-        with self._state:
-            self._held += 1
-            idle = self._state.wait_for(lambda: not self._computing, PASS_SECONDS)
-        try:
-            if not idle or not self.alive:
-                raise RuntimeError("the serving thread has ended or hangs")
+        with self._standstill():
             began = time.monotonic()
             change()
             self._version = version
@@ -127,6 +124,25 @@ class SlotBatcher:
                     turn.read_tokens = 0
             self._changed()
             return time.monotonic() - began, []
+
+    def between(self, call: Callable[[], T]) -> tuple[T, int]:
+        """Run `call`, which only reads the model, between two passes; its result and the version.
+
+        Raises as `swap`.
+        """
+        with self._standstill():
+            return call(), self._version
+
+    @contextlib.contextmanager
+    def _standstill(self) -> Iterator[None]:
+        """No pass is computed. Raises RuntimeError when the thread has ended or hangs."""
+        with self._state:
+            self._held += 1
+            idle = self._state.wait_for(lambda: not self._computing, PASS_SECONDS)
+        try:
+            if not idle or not self.alive:
+                raise RuntimeError("the serving thread has ended or hangs")
+            yield
         finally:
             with self._state:
                 self._held -= 1

@@ -58,13 +58,13 @@ class Member(Learner):
             model: Any = load_model(policy, own, spec.seed)
             if double:
                 model = model.double()
-            return shard(model, group.mesh, half=own.model.dtype == "bfloat16")
+            return shard(model, group.mesh, half=own.language_model.dtype == "bfloat16")
 
         def again() -> Any:
             # One after another on each host: of whole models one is in memory there.
             return group.in_turns(make)
 
-        trained = ShardedModel(again(), device, getattr(torch, own.model.dtype), again)
+        trained = ShardedModel(again(), device, getattr(torch, own.language_model.dtype), again)
         super().__init__(trained, spec, policy, device=device, peers=group, **options)
         self._lodger = Resident()
 

@@ -81,7 +81,7 @@ async def test_a_server_with_another_tokenizer_is_refused(fake: FakeSglang, tmp_
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     spec = policy_spec(kind="sglang", urls=[f"http://127.0.0.1:{fake.server.port}"])
-    model = spec.model.model_copy(update={"tokenizer": str(tmp_path)})
+    model = spec.language_model.model_copy(update={"tokenizer": str(tmp_path)})
     spec = PolicySpec.model_validate({**spec.model_dump(), "model": model.model_dump()})
     fake.tokenizer = lambda text: [ord(char) % 96 for char in text]
     engine = SglangEngine("e0", "solver", spec)

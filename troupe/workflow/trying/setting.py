@@ -145,7 +145,7 @@ def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
 
 
 def _language(policy: str, spec: JobSpec, notes: list[str]) -> Language:
-    model = spec.policies[policy].model
+    model = spec.policies[policy].language_model
     here = Path(model.tokenizer_source).expanduser().is_dir()
     try:
         if here:

@@ -41,7 +41,7 @@ def command(
     layers of the policy's adapter. The job's own `launch` arguments come last and win.
     """
     engine = spec.engine
-    revision = ["--revision", spec.model.revision] if spec.model.revision else []
+    revision = ["--revision", spec.language_model.revision] if spec.language_model.revision else []
     return [
         engine.python or sys.executable,
         "-m",
@@ -50,7 +50,7 @@ def command(
         *revision,
         *("--host", "127.0.0.1"),
         *("--port", str(port)),
-        *("--dtype", spec.model.dtype),
+        *("--dtype", spec.language_model.dtype),
         *("--load-format", "dummy"),
         *("--context-length", str(max_context)),
         *("--max-running-requests", str(engine.max_running)),

@@ -161,7 +161,7 @@ class Server:
         return self._scratch.path
 
     def _read_model(self) -> PretrainedConfig:
-        model = self._spec.model
+        model = self._spec.language_model
         config = load_config(model, self._policy)
         with torch.device("meta"):
             self.layout = skeleton(config, model.dtype, self._policy)
@@ -195,7 +195,7 @@ class Server:
 
     async def _launched_url(self, config: PretrainedConfig) -> str:
         spec = self._spec
-        source = spec.model.path
+        source = spec.language_model.path
         if source is None:
             architecture = type(self.layout).__name__
             directory = launch.write_config(config, architecture, self._directory / "model")
@@ -264,7 +264,7 @@ class Server:
             self._policy,
             config,
             deterministic=self._deterministic,
-            tokenizer=None if launched else spec.model,
+            tokenizer=None if launched else spec.language_model,
         )
         check_server(info, spec, self._policy, target_names(spec, self.layout))
         self.max_context = min(self.max_context, _context_of(info, self.max_context))
@@ -284,7 +284,7 @@ class Server:
         )
         keep = spec.engine.in_flight == "keep"
         self.updater = Updater(
-            client, features, loader, spec.model, config, self._policy, keep=keep
+            client, features, loader, spec.language_model, config, self._policy, keep=keep
         )
 
 

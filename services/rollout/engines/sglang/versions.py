@@ -47,7 +47,7 @@ class AdapterVersions:
     """Which adapter a turn is given, and when one leaves the server."""
 
     def __init__(self, spec: PolicySpec, server: Server, adapters: Adapters) -> None:
-        self._model = spec.model
+        self._model = spec.language_model
         self._server = server
         self._adapters = adapters
         self._now: Served | None = None
