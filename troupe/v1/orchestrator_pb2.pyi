@@ -24,6 +24,35 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _MemberState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MemberStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemberState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEMBER_STATE_UNSPECIFIED: _MemberState.ValueType  # 0
+    MEMBER_STATE_CANDIDATE: _MemberState.ValueType  # 1
+    """Frozen to be measured; its learner goes on."""
+    MEMBER_STATE_SETTLED: _MemberState.ValueType  # 2
+    """A member for good."""
+    MEMBER_STATE_RETIRED: _MemberState.ValueType  # 3
+    """A candidate that a newer version took the place of: it meets nobody any more, and its weights
+    are not kept.
+    """
+
+class MemberState(_MemberState, metaclass=_MemberStateEnumTypeWrapper): ...
+
+MEMBER_STATE_UNSPECIFIED: MemberState.ValueType  # 0
+MEMBER_STATE_CANDIDATE: MemberState.ValueType  # 1
+"""Frozen to be measured; its learner goes on."""
+MEMBER_STATE_SETTLED: MemberState.ValueType  # 2
+"""A member for good."""
+MEMBER_STATE_RETIRED: MemberState.ValueType  # 3
+"""A candidate that a newer version took the place of: it meets nobody any more, and its weights
+are not kept.
+"""
+Global___MemberState: _TypeAlias = MemberState  # noqa: Y015
+
 class _WorkerKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -1123,6 +1152,583 @@ class GetTrajectoryResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetTrajectoryResponse: _TypeAlias = GetTrajectoryResponse  # noqa: Y015
+
+@_typing.final
+class GetPopulationRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPopulationRequest: _TypeAlias = GetPopulationRequest  # noqa: Y015
+
+@_typing.final
+class GetPopulationResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POPULATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def population(self) -> Global___Population: ...
+    def __init__(
+        self,
+        *,
+        population: Global___Population | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["population", b"population"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["population", b"population"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPopulationResponse: _TypeAlias = GetPopulationResponse  # noqa: Y015
+
+@_typing.final
+class Population(_message.Message):
+    """The players of the meta-game are the agents of the job, each with the pool that it draws from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ALGORITHM_FIELD_NUMBER: _builtins.int
+    SYMMETRIC_FIELD_NUMBER: _builtins.int
+    ITERATION_FIELD_NUMBER: _builtins.int
+    AGENTS_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    CELLS_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
+    RATINGS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    MATCHES_PLAYED_FIELD_NUMBER: _builtins.int
+    MATCHES_DUE_FIELD_NUMBER: _builtins.int
+    STOPPED_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
+    algorithm: _builtins.str
+    """`population.algorithm` of the job."""
+    symmetric: _builtins.bool
+    """All agents draw from one pool, and cells that differ in the order of members are one cell."""
+    iteration: _builtins.int
+    """Iterations that have begun, the first being 0."""
+    matches_played: _builtins.int
+    """Matches that were played to their end, and those that are still due in this iteration."""
+    matches_due: _builtins.int
+    stopped: _builtins.str
+    """Why no further iteration begins; empty while some do."""
+    activity: _builtins.str
+    """What it does now, for people."""
+    @_builtins.property
+    def agents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The job's agents in the order in which cells and matches name members and payoffs."""
+
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PopulationPool]:
+        """One where the game is symmetric, else one per agent, in their order."""
+
+    @_builtins.property
+    def cells(self) -> _containers.RepeatedCompositeFieldContainer[Global___PayoffCell]:
+        """Those that were played or computed; members are places in the pools."""
+
+    @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetaStrategy]:
+        """One per iteration that was solved, oldest first."""
+
+    @_builtins.property
+    def ratings(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberRating]: ...
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpponentSlot]:
+        """Frozen policies that serve members now."""
+
+    def __init__(
+        self,
+        *,
+        algorithm: _builtins.str = ...,
+        symmetric: _builtins.bool = ...,
+        iteration: _builtins.int = ...,
+        agents: _abc.Iterable[_builtins.str] | None = ...,
+        pools: _abc.Iterable[Global___PopulationPool] | None = ...,
+        cells: _abc.Iterable[Global___PayoffCell] | None = ...,
+        history: _abc.Iterable[Global___MetaStrategy] | None = ...,
+        ratings: _abc.Iterable[Global___MemberRating] | None = ...,
+        slots: _abc.Iterable[Global___OpponentSlot] | None = ...,
+        matches_played: _builtins.int = ...,
+        matches_due: _builtins.int = ...,
+        stopped: _builtins.str = ...,
+        activity: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "agents", b"agents", "algorithm", b"algorithm", "cells", b"cells", "history", b"history", "iteration", b"iteration", "matches_due", b"matches_due", "matches_played", b"matches_played", "pools", b"pools", "ratings", b"ratings", "slots", b"slots", "stopped", b"stopped", "symmetric", b"symmetric"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Population: _TypeAlias = Population  # noqa: Y015
+
+@_typing.final
+class PopulationPool(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    AGENTS_FIELD_NUMBER: _builtins.int
+    LEARNERS_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    @_builtins.property
+    def agents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who draws from it."""
+
+    @_builtins.property
+    def learners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Policies whose versions become its members."""
+
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___PopulationMember]:
+        """In the order of their places, the first being 0."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        agents: _abc.Iterable[_builtins.str] | None = ...,
+        learners: _abc.Iterable[_builtins.str] | None = ...,
+        members: _abc.Iterable[Global___PopulationMember] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agents", b"agents", "learners", b"learners", "members", b"members", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PopulationPool: _TypeAlias = PopulationPool  # noqa: Y015
+
+@_typing.final
+class PopulationMember(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    LEARNER_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    ITERATION_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    FROZEN_AT_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    """Unique in the job: `{learner}@{version}`."""
+    learner: _builtins.str
+    """The policy that it is a version of."""
+    kind: _builtins.str
+    """In a league: main, main_exploiter or league_exploiter."""
+    version: _builtins.int
+    step: _builtins.int
+    """Optimizer steps that were done when it was frozen."""
+    iteration: _builtins.int
+    checksum: _builtins.str
+    parent: _builtins.str
+    """The member that its learner went on from; empty for the first."""
+    state: Global___MemberState.ValueType
+    num_bytes: _builtins.int
+    @_builtins.property
+    def frozen_at(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        learner: _builtins.str = ...,
+        kind: _builtins.str = ...,
+        version: _builtins.int = ...,
+        step: _builtins.int = ...,
+        iteration: _builtins.int = ...,
+        checksum: _builtins.str = ...,
+        parent: _builtins.str = ...,
+        state: Global___MemberState.ValueType = ...,
+        num_bytes: _builtins.int = ...,
+        frozen_at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["frozen_at", b"frozen_at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "frozen_at", b"frozen_at", "iteration", b"iteration", "kind", b"kind", "learner", b"learner", "member_id", b"member_id", "num_bytes", b"num_bytes", "parent", b"parent", "state", b"state", "step", b"step", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PopulationMember: _TypeAlias = PopulationMember  # noqa: Y015
+
+@_typing.final
+class PayoffCell(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    VARIANCE_FIELD_NUMBER: _builtins.int
+    MATCHES_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
+    HALF_WIDTH_FIELD_NUMBER: _builtins.int
+    matches: _builtins.int
+    exact: _builtins.bool
+    """Computed, not sampled."""
+    half_width: _builtins.float
+    """Of the 95 % confidence interval of the least certain mean; absent before the second match."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The place of each agent's member in its pool. In a symmetric game in rising order."""
+
+    @_builtins.property
+    def mean(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of what each of them got."""
+
+    @_builtins.property
+    def variance(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of one match; empty before the second."""
+
+    def __init__(
+        self,
+        *,
+        members: _abc.Iterable[_builtins.int] | None = ...,
+        mean: _abc.Iterable[_builtins.float] | None = ...,
+        variance: _abc.Iterable[_builtins.float] | None = ...,
+        matches: _builtins.int = ...,
+        exact: _builtins.bool = ...,
+        half_width: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_half_width", b"_half_width", "half_width", b"half_width"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_half_width", b"_half_width", "exact", b"exact", "half_width", b"half_width", "matches", b"matches", "mean", b"mean", "members", b"members", "variance", b"variance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__half_width: _TypeAlias = _typing.Literal["half_width"]  # noqa: Y015
+    _WhichOneofArgType__half_width: _TypeAlias = _typing.Literal["_half_width", b"_half_width"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__half_width) -> _WhichOneofReturnType__half_width | None: ...
+
+Global___PayoffCell: _TypeAlias = PayoffCell  # noqa: Y015
+
+@_typing.final
+class MetaStrategy(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ITERATION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    MIXTURES_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    GAINS_FIELD_NUMBER: _builtins.int
+    NASH_CONV_FIELD_NUMBER: _builtins.int
+    iteration: _builtins.int
+    step: _builtins.int
+    """Optimizer steps that were done."""
+    nash_conv: _builtins.float
+    """What the agents together would gain by best responses in the whole game; absent unless
+    `population.game` names it.
+    """
+    @_builtins.property
+    def mixtures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Mixture]:
+        """One per pool, in their order."""
+
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """What the agents get when all draw from these."""
+
+    @_builtins.property
+    def gains(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """By how much the newest members beat what was played before, by pool; an estimate of how far
+        that was from an equilibrium. Absent in the first iteration.
+        """
+
+    def __init__(
+        self,
+        *,
+        iteration: _builtins.int = ...,
+        step: _builtins.int = ...,
+        mixtures: _abc.Iterable[Global___Mixture] | None = ...,
+        values: _abc.Iterable[_builtins.float] | None = ...,
+        gains: _abc.Iterable[_builtins.float] | None = ...,
+        nash_conv: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_nash_conv", b"_nash_conv", "nash_conv", b"nash_conv"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nash_conv", b"_nash_conv", "gains", b"gains", "iteration", b"iteration", "mixtures", b"mixtures", "nash_conv", b"nash_conv", "step", b"step", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__nash_conv: _TypeAlias = _typing.Literal["nash_conv"]  # noqa: Y015
+    _WhichOneofArgType__nash_conv: _TypeAlias = _typing.Literal["_nash_conv", b"_nash_conv"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nash_conv) -> _WhichOneofReturnType__nash_conv | None: ...
+
+Global___MetaStrategy: _TypeAlias = MetaStrategy  # noqa: Y015
+
+@_typing.final
+class Mixture(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ProbabilitiesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    POOL_FIELD_NUMBER: _builtins.int
+    PROBABILITIES_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    @_builtins.property
+    def probabilities(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Probabilities by member id; those of 0 are left out."""
+
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        probabilities: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool", b"pool", "probabilities", b"probabilities"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Mixture: _TypeAlias = Mixture  # noqa: Y015
+
+@_typing.final
+class MemberRating(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    MEAN_FIELD_NUMBER: _builtins.int
+    DEVIATION_FIELD_NUMBER: _builtins.int
+    MATCHES_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    mean: _builtins.float
+    deviation: _builtins.float
+    matches: _builtins.int
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        mean: _builtins.float = ...,
+        deviation: _builtins.float = ...,
+        matches: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deviation", b"deviation", "matches", b"matches", "mean", b"mean", "member_id", b"member_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberRating: _TypeAlias = MemberRating  # noqa: Y015
+
+@_typing.final
+class OpponentSlot(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PROBABILITY_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """The frozen policy, as engines and turns name it."""
+    pool: _builtins.str
+    member_id: _builtins.str
+    version: _builtins.int
+    """Counts its loads."""
+    probability: _builtins.float
+    """The chance that a training episode of this step draws it; 0 for slots of matches."""
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        member_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        probability: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_id", b"member_id", "policy", b"policy", "pool", b"pool", "probability", b"probability", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpponentSlot: _TypeAlias = OpponentSlot  # noqa: Y015
+
+@_typing.final
+class ListMatchesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    page_size: _builtins.int
+    page_token: _builtins.str
+    member_id: _builtins.str
+    """Only those in which this member played."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        member_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "member_id", b"member_id", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListMatchesRequest: _TypeAlias = ListMatchesRequest  # noqa: Y015
+
+@_typing.final
+class ListMatchesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MATCHES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Match]: ...
+    def __init__(
+        self,
+        *,
+        matches: _abc.Iterable[Global___Match] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["matches", b"matches", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListMatchesResponse: _TypeAlias = ListMatchesResponse  # noqa: Y015
+
+@_typing.final
+class Match(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MembersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class PayoffsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
+    ITERATION_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    PAYOFFS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    trajectory_id: _builtins.str
+    iteration: _builtins.int
+    state: _common_pb2.TrajectoryState.ValueType
+    reason: _builtins.str
+    """Why it did not come to its end."""
+    seconds: _builtins.float
+    @_builtins.property
+    def members(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Who played, by agent: member ids."""
+
+    @_builtins.property
+    def payoffs(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What they got, by agent; none unless it was completed."""
+
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        trajectory_id: _builtins.str = ...,
+        iteration: _builtins.int = ...,
+        members: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        payoffs: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        state: _common_pb2.TrajectoryState.ValueType = ...,
+        reason: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "iteration", b"iteration", "members", b"members", "payoffs", b"payoffs", "reason", b"reason", "seconds", b"seconds", "state", b"state", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Match: _TypeAlias = Match  # noqa: Y015
+
+@_typing.final
+class ExportMemberRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    member_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        member_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "member_id", b"member_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportMemberRequest: _TypeAlias = ExportMemberRequest  # noqa: Y015
 
 @_typing.final
 class AuditJobRequest(_message.Message):

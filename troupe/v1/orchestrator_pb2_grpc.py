@@ -105,6 +105,21 @@ class OrchestratorStub:
                 request_serializer=troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryResponse.FromString,
                 _registered_method=True)
+        self.GetPopulation = channel.unary_unary(
+                '/troupe.v1.Orchestrator/GetPopulation',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.GetPopulationRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GetPopulationResponse.FromString,
+                _registered_method=True)
+        self.ListMatches = channel.unary_unary(
+                '/troupe.v1.Orchestrator/ListMatches',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ListMatchesRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ListMatchesResponse.FromString,
+                _registered_method=True)
+        self.ExportMember = channel.unary_stream(
+                '/troupe.v1.Orchestrator/ExportMember',
+                request_serializer=troupe_dot_v1_dot_orchestrator__pb2.ExportMemberRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ExportCheckpointResponse.FromString,
+                _registered_method=True)
         self.ListSamples = channel.unary_unary(
                 '/troupe.v1.Orchestrator/ListSamples',
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.ListSamplesRequest.SerializeToString,
@@ -244,6 +259,27 @@ class OrchestratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPopulation(self, request, context):
+        """What a job with a `population:` section has: pools, payoffs, meta-strategies, ratings.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListMatches(self, request, context):
+        """The matches that fill the payoff table, newest first; GetTrajectory shows how one was played.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportMember(self, request, context):
+        """Streams the files of one member of a pool.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListSamples(self, request, context):
         """Rows of a job's tables, from the experience store.
         """
@@ -379,6 +415,21 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.GetTrajectory,
                     request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryResponse.SerializeToString,
+            ),
+            'GetPopulation': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPopulation,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.GetPopulationRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.GetPopulationResponse.SerializeToString,
+            ),
+            'ListMatches': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListMatches,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ListMatchesRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.ListMatchesResponse.SerializeToString,
+            ),
+            'ExportMember': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportMember,
+                    request_deserializer=troupe_dot_v1_dot_orchestrator__pb2.ExportMemberRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_orchestrator__pb2.ExportCheckpointResponse.SerializeToString,
             ),
             'ListSamples': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSamples,
@@ -804,6 +855,87 @@ class Orchestrator:
             '/troupe.v1.Orchestrator/GetTrajectory',
             troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryRequest.SerializeToString,
             troupe_dot_v1_dot_orchestrator__pb2.GetTrajectoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPopulation(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/GetPopulation',
+            troupe_dot_v1_dot_orchestrator__pb2.GetPopulationRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.GetPopulationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListMatches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/ListMatches',
+            troupe_dot_v1_dot_orchestrator__pb2.ListMatchesRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.ListMatchesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportMember(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/troupe.v1.Orchestrator/ExportMember',
+            troupe_dot_v1_dot_orchestrator__pb2.ExportMemberRequest.SerializeToString,
+            troupe_dot_v1_dot_orchestrator__pb2.ExportCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,12 @@ class OrchestratorStub:
     ListMetrics: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListMetricsRequest, _orchestrator_pb2.ListMetricsResponse]
     ListTrajectories: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListTrajectoriesRequest, _orchestrator_pb2.ListTrajectoriesResponse]
     GetTrajectory: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetTrajectoryRequest, _orchestrator_pb2.GetTrajectoryResponse]
+    GetPopulation: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetPopulationRequest, _orchestrator_pb2.GetPopulationResponse]
+    """What a job with a `population:` section has: pools, payoffs, meta-strategies, ratings."""
+    ListMatches: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListMatchesRequest, _orchestrator_pb2.ListMatchesResponse]
+    """The matches that fill the payoff table, newest first; GetTrajectory shows how one was played."""
+    ExportMember: _grpc.UnaryStreamMultiCallable[_orchestrator_pb2.ExportMemberRequest, _orchestrator_pb2.ExportCheckpointResponse]
+    """Streams the files of one member of a pool."""
     ListSamples: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ListSamplesRequest, _experience_store_pb2.ListSamplesResponse]
     """Rows of a job's tables, from the experience store."""
     DescribeTables: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeTablesRequest, _experience_store_pb2.DescribeTablesResponse]
@@ -95,6 +101,12 @@ class OrchestratorAsyncStub(OrchestratorStub):
     ListMetrics: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListMetricsRequest, _orchestrator_pb2.ListMetricsResponse]  # type: ignore[assignment]
     ListTrajectories: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListTrajectoriesRequest, _orchestrator_pb2.ListTrajectoriesResponse]  # type: ignore[assignment]
     GetTrajectory: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetTrajectoryRequest, _orchestrator_pb2.GetTrajectoryResponse]  # type: ignore[assignment]
+    GetPopulation: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetPopulationRequest, _orchestrator_pb2.GetPopulationResponse]  # type: ignore[assignment]
+    """What a job with a `population:` section has: pools, payoffs, meta-strategies, ratings."""
+    ListMatches: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListMatchesRequest, _orchestrator_pb2.ListMatchesResponse]  # type: ignore[assignment]
+    """The matches that fill the payoff table, newest first; GetTrajectory shows how one was played."""
+    ExportMember: _aio.UnaryStreamMultiCallable[_orchestrator_pb2.ExportMemberRequest, _orchestrator_pb2.ExportCheckpointResponse]  # type: ignore[assignment]
+    """Streams the files of one member of a pool."""
     ListSamples: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ListSamplesRequest, _experience_store_pb2.ListSamplesResponse]  # type: ignore[assignment]
     """Rows of a job's tables, from the experience store."""
     DescribeTables: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DescribeTablesRequest, _experience_store_pb2.DescribeTablesResponse]  # type: ignore[assignment]
@@ -219,6 +231,30 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.GetTrajectoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.GetTrajectoryResponse, _abc.Awaitable[_orchestrator_pb2.GetTrajectoryResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetPopulation(
+        self,
+        request: _orchestrator_pb2.GetPopulationRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.GetPopulationResponse, _abc.Awaitable[_orchestrator_pb2.GetPopulationResponse]]:
+        """What a job with a `population:` section has: pools, payoffs, meta-strategies, ratings."""
+
+    @_abc_1.abstractmethod
+    def ListMatches(
+        self,
+        request: _orchestrator_pb2.ListMatchesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.ListMatchesResponse, _abc.Awaitable[_orchestrator_pb2.ListMatchesResponse]]:
+        """The matches that fill the payoff table, newest first; GetTrajectory shows how one was played."""
+
+    @_abc_1.abstractmethod
+    def ExportMember(
+        self,
+        request: _orchestrator_pb2.ExportMemberRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_orchestrator_pb2.ExportCheckpointResponse], _abc.AsyncIterator[_orchestrator_pb2.ExportCheckpointResponse]]:
+        """Streams the files of one member of a pool."""
 
     @_abc_1.abstractmethod
     def ListSamples(

@@ -95,12 +95,34 @@ class Ticket(_message.Message):
     PURPOSE_EVALUATE: Ticket.Purpose.ValueType  # 2
     """Rewards are reported; no rows are stored."""
 
+    @_typing.final
+    class CastEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     QUERY_ID_FIELD_NUMBER: _builtins.int
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
     SPLIT_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
+    CAST_FIELD_NUMBER: _builtins.int
+    LEARNERS_FIELD_NUMBER: _builtins.int
     query_id: _builtins.str
     trajectory_id: _builtins.str
     split: _builtins.str
@@ -109,6 +131,16 @@ class Ticket(_message.Message):
     seed: _builtins.int
     """All sampling of the trajectory derives from it."""
     purpose: Global___Ticket.Purpose.ValueType
+    @_builtins.property
+    def cast(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Agent -> policy that plays it; agents that it leaves out are played as the job says. The same
+        for all trajectories of a query.
+        """
+
+    @_builtins.property
+    def learners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Trained policies whose turns become rows; empty: all that play."""
+
     def __init__(
         self,
         *,
@@ -118,10 +150,12 @@ class Ticket(_message.Message):
         index: _builtins.int = ...,
         seed: _builtins.int = ...,
         purpose: Global___Ticket.Purpose.ValueType = ...,
+        cast: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        learners: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "purpose", b"purpose", "query_id", b"query_id", "seed", b"seed", "split", b"split", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cast", b"cast", "index", b"index", "learners", b"learners", "purpose", b"purpose", "query_id", b"query_id", "seed", b"seed", "split", b"split", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,6 +79,21 @@ class TrainerStub:
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_trainer__pb2.PrefetchResponse.FromString,
                 _registered_method=True)
+        self.KeepMember = channel.unary_unary(
+                '/troupe.v1.Trainer/KeepMember',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.KeepMemberRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.KeepMemberResponse.FromString,
+                _registered_method=True)
+        self.PublishMember = channel.unary_unary(
+                '/troupe.v1.Trainer/PublishMember',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.PublishMemberRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.PublishMemberResponse.FromString,
+                _registered_method=True)
+        self.DropMember = channel.unary_unary(
+                '/troupe.v1.Trainer/DropMember',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.DropMemberRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.DropMemberResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/troupe.v1.Trainer/Release',
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.ReleaseRequest.SerializeToString,
@@ -161,6 +176,29 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepMember(self, request, context):
+        """Freezes a version of a bound policy: as files that `transformers` loads, in this worker's data
+        directory, where it stays until it is dropped. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PublishMember(self, request, context):
+        """Publishes a kept member's weights for engines to load. Any worker that has its files, whatever
+        is bound there. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropMember(self, request, context):
+        """Takes a member's weights out of the transfer layer; its files too, if asked to. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Gives the devices back, and forgets a suspended state. State of the last committed step is
         already stored.
@@ -222,6 +260,21 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=troupe_dot_v1_dot_trainer__pb2.PrefetchRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_trainer__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'KeepMember': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepMember,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.KeepMemberRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.KeepMemberResponse.SerializeToString,
+            ),
+            'PublishMember': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishMember,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.PublishMemberRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.PublishMemberResponse.SerializeToString,
+            ),
+            'DropMember': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropMember,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.DropMemberRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.DropMemberResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -477,6 +530,87 @@ class Trainer:
             '/troupe.v1.Trainer/Prefetch',
             troupe_dot_v1_dot_trainer__pb2.PrefetchRequest.SerializeToString,
             troupe_dot_v1_dot_trainer__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepMember(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Trainer/KeepMember',
+            troupe_dot_v1_dot_trainer__pb2.KeepMemberRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.KeepMemberResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishMember(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Trainer/PublishMember',
+            troupe_dot_v1_dot_trainer__pb2.PublishMemberRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.PublishMemberResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropMember(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Trainer/DropMember',
+            troupe_dot_v1_dot_trainer__pb2.DropMemberRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.DropMemberResponse.FromString,
             options,
             channel_credentials,
             insecure,

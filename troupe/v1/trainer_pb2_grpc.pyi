@@ -57,6 +57,16 @@ class TrainerStub:
     """
     Prefetch: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PrefetchRequest, _trainer_pb2.PrefetchResponse]
     """Brings a suspended state to this worker's host while another policy computes."""
+    KeepMember: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.KeepMemberRequest, _trainer_pb2.KeepMemberResponse]
+    """Freezes a version of a bound policy: as files that `transformers` loads, in this worker's data
+    directory, where it stays until it is dropped. Idempotent.
+    """
+    PublishMember: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishMemberRequest, _trainer_pb2.PublishMemberResponse]
+    """Publishes a kept member's weights for engines to load. Any worker that has its files, whatever
+    is bound there. Idempotent.
+    """
+    DropMember: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.DropMemberRequest, _trainer_pb2.DropMemberResponse]
+    """Takes a member's weights out of the transfer layer; its files too, if asked to. Idempotent."""
     Release: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseRequest, _trainer_pb2.ReleaseResponse]
     """Gives the devices back, and forgets a suspended state. State of the last committed step is
     already stored.
@@ -92,6 +102,16 @@ class TrainerAsyncStub(TrainerStub):
     """
     Prefetch: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PrefetchRequest, _trainer_pb2.PrefetchResponse]  # type: ignore[assignment]
     """Brings a suspended state to this worker's host while another policy computes."""
+    KeepMember: _aio.UnaryUnaryMultiCallable[_trainer_pb2.KeepMemberRequest, _trainer_pb2.KeepMemberResponse]  # type: ignore[assignment]
+    """Freezes a version of a bound policy: as files that `transformers` loads, in this worker's data
+    directory, where it stays until it is dropped. Idempotent.
+    """
+    PublishMember: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishMemberRequest, _trainer_pb2.PublishMemberResponse]  # type: ignore[assignment]
+    """Publishes a kept member's weights for engines to load. Any worker that has its files, whatever
+    is bound there. Idempotent.
+    """
+    DropMember: _aio.UnaryUnaryMultiCallable[_trainer_pb2.DropMemberRequest, _trainer_pb2.DropMemberResponse]  # type: ignore[assignment]
+    """Takes a member's weights out of the transfer layer; its files too, if asked to. Idempotent."""
     Release: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseRequest, _trainer_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives the devices back, and forgets a suspended state. State of the last committed step is
     already stored.
@@ -178,6 +198,34 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.PrefetchResponse, _abc.Awaitable[_trainer_pb2.PrefetchResponse]]:
         """Brings a suspended state to this worker's host while another policy computes."""
+
+    @_abc_1.abstractmethod
+    def KeepMember(
+        self,
+        request: _trainer_pb2.KeepMemberRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.KeepMemberResponse, _abc.Awaitable[_trainer_pb2.KeepMemberResponse]]:
+        """Freezes a version of a bound policy: as files that `transformers` loads, in this worker's data
+        directory, where it stays until it is dropped. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def PublishMember(
+        self,
+        request: _trainer_pb2.PublishMemberRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.PublishMemberResponse, _abc.Awaitable[_trainer_pb2.PublishMemberResponse]]:
+        """Publishes a kept member's weights for engines to load. Any worker that has its files, whatever
+        is bound there. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def DropMember(
+        self,
+        request: _trainer_pb2.DropMemberRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.DropMemberResponse, _abc.Awaitable[_trainer_pb2.DropMemberResponse]]:
+        """Takes a member's weights out of the transfer layer; its files too, if asked to. Idempotent."""
 
     @_abc_1.abstractmethod
     def Release(
