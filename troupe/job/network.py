@@ -1,0 +1,138 @@
+"""A policy that is a small network, and the paradigm that trains it (`policies.P.network`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from troupe.job.section import Section
+
+Width = Annotated[int, Field(ge=1, le=4096)]
+
+
+class PPOSpec(Section):
+    """Proximal policy optimization (Schulman et al. 2017), on-policy."""
+
+    paradigm: Literal["ppo", "mappo"] = "ppo"
+    """`ppo`: every agent's value is a function of what the agent sees (independent PPO, de Witt et
+    al. 2020); `mappo`: of the environment's global state too (Yu et al. 2022)."""
+    lr: float = Field(default=5e-4, gt=0)
+    """Adam's learning rate, of policy and critic."""
+    gamma: float = Field(default=0.99, gt=0, le=1)
+    """Discount per decision."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Lambda of generalized advantage estimation."""
+    clip: float = Field(default=0.2, gt=0, lt=1)
+    """A probability's ratio to the one that it was drawn with counts within 1 +- this."""
+    epochs: int = Field(default=10, ge=1)
+    """How often an update goes over its fragments."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per epoch."""
+    entropy_coefficient: float = Field(default=0.01, ge=0)
+    """Weight of the policy's entropy."""
+    value_coefficient: float = Field(default=1.0, gt=0)
+    """Weight of the critic's loss."""
+    normalize_values: bool = True
+    """The critic predicts returns of mean 0 and variance 1 (PopArt's statistics, van Hasselt et al.
+    2016, without its rescaling of the head)."""
+    max_grad_norm: float = Field(default=10.0, gt=0)
+    """Gradients are scaled down to this global L2 norm."""
+
+
+class QLearningSpec(Section):
+    """Q-learning from a replay buffer, off-policy: discrete actions only."""
+
+    paradigm: Literal["dqn", "vdn", "qmix"] = "dqn"
+    """`dqn`: every agent for itself (Mnih et al. 2015); `vdn`: the team's value is the sum of its
+    agents' (Sunehag et al. 2018); `qmix`: a monotonic mix of them under the global state (Rashid et
+    al. 2018)."""
+    lr: float = Field(default=5e-4, gt=0)
+    """Adam's learning rate."""
+    gamma: float = Field(default=0.99, gt=0, le=1)
+    """Discount per decision."""
+    double: bool = True
+    """Double Q-learning (van Hasselt et al. 2016): the next action is the trained network's
+    choice, its value the target network's."""
+    buffer: int = Field(default=5000, ge=1)
+    """Episodes that the replay buffer holds."""
+    batch: int = Field(default=32, ge=1)
+    """Episodes per gradient."""
+    updates: int = Field(default=8, ge=1)
+    """Gradients per update."""
+    warmup: int = Field(default=0, ge=0)
+    """Episodes in the buffer before the first gradient."""
+    tau: float = Field(default=0.01, gt=0, le=1)
+    """How far target networks follow after every gradient."""
+    epsilon: tuple[float, float] = (1.0, 0.05)
+    """Actors draw a uniform action with this probability: at first, and in the end."""
+    epsilon_episodes: int = Field(default=2000, ge=1)
+    """Episodes in which epsilon falls linearly."""
+    mixer_width: Width = 32
+    """`qmix`: units of the mixing network."""
+    max_grad_norm: float = Field(default=10.0, gt=0)
+    """Gradients are scaled down to this global L2 norm."""
+
+
+class DeterministicSpec(Section):
+    """MADDPG (Lowe et al. 2017), off-policy: deterministic actors, each with a critic that observes
+    what all agents of the policy see and do. Discrete actions are relaxed by Gumbel-softmax."""
+
+    paradigm: Literal["maddpg"] = "maddpg"
+    """There is one."""
+    actor_lr: float = Field(default=5e-4, gt=0)
+    """Adam's learning rate of the policy."""
+    critic_lr: float = Field(default=1e-3, gt=0)
+    """Adam's learning rate of the critic."""
+    gamma: float = Field(default=0.95, gt=0, le=1)
+    """Discount per decision."""
+    buffer: int = Field(default=20_000, ge=1)
+    """Episodes that the replay buffer holds."""
+    batch: int = Field(default=1024, ge=1)
+    """Joint transitions per gradient."""
+    updates: int = Field(default=8, ge=1)
+    """Gradients per update."""
+    warmup: int = Field(default=0, ge=0)
+    """Episodes in the buffer before the first gradient."""
+    tau: float = Field(default=0.01, gt=0, le=1)
+    """How far target networks follow after every gradient."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the Gumbel-softmax."""
+    noise: float = Field(default=0.1, ge=0)
+    """Continuous actions: standard deviation of what actors add, in halves of the range."""
+    regularization: float = Field(default=1e-3, ge=0)
+    """Weight of the squared logits in the policy's loss (the authors' code)."""
+    max_grad_norm: float = Field(default=0.5, gt=0)
+    """Gradients are scaled down to this global L2 norm."""
+
+
+LearningSpec = Annotated[
+    PPOSpec | QLearningSpec | DeterministicSpec, Field(discriminator="paradigm")
+]
+
+
+class NetworkSpec(Section):
+    """A small network instead of a language model."""
+
+    kind: Literal["mlp", "rnn"] = "mlp"
+    """`mlp`: a decision is a function of the present observation; `rnn`: of all of the episode's,
+    through a GRU behind the hidden layers."""
+    hidden: tuple[Width, ...] = (64, 64)
+    """Units of the hidden layers, of policy, critic and Q-network alike."""
+    memory: Width = 64
+    """`rnn`: units of the GRU."""
+    activation: Literal["relu", "tanh", "elu", "gelu"] = "relu"
+    """Between layers."""
+    parameters: Literal["shared", "per_agent"] = "shared"
+    """Whether the agents that the policy plays share weights. They observe who they are if they
+    do: one more input per agent, where there are several."""
+    learning: LearningSpec = PPOSpec()
+    """How it is trained."""
+
+    @model_validator(mode="after")
+    def _can_be_trained(self) -> Self:
+        if not self.hidden:
+            raise ValueError("`hidden` needs at least one layer")
+        if self.kind == "rnn" and self.learning.paradigm == "maddpg":
+            raise ValueError("`maddpg` trains on single transitions; it needs `kind: mlp`")
+        return self

@@ -1,0 +1,121 @@
+"""`Fragment`: whole episodes of one policy's agents, as arrays: what an actor gives and a learner
+takes, and one sample of the experience store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from troupe.rpc.errors import InvalidArgument
+
+Array = NDArray[Any]
+
+# Every array that a fragment may have, by its shape. T is the longest episode's length.
+SHAPES: Final[dict[str, str]] = {
+    "observations": "T+1 B A O",
+    "state": "T+1 B S",
+    "legal": "T+1 B A n",  # absent: all actions are legal
+    "acting": "T B A",  # absent: all agents act in every step
+    "actions": "T B A",  # continuous: T B A D
+    "log_probs": "T B A",  # of the actions, as they were drawn
+    "rewards": "T B A",
+    "lengths": "B",  # steps of each episode
+    "terminated": "B",  # else it was only cut off
+}
+REQUIRED: Final = frozenset(SHAPES) - {"legal", "acting"}
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """B whole episodes. What lies behind an episode's length is without meaning.
+
+    `observations`, `state` and `legal` have one step more than `actions`: what was seen after the
+    last one.
+    """
+
+    policy: str
+    version: int
+    """Of the weights that drew all its actions."""
+    agents: tuple[str, ...]
+    """Of the environment; whom the policy played: A."""
+    arrays: Mapping[str, Array] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if missing := sorted(REQUIRED - self.arrays.keys()):
+            raise InvalidArgument("an array is missing", field="fragment", value=missing[0])
+        sizes: dict[str, int] = {"A": len(self.agents)}
+        for name, array in self.arrays.items():
+            shape = SHAPES.get(name)
+            if shape is None:
+                raise InvalidArgument("a fragment has no such array", field="fragment", value=name)
+            letters = shape.split()
+            if name == "actions" and array.ndim == 4:
+                letters.append("D")
+            if array.ndim != len(letters):
+                raise InvalidArgument(
+                    f"has shape {list(array.shape)}, not [{', '.join(letters)}]",
+                    field=f"fragment.{name}",
+                )
+            for letter, found in zip(letters, array.shape, strict=True):
+                size = found - 1 if letter == "T+1" else found
+                if sizes.setdefault(letter.removesuffix("+1"), size) != size:
+                    raise InvalidArgument(
+                        f"{letter} is {found} here, which other arrays contradict",
+                        field=f"fragment.{name}",
+                        value=list(array.shape),
+                    )
+
+    def __getitem__(self, name: str) -> Array:
+        return self.arrays[name]
+
+    @property
+    def episodes(self) -> int:
+        """B"""
+        return len(self.arrays["lengths"])
+
+    @property
+    def steps(self) -> int:
+        """Steps of the environment, all episodes together."""
+        return int(self.arrays["lengths"].sum())
+
+    def valid(self) -> NDArray[np.bool_]:
+        """[T, B]: which steps belong to their episodes."""
+        steps = len(self.arrays["rewards"])
+        found: NDArray[np.bool_] = np.arange(steps)[:, None] < self.arrays["lengths"]
+        return found
+
+    def returns(self) -> NDArray[np.float64]:
+        """[B, A]: undiscounted."""
+        rewards = self.arrays["rewards"].astype(np.float64)
+        found: NDArray[np.float64] = (rewards * self.valid()[..., None]).sum(axis=0)
+        return found
+
+    def to_bytes(self) -> bytes:
+        """In the safetensors format, its metadata saying the rest. No pickle."""
+        metadata = {
+            "policy": self.policy,
+            "version": str(self.version),
+            "agents": json.dumps(list(self.agents)),
+        }
+        arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
+        return save(arrays, metadata)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Fragment:
+        """What `to_bytes` gave. Raises InvalidArgument for bytes that are no fragment."""
+        try:
+            arrays = load(data)
+            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+            known = header["__metadata__"]
+            version, agents = int(known["version"]), tuple(json.loads(known["agents"]))
+            policy = known["policy"]
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise InvalidArgument(f"no fragment: {error}", field="fragment") from error
+        return cls(policy, version, agents, arrays)
