@@ -22,7 +22,7 @@ LOCKS = {
     "orchestrator": ["orchestrator"],
     "experience-store": ["experience-store"],
     "rollout": ["rollout", "examples"],
-    "trainer": ["trainer", "examples"],
+    "trainer": ["trainer", "examples", "networks"],
     "reward": ["reward", "examples", "coding"],
     "control-panel": ["control-panel"],
     "dev": ["dev"],

@@ -32,7 +32,7 @@ class Learner(Protocol):
 
     def state(self) -> Tensors:
         """All of it, flat: `weights.*`, `optimizer.*`, `target.*`, `buffer.*`, `random.*` and
-        `count.*`; not copies where it can be avoided. Names and dtypes stay, shapes of `buffer.*` may grow."""
+        `count.*`; not copies where it can be avoided. Names and dtypes stay."""
         ...
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
