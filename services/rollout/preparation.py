@@ -74,6 +74,8 @@ class Preparation:
         did not come up; nothing is left running then.
         """
         # What is quick to check comes first: an engine may take minutes to start.
+        assert spec.workflow is not None
+        assert spec.tasks is not None
         languages: dict[str, Language] = {}
         for name, policy in spec.policies.items():
             languages[name] = await asyncio.to_thread(

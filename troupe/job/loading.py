@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -154,12 +155,31 @@ def _fields_at(location: tuple[Any, ...]) -> list[str]:
     for part in location:
         if isinstance(here, type) and issubclass(here, BaseModel):
             field = here.model_fields.get(str(part))
-            here = field.annotation if field else None
+            here = _optional(field.annotation) if field else None
+        elif isinstance(here, types.UnionType):  # `part` was the tag of one of them
+            here = next((one for one in get_args(here) if part in tags_of(one)), None)
         else:  # dict[str, Section]: `part` was the key
             here = get_args(here)[-1] if get_args(here) else None
     if isinstance(here, type) and issubclass(here, BaseModel):
         return sorted(here.model_fields)
     return []
+
+
+def _optional(annotation: Any) -> Any:
+    """What a field holds when it holds something."""
+    if not isinstance(annotation, types.UnionType):
+        return annotation
+    given = [one for one in get_args(annotation) if one is not types.NoneType]
+    return given[0] if len(given) == 1 else annotation
+
+
+def tags_of(section: Any) -> tuple[str, ...]:
+    """By which a section is chosen among others: the values of its first field, if those are
+    named."""
+    if not (isinstance(section, type) and issubclass(section, BaseModel)):
+        return ()
+    first = next(iter(section.model_fields.values()))
+    return get_args(first.annotation) if get_origin(first.annotation) is Literal else ()
 
 
 def _short(value: Any, limit: int = 60) -> str:

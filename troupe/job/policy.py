@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from troupe.job.affinity import PoolSpec
 from troupe.job.lora import LoraSpec
+from troupe.job.network import NetworkSpec
 from troupe.job.section import Section, check_json, expand_home
 from troupe.job.training import TrainerSpec
 
@@ -189,8 +190,11 @@ def server_of(url: str) -> str:
 class PolicySpec(Section):
     """Trainable weights with a version."""
 
-    model: ModelSpec
-    """Architecture, first weights, tokenizer."""
+    model: ModelSpec | None = None
+    """A language model: architecture, first weights, tokenizer. Exactly one of model and
+    network."""
+    network: NetworkSpec | None = None
+    """A small network, which plays `environment`."""
     trainable: bool = True
     """False: a frozen policy; it is served, never trained."""
     lora: LoraSpec | None = None
@@ -209,4 +213,27 @@ class PolicySpec(Section):
     @property
     def language_model(self) -> ModelSpec:
         """The model of a policy that is a language model."""
+        assert self.model is not None, "this policy is a network"
         return self.model
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if (self.model is None) == (self.network is None):
+            raise ValueError("give exactly one of `model` and `network`")
+        if self.network is None:
+            return self
+        served = "a network is played within the rollout process"
+        trained = "a network is trained by its `network.learning`"
+        own = TrainerSpec(
+            quantum_seconds=self.trainer.quantum_seconds, idle_seconds=self.trainer.idle_seconds
+        )
+        for field, given, why in (
+            ("lora", self.lora is not None, "a network has no adapter"),
+            ("paced", self.paced is not None, "only a `model` can be paced"),
+            ("engine", self.engine != EngineSpec(), served),
+            ("optimizer", self.optimizer != OptimizerSpec(), trained),
+            ("trainer", self.trainer != own, f"{trained} on one device"),
+        ):
+            if given:
+                raise ValueError(f"{field}: {why}; remove it")
+        return self

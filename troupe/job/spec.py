@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from troupe.job.algorithm import AlgorithmSpec, Correction
 from troupe.job.balancing import BalancingSpec
+from troupe.job.environment import EnvironmentSpec, check, with_defaults
 from troupe.job.functions import FunctionSpec
 from troupe.job.policy import PolicySpec, server_of
 from troupe.job.routing import RoutingSpec
@@ -31,12 +32,15 @@ class JobSpec(Section):
     """Short name: lower-case letters, digits, '-' and '_'."""
     seed: int = 0
     """Root of all randomness of the job."""
-    workflow: str
-    """`package.module:attribute`: an async function of (query, agents, tools)."""
-    tasks: TasksSpec
-    """Where queries come from."""
+    workflow: str | None = None
+    """`package.module:attribute`: an async function of (query, agents, tools). Language models
+    play it, and need it."""
+    tasks: TasksSpec | None = None
+    """Where queries come from. As `workflow`."""
+    environment: EnvironmentSpec | None = None
+    """What policies that are networks play, instead of `workflow` and `tasks`."""
     agents: dict[str, AgentSpec] = Field(min_length=1)
-    """The roles of the workflow by name."""
+    """The roles of the workflow or environment by name."""
     policies: dict[str, PolicySpec] = Field(min_length=1)
     """The policies by name."""
     tools: dict[str, FunctionSpec] = {}
@@ -61,7 +65,12 @@ class JobSpec(Section):
     logging: LoggingSpec = LoggingSpec()
     """Where metrics go."""
 
-    _workflow = field_validator("workflow")(check_entrypoint)
+    _defaults = model_validator(mode="before")(with_defaults)
+
+    @field_validator("workflow")
+    @classmethod
+    def _is_entrypoint(cls, workflow: str | None) -> str | None:
+        return None if workflow is None else check_entrypoint(workflow)
 
     @model_validator(mode="after")
     def _references(self) -> Self:
@@ -80,6 +89,11 @@ class JobSpec(Section):
             for name in section:
                 if not re.match(NAME, name):
                     raise ValueError(f"'{name}': names are lower-case letters, digits, '-' and '_'")
+        return self
+
+    @model_validator(mode="after")
+    def _kinds(self) -> Self:
+        check(self)
         return self
 
     @model_validator(mode="after")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from troupe.job import JobSpec
+from troupe.job.loading import tags_of
 
 _INTRO = """# Job reference
 
@@ -36,6 +37,9 @@ def _sections(prefix: str, model: type[BaseModel]) -> list[_Section]:
         inner, path = _inner(field.annotation), f"{prefix}{name}"
         if inner is None:
             continue
+        if choices := _choices(field.annotation):
+            found += [(f"{path} ({', '.join(tags_of(one))})", one) for one in choices]
+            continue
         if get_origin(field.annotation) is dict:
             path += ".<name>"
         elif get_origin(field.annotation) is list:
@@ -54,6 +58,14 @@ def _inner(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return None
+
+
+def _choices(annotation: Any) -> list[type[BaseModel]]:
+    """The sections of which a field holds one, where there are several."""
+    if get_origin(annotation) not in (Union, types.UnionType):
+        return []
+    found = [one for one in map(_inner, get_args(annotation)) if one is not None]
+    return found if len(found) > 1 else []
 
 
 def _table(title: str, path: str, model: type[BaseModel]) -> str:
@@ -78,11 +90,15 @@ def _type(field: FieldInfo) -> str:
 
 def _type_name(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(_type_name(a) for a in arguments if a is not type(None))
+        return " or ".join(dict.fromkeys(_type_name(a) for a in arguments if a is not type(None)))
     if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is tuple and arguments[-1] is ...:
         return f"list of {_type_name(arguments[0])}"
     if origin is tuple:
         return "[" + ", ".join(_type_name(a) for a in arguments) + "]"

@@ -178,7 +178,7 @@ def _queries(setting: Setting, given: list[str], count: int, split: str) -> list
             raise InvalidArgument(
                 f"{split}[{index}] raised or is no mapping: {type(error).__name__}: {error}",
                 field="tasks.source",
-                value=setting.spec.tasks.source if setting.spec else None,
+                value=setting.spec.tasks.source if setting.spec and setting.spec.tasks else None,
                 remedy="`tasks[index]` must return a dict of JSON values.",
             ) from error
         found.append(Query(f"q{index}", split, index, data))

@@ -92,6 +92,13 @@ def open_setting(source: str, job: Path | None = None, *, split: str = "train") 
                 "a job file was given twice", field="--job", value=str(job), remedy=_REMEDY
             )
         spec = load_job(source)
+        if spec.workflow is None:
+            raise InvalidArgument(
+                "policies of this job are networks: it has no workflow",
+                field="environment",
+                value=source,
+                remedy="`troupe train` plays it; Actor in troupe.networks plays one by itself.",
+            )
         return _of_job(spec, spec.workflow, load_workflow(spec.workflow), split)
     entrypoint = _entrypoint(source)
     workflow = load_workflow(entrypoint)
@@ -112,7 +119,7 @@ def _of_job(spec: JobSpec, entrypoint: str, workflow: Workflow, split: str) -> S
         workflow=workflow,
         spec=spec,
         roles={name: _role(spec, name, languages) for name in spec.agents},
-        tasks=load_tasks(spec.tasks.source, split, spec.tasks.args),
+        tasks=load_tasks(spec.tasks.source, split, spec.tasks.args) if spec.tasks else None,
         tools=_functions(spec.tools, "tools"),
         rewards=_functions(spec.rewards, "rewards"),
         contexts={

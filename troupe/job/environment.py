@@ -1,0 +1,111 @@
+"""A job whose policies are small networks: the environment that they play, and what such a job does
+not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field, field_validator
+
+from troupe.job.algorithm import AlgorithmSpec
+from troupe.job.balancing import BalancingSpec
+from troupe.job.routing import RoutingSpec
+from troupe.job.section import Section, check_json
+from troupe.job.sections import AgentSpec
+
+if TYPE_CHECKING:
+    from troupe.job.spec import JobSpec
+
+# What a job with an environment has where it says nothing: how long a fragment takes is the same
+# for all, and nothing compares two of them.
+PIPELINE = {"mode": "sync", "group_size": 1}
+
+
+class EnvironmentSpec(Section):
+    """A vectorised environment (docs/networks.md), instead of `workflow` and `tasks`."""
+
+    source: str = Field(min_length=1)
+    """Name of one that is built in, or `package.module:attribute` that gives a
+    `VectorEnvironment` when it is called with `copies` and `args`. Rollout workers and trainers
+    import it."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of `source`."""
+    copies: int = Field(default=32, ge=1, le=65_536)
+    """Episodes that one trajectory consists of: they are played at once, with one forward pass per
+    step and policy, and are one sample of each trained policy."""
+
+    _json = field_validator("args")(check_json)
+
+
+def with_defaults(job: Any) -> Any:
+    """A job as the user wrote it, with what an environment makes of the pipeline's defaults."""
+    if isinstance(job, dict) and job.get("environment") is not None:
+        pipeline = job.get("pipeline")
+        if isinstance(pipeline, dict):
+            return {**job, "pipeline": {**PIPELINE, **pipeline}}
+    return job
+
+
+def check(job: JobSpec) -> None:
+    """Raise ValueError, naming the field, for what does not go together with networks, or with
+    language models."""
+    networks = [name for name, policy in job.policies.items() if policy.network is not None]
+    if job.environment is None:
+        if networks:
+            raise ValueError(
+                f"policies.{networks[0]}.network: a network plays an environment; add the section "
+                "`environment`, or give the policy a `model`"
+            )
+        for name in ("workflow", "tasks"):
+            if getattr(job, name) is None:
+                raise ValueError(f"{name}: is missing; language models play a workflow on tasks")
+        return
+    for name, policy in job.policies.items():
+        if policy.network is None:
+            raise ValueError(
+                f"policies.{name}.model: a language model cannot play the vectorised environment; "
+                "give the policy a `network`, or take `workflow` and `tasks` instead of "
+                "`environment`"
+            )
+    for field, given, why in _foreign(job):
+        if given:
+            raise ValueError(f"{field}: {why}")
+
+
+def _foreign(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
+    """Fields that say nothing to networks, whether they are given, and what to do."""
+    gone = "networks play `environment`; remove it"
+    for name in ("workflow", "tasks"):
+        yield name, getattr(job, name) is not None, gone
+    for name in ("tools", "rewards"):
+        yield name, bool(getattr(job, name)), "an environment gives its own rewards; remove it"
+    learning = "how a network learns is said in policies.<name>.network.learning; remove it"
+    yield "algorithm", job.algorithm != AlgorithmSpec(), learning
+    text = "networks generate no turns; remove it"
+    yield "routing", job.routing != RoutingSpec(), text
+    yield "balancing", job.balancing != BalancingSpec(), text
+    for name, agent in job.agents.items():
+        yield f"agents.{name}", agent != AgentSpec(policy=agent.policy), f"`policy` is all: {text}"
+    yield from _foreign_to_steps(job)
+
+
+def _foreign_to_steps(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
+    pipeline = job.pipeline
+    whole = "a network is updated on its whole step at once; use `sync`, `async` or `serial`"
+    yield "pipeline.mode", pipeline.mode == "micro_batch", whole
+    alone = "fragments of networks are not compared with each other; set it to"
+    yield "pipeline.group_size", pipeline.group_size != 1, f"{alone} 1, or remove it"
+    for name, none in (("redundant_trajectories", 0), ("dynamic_sampling", False)):
+        yield f"pipeline.{name}", getattr(pipeline, name) != none, f"{alone} {none}, or remove it"
+    tokens = "fragments of networks have no tokens; remove it"
+    yield "pipeline.micro_batch_tokens", pipeline.micro_batch_tokens > 0, tokens
+    yield "pipeline.balance_tokens", pipeline.balance_tokens, tokens
+    batch = "the copies of an environment move together as they are; remove it"
+    yield "pipeline.rollout", pipeline.rollout == "batch", batch
+    kept = "what is used again is in the replay buffer of policies.<name>.network.learning; remove"
+    yield "pipeline.max_uses", pipeline.max_uses > 1, f"{kept} it"
+    filled = "nobody fills columns of fragments; remove it"
+    yield "pipeline.required_columns", bool(pipeline.required_columns), filled
+    heat = "networks explore as in training, or not at all; remove it, or set it to 0"
+    yield "evaluation.temperature", (job.evaluation.temperature or 0) != 0, heat
