@@ -8,6 +8,8 @@ from troupe.job.functions import FunctionSpec
 from troupe.job.loading import JobSpecError, load_job, parse_job
 from troupe.job.lora import LoraSpec
 from troupe.job.policy import EngineSpec, ModelSpec, OptimizerSpec, PacedSpec, PolicySpec
+from troupe.job.pools import Pool, Pools
+from troupe.job.population import LearnerSpec, MatchesSpec, PopulationSpec, StopSpec
 from troupe.job.routing import RoutingSpec
 from troupe.job.sections import (
     AgentSpec,
@@ -34,17 +36,23 @@ __all__ = [
     "FunctionSpec",
     "JobSpec",
     "JobSpecError",
+    "LearnerSpec",
     "LimitsSpec",
     "LoggingSpec",
     "LoraSpec",
+    "MatchesSpec",
     "ModelSpec",
     "OptimizerSpec",
     "PacedSpec",
     "PipelineSpec",
     "PolicySpec",
+    "Pool",
     "PoolSpec",
+    "Pools",
+    "PopulationSpec",
     "RoutingSpec",
     "SamplingSpec",
+    "StopSpec",
     "TasksSpec",
     "TrainerSpec",
     "load_job",

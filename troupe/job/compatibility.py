@@ -36,6 +36,8 @@ CHANGEABLE: Final = (
     "tools.*.retries",
     "tools.*.idle_seconds",
     "tools.*.min_workers",
+    "population.stop",
+    "population.engine",
     "balancing",
     "evaluation",
     "checkpoint",

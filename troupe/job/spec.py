@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from typing import Self
 
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +13,8 @@ from troupe.job.balancing import BalancingSpec
 from troupe.job.environment import EnvironmentSpec, check, with_defaults
 from troupe.job.functions import FunctionSpec
 from troupe.job.policy import PolicySpec, server_of
+from troupe.job.pools import Pools
+from troupe.job.population import PopulationSpec
 from troupe.job.routing import RoutingSpec
 from troupe.job.section import NAME, Section, check_entrypoint
 from troupe.job.sections import (
@@ -52,6 +55,9 @@ class JobSpec(Section):
     """How rewards become gradients."""
     pipeline: PipelineSpec
     """How rollout and training take turns."""
+    population: PopulationSpec | None = None
+    """Pools of frozen versions that learners play against; left out, agents are always played by
+    their own policies."""
     balancing: BalancingSpec = BalancingSpec()
     """How engines move between policies."""
     routing: RoutingSpec = RoutingSpec()
@@ -80,7 +86,10 @@ class JobSpec(Section):
                 raise ValueError(
                     f"agents.{agent}.policy: '{spec.policy}' is not a policy; known: {known}"
                 )
-        unused = sorted(set(self.policies) - {a.policy for a in self.agents.values()})
+        played = {agent.policy for agent in self.agents.values()}
+        if (pools := self.pools) is not None:
+            played.update(pools.slots, pools.learners)
+        unused = sorted(set(self.policies) - played)
         if unused:
             raise ValueError(f"policies.{unused[0]}: no agent plays it; remove it or name it")
         if not self.trained_policies:
@@ -106,6 +115,25 @@ class JobSpec(Section):
                         f"policies.{name}.engine.urls: {url} serves policy '{other}' already; "
                         "a server holds one policy's weights"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _population(self) -> Self:
+        if self.population is not None and self.agents and not self._dangling:
+            own = {n: p for n, p in self.policies.items() if "--" not in n}
+            pools = Pools.of(self.population, self.agents, own)
+            if strange := set(self.policies) - set(own) - set(pools.slots):
+                raise ValueError(
+                    f"policies.{min(strange)}: names with '--' are those of the population's slots "
+                    f"({', '.join(pools.slots)}); choose another name"
+                )
+            if self.pipeline.queries_per_step < (places := len(pools.places)):
+                raise ValueError(
+                    f"pipeline.queries_per_step: {self.pipeline.queries_per_step} cannot give each "
+                    f"of {places} learners and the agents that it learns a query; raise it"
+                )
+            # As if the job named them: whoever serves policies serves these.
+            self.policies.update(pools.added(self.population, own))
         return self
 
     @model_validator(mode="after")
@@ -284,8 +312,29 @@ class JobSpec(Section):
 
     def constant_tokens(self, policy: str) -> int:
         """What `normalize: constant` divides by for each sequence of a policy, in tokens."""
-        own = (a.sampling.max_new_tokens for a in self.agents.values() if a.policy == policy)
+        agents = {name for name, agent in self.agents.items() if agent.policy == policy}
+        if (pools := self.pools) is not None:
+            agents.update(pools.seats[policy])
+        own = (self.agents[name].sampling.max_new_tokens for name in agents)
         return self.algorithm.constant_tokens or max(own)
+
+    @cached_property
+    def pools(self) -> Pools | None:
+        """What the population section means here; None where there is none."""
+        if self.population is None:
+            return None
+        own = {name: policy for name, policy in self.policies.items() if "--" not in name}
+        return Pools.of(self.population, self.agents, own)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Frozen policies that the population section adds, which no trainer has."""
+        return () if self.pools is None else self.pools.slots
+
+    @property
+    def _dangling(self) -> bool:
+        """Whether an agent names a policy that there is not."""
+        return any(agent.policy not in self.policies for agent in self.agents.values())
 
     @property
     def trained_policies(self) -> list[str]:

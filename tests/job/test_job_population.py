@@ -1,0 +1,105 @@
+"""`population` in a job: what it adds, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from troupe.job import JobSpecError, parse_job
+from troupe.job.population import MetaSolverName, WeightingName
+from troupe.populations import MetaSolver, Weighting
+
+MODEL: dict[str, Any] = {"model": {"path": "/models/player"}}
+
+
+def job(**population: Any) -> dict[str, Any]:
+    return {
+        "name": "game",
+        "workflow": "a.b:play",
+        "tasks": {"source": "a.b:Tasks"},
+        "agents": {"alice": {"policy": "player"}, "bob": {"policy": "player"}},
+        "policies": {"player": MODEL},
+        "pipeline": {"steps": 3, "queries_per_step": 4},
+        "population": population,
+    }
+
+
+def fault(spec: dict[str, Any]) -> str:
+    with pytest.raises(JobSpecError) as caught:
+        parse_job(yaml.safe_dump(spec))
+    return str(caught.value)
+
+
+def test_slots_are_policies_that_nobody_trains() -> None:
+    spec = parse_job(yaml.safe_dump(job(slots=3, evaluation_slots=2)))
+    assert spec.slots == ("all--0", "all--1", "all--2", "all--e0", "all--e1")
+    assert spec.trained_policies == ["player"]
+    assert spec.policies["all--0"].model == spec.policies["player"].model
+    # What services pass on says the same again.
+    assert parse_job(spec.model_dump_json()) == spec
+
+
+def test_players_of_other_policies_have_pools_of_their_own() -> None:
+    spec = job(slots=1)
+    spec["policies"]["rival"] = MODEL
+    spec["agents"]["bob"]["policy"] = "rival"
+    pools = parse_job(yaml.safe_dump(spec)).pools
+    assert pools is not None
+    assert not pools.symmetric
+    assert [(pool.name, pool.learners, pool.slots) for pool in pools.pools] == [
+        ("alice", ("player",), ("alice--0",)),
+        ("bob", ("rival",), ("bob--0",)),
+    ]
+    assert pools.places == (("player", ("alice",)), ("rival", ("bob",)))
+
+
+def test_a_league_has_learners_that_no_agent_names() -> None:
+    spec = job(algorithm="league", symmetric=True, learners={"spy": {"kind": "main_exploiter"}})
+    spec["policies"]["spy"] = MODEL
+    spec["algorithm"] = {"normalize": "constant"}
+    found = parse_job(yaml.safe_dump(spec))
+    assert found.pools is not None
+    assert found.pools.seats["spy"] == ("alice", "bob")
+    assert found.constant_tokens("spy") == found.constant_tokens("player")
+
+
+@pytest.mark.parametrize(
+    ("population", "says"),
+    [
+        ({"slots": 1}, "population.slots: 1 cannot serve a match of 2 players"),
+        ({"learners": {"nobody": {}}}, "population.learners.nobody: is no trained policy"),
+        ({"learners": {"player": {"kind": "main_exploiter"}}}, "exploiters are of a league"),
+        ({"stop": {"nash_conv": 0.1}}, "stop.nash_conv: is known only of games"),
+        ({"matches": {"least": 0}}, "`psro` chooses opponents by payoffs"),
+        ({"learners": {"player": {"agents": ["carol"]}}}, "'carol' is no player"),
+        ({"engine": {"urls": ["http://a:1"] * 1}, "slots": 2}, "cannot be shared out evenly"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(population: dict[str, Any], says: str) -> None:
+    assert says in fault(job(**population))
+
+
+def test_a_game_of_one_is_refused() -> None:
+    spec = job()
+    del spec["agents"]["bob"]
+    assert "only alice has a trained policy" in fault(spec)
+
+
+def test_slots_serve_one_architecture() -> None:
+    spec = job(symmetric=True)
+    spec["policies"]["rival"] = {"model": {"path": "/models/other"}}
+    spec["agents"]["bob"]["policy"] = "rival"
+    assert "their models are not the same" in fault(spec)
+
+
+def test_a_step_has_a_query_for_every_learner() -> None:
+    spec = job(symmetric=False)
+    spec["pipeline"]["queries_per_step"] = 1
+    assert "pipeline.queries_per_step: 1 cannot give each of 2" in fault(spec)
+
+
+def test_names_are_those_of_the_solvers() -> None:
+    assert get_args(MetaSolverName) == get_args(MetaSolver)
+    assert get_args(WeightingName) == get_args(Weighting)

@@ -1,0 +1,193 @@
+"""What a `population` section means in its job: players, pools, learners, slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from troupe.job.policy import EngineSpec, PolicySpec
+from troupe.job.population import LearnerSpec, PopulationSpec
+from troupe.job.sections import AgentSpec
+
+# The one pool of a symmetric game.
+EVERYBODY: Final = "all"
+# Whose learners train on all sides at once: nobody is drawn for them.
+_TOGETHER: Final = ("self_play", "regularized")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Where some agents' opponents come from."""
+
+    name: str
+    agents: tuple[str, ...]
+    learners: tuple[str, ...]
+    slots: tuple[str, ...]
+    """Policies that serve its members to training, and to matches unless these have their own."""
+    evaluation_slots: tuple[str, ...]
+
+    @property
+    def match_slots(self) -> tuple[str, ...]:
+        """Policies that serve its members to matches."""
+        return self.evaluation_slots or self.slots
+
+
+@dataclass(frozen=True)
+class Pools:
+    """A job's population as its agents and policies make it."""
+
+    agents: tuple[str, ...]
+    """The players, in the job's order."""
+    symmetric: bool
+    pools: tuple[Pool, ...]
+    """One in a symmetric game, else one per player, in their order."""
+    learners: Mapping[str, LearnerSpec]
+    seats: Mapping[str, tuple[str, ...]]
+    """Whom each learner learns to play."""
+    together: bool
+    """Learners meet each other as they are: training tickets have no cast."""
+
+    @classmethod
+    def of(
+        cls,
+        population: PopulationSpec,
+        agents: Mapping[str, AgentSpec],
+        policies: Mapping[str, PolicySpec],
+    ) -> Pools:
+        """Raises ValueError naming the field where they do not fit."""
+        trained = {name for name, policy in policies.items() if policy.trainable}
+        for name in population.learners:
+            if name not in trained:
+                known = ", ".join(sorted(trained))
+                raise ValueError(
+                    f"population.learners.{name}: is no trained policy; there are: {known}"
+                )
+        learners = {name: population.learners.get(name, LearnerSpec()) for name in sorted(trained)}
+        players = tuple(name for name, agent in agents.items() if agent.policy in trained)
+        if len(players) < 2:
+            raise ValueError(
+                "population: a game has at least two players, and only "
+                f"{', '.join(players) or 'no agent'} has a trained policy; name each player as an "
+                "agent (they may share a policy)"
+            )
+        symmetric = population.symmetric
+        if symmetric is None:
+            symmetric = len({agents[name].policy for name in players}) == 1
+        seats = {}
+        for name, learner in learners.items():
+            own = tuple(one for one in players if agents[one].policy == name)
+            seats[name] = tuple(learner.agents) or (players if symmetric else own)
+            if bad := [one for one in seats[name] if one not in players]:
+                raise ValueError(
+                    f"population.learners.{name}.agents: '{bad[0]}' is no player; there are: "
+                    + ", ".join(players)
+                )
+            if not seats[name]:
+                raise ValueError(
+                    f"population.learners.{name}.agents: say whom it learns to play: no agent has "
+                    "this policy"
+                )
+        groups = {EVERYBODY: players} if symmetric else {one: (one,) for one in players}
+        pools = tuple(
+            Pool(
+                name,
+                members,
+                tuple(one for one, places in seats.items() if set(places) & set(members)),
+                tuple(f"{name}--{k}" for k in range(population.slots)),
+                tuple(f"{name}--e{k}" for k in range(population.evaluation_slots)),
+            )
+            for name, members in groups.items()
+        )
+        found = cls(players, symmetric, pools, learners, seats, population.algorithm in _TOGETHER)
+        found._check(population, policies)
+        return found
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """All frozen policies that the section adds to the job."""
+        return tuple(name for pool in self.pools for name in (*pool.slots, *pool.evaluation_slots))
+
+    @property
+    def places(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Learner and agents, for what queries are made in turn: where the game is symmetric the
+        learner changes among the agents."""
+        if self.together:
+            return ()
+        if self.symmetric:
+            return tuple(self.seats.items())
+        return tuple((name, (agent,)) for name, seats in self.seats.items() for agent in seats)
+
+    def pool_of(self, agent: str) -> Pool:
+        """Where the members that play `agent` come from."""
+        return next(pool for pool in self.pools if agent in pool.agents)
+
+    def added(
+        self, population: PopulationSpec, policies: Mapping[str, PolicySpec]
+    ) -> dict[str, PolicySpec]:
+        """The policies of the slots."""
+        found = {}
+        urls = list(population.engine.urls) if population.engine is not None else []
+        share = len(urls) // len(self.slots)
+        for pool in self.pools:
+            model = policies[pool.learners[0]]
+            for name in (*pool.slots, *pool.evaluation_slots):
+                changes: dict[str, object] = {"pools": [], "urls": [], "replicas": 1}
+                engine = model.engine
+                if population.engine is not None:
+                    engine, changes = population.engine, {"urls": urls[:share]}
+                    urls = urls[share:]
+                found[name] = model.model_copy(
+                    update={"trainable": False, "engine": _changed(engine, changes)}
+                )
+        return found
+
+    def _check(self, population: PopulationSpec, policies: Mapping[str, PolicySpec]) -> None:
+        for pool in self.pools:
+            if not pool.learners:
+                raise ValueError(f"population.learners: nobody learns to play '{pool.name}'")
+            first, *others = pool.learners
+            for name in others:
+                if _made_for(policies[name]) != _made_for(policies[first]):
+                    raise ValueError(
+                        f"policies.{name}: a slot serves versions of '{first}' and '{name}' in "
+                        "turn, and their models are not the same; give them one `model` and `lora`"
+                    )
+        least = len(self.agents) if self.symmetric else 1
+        for field in ("slots", "evaluation_slots"):
+            count = getattr(population, field)
+            if count < least and (field == "slots" or count):
+                raise ValueError(
+                    f"population.{field}: {count} cannot serve a match of {least} players; set it "
+                    f"to {least} or more"
+                )
+        kinds = {learner.kind for learner in self.learners.values()}
+        if population.algorithm != "league" and kinds != {"main"}:
+            raise ValueError(
+                f"population.learners: exploiters are of a league, and this is "
+                f"`{population.algorithm}`; set population.algorithm to `league`, or remove `kind`"
+            )
+        if population.algorithm == "league" and "main" not in kinds:
+            raise ValueError("population.learners: a league has at least one `main` agent")
+        engine = population.engine
+        if engine is None:
+            for name in self.learners:
+                if policies[name].engine.urls and policies[name].paced is None:
+                    raise ValueError(
+                        f"population.engine: the servers of '{name}' hold its own weights; name "
+                        "servers of the slots under `urls`, or have them launched"
+                    )
+        elif engine.urls and len(engine.urls) % len(self.slots):
+            raise ValueError(
+                f"population.engine.urls: {len(engine.urls)} servers cannot be shared out evenly "
+                f"among {len(self.slots)} slots ({', '.join(self.slots)})"
+            )
+
+
+def _made_for(policy: PolicySpec) -> dict[str, object]:
+    """What of a policy its engine has to be made for."""
+    return policy.model_dump(include={"model", "network", "lora", "paced"})
+
+
+def _changed(engine: EngineSpec, changes: dict[str, object]) -> EngineSpec:
+    return EngineSpec.model_validate(engine.model_dump() | changes)

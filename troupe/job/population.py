@@ -1,0 +1,176 @@
+"""Populations: pools of frozen versions, who meets whom, when it is over: `population` in a job.
+
+The docstring under a field is its documentation: `troupe job schema`, the job reference
+and editors show it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from troupe.job.policy import EngineSpec
+from troupe.job.section import Section
+
+PopulationAlgorithm = Literal[
+    "self_play",
+    "regularized",
+    "fictitious",
+    "prioritized",
+    "psro",
+    "pipeline_psro",
+    "league",
+]
+# As `troupe.populations` has them: a job is read without the libraries that solve games.
+MetaSolverName = Literal[
+    "nash",
+    "zero_sum_nash",
+    "alpha_rank",
+    "projected_replicator",
+    "fictitious_play",
+    "uniform",
+    "latest",
+]
+WeightingName = Literal["hard", "variance", "linear"]
+LearnerKind = Literal["main", "main_exploiter", "league_exploiter"]
+
+
+class LearnerSpec(Section):
+    """A trained policy whose versions become members."""
+
+    agents: list[str] = []
+    """Whom it learns to play; default: the agents that it is the policy of, and in a symmetric game
+    all players."""
+    kind: LearnerKind = "main"
+    """`league`: what it is for. `main`: to beat everybody; `main_exploiter`: to find what the main
+    agents are weak against; `league_exploiter`: what everybody is weak against."""
+    restart: Literal["continue", "base"] = "continue"
+    """What it goes on from once a version of it is settled. `base`: its first weights again, as a
+    new version, with a fresh optimizer."""
+
+
+class MatchesSpec(Section):
+    """How well payoffs are known: matches between members, of which nothing is trained."""
+
+    least: int = Field(default=16, ge=0)
+    """Matches of every cell of the payoff table, at least 2; 0: no matches at all."""
+    most: int = Field(default=256, ge=2)
+    """After so many matches a cell is as good as it gets."""
+    half_width: float | None = Field(default=None, gt=0)
+    """Cells whose 95 % confidence interval is wider than this to either side are played on;
+    default: `least` matches are enough."""
+
+
+class LeagueSpec(Section):
+    """AlphaStar's league (Vinyals et al. 2019, extended data table 5 and methods)."""
+
+    self_play: float = Field(default=0.35, ge=0, le=1)
+    """Part of a main agent's games against the main agents themselves."""
+    forgotten: float = Field(default=0.15, ge=0, le=1)
+    """Part of its games against frozen versions that it has begun to lose to."""
+    exploiter_hopeless: float = Field(default=0.2, ge=0, le=1)
+    """A main exploiter that wins fewer games against the main agent meets its past instead."""
+    freeze_at: float = Field(default=0.7, gt=0, le=1)
+    """A learner that beats everybody it is to beat so often becomes a member for good."""
+    freeze_after: int = Field(default=4, ge=1)
+    """Or after so many iterations since it last did."""
+
+
+class StopSpec(Section):
+    """When a population is good enough, besides `pipeline.steps`. Looked at after every iteration;
+    the first that holds ends the job."""
+
+    nash_conv: float | None = Field(default=None, ge=0)
+    """The agents together would gain at most so much by best responses in the whole game; needs
+    `population.game`."""
+    improvement: float | None = Field(default=None, ge=0)
+    """New members get at most so much more than what was played before, in every pool, in
+    `patience` iterations one after another."""
+    patience: int = Field(default=2, ge=1)
+    """See `improvement`."""
+    iterations: int | None = Field(default=None, ge=1)
+    """So many iterations are over."""
+    seconds: float | None = Field(default=None, gt=0)
+    """So much time has passed since the job began."""
+
+
+class PopulationSpec(Section):
+    """Policies that learn against pools of their own frozen versions (MALib; docs/populations.md).
+
+    The players of the game are the agents whose policy is trained. In every query of a step one
+    learner plays one agent, in turn, and members drawn from the pools play the others.
+    """
+
+    algorithm: PopulationAlgorithm = "psro"
+    """Whom a learner meets. `self_play`: itself as it is now, nothing frozen; `regularized`: the
+    same, held near its first version or at some entropy (`algorithm.kl_coefficient`,
+    `entropy_coefficient`), a baseline that is hard to beat; `fictitious`: earlier selves, the
+    newest `1 - delta` of them equally often (Bansal et al. 2018, section 4.2); `prioritized`: those
+    that it has trouble with more often (PFSP; Vinyals et al. 2019); `psro`: the meta-strategy of
+    the payoff table (Lanctot et al. 2017, algorithm 1); `pipeline_psro`: the same with several
+    learners of a pool, each against those below it (McAleer et al. 2020); `league`: main agents,
+    main exploiters and league exploiters."""
+    symmetric: bool | None = None
+    """All players have the same chances and draw from one pool, as where a workflow changes seats
+    from episode to episode. Default: true where one policy plays all of them."""
+    learners: dict[str, LearnerSpec] = {}
+    """By policy; those that are left out are main agents with all defaults."""
+    iteration_steps: int = Field(default=10, ge=1)
+    """Optimizer steps of one best response. After each such iteration the learners' versions are
+    frozen, matches fill the payoff table, and the next opponents are decided upon."""
+    redraw_steps: int = Field(default=0, ge=0)
+    """Steps after which the slots are given other members, where fewer fit than there are to meet;
+    0: once per iteration. In mode `async` open steps end first."""
+    slots: int = Field(default=2, ge=1, le=64)
+    """Members of each pool that opponents are drawn from at a time. Each is served by a frozen
+    policy of its own, `{pool}--{number}`, with engines of its own: the cost of a population is that
+    of its slots, not of its members. A symmetric game needs one per player, to play its matches."""
+    evaluation_slots: int = Field(default=0, ge=0, le=64)
+    """Slots of each pool for matches alone, which are then played beside the training of the next
+    iteration: payoffs are known one iteration later. 0: matches are played between iterations, in
+    the same slots."""
+    engine: EngineSpec | None = None
+    """What serves a slot; `urls` are shared out among all slots. Default: one engine like those of
+    the pool's first learner."""
+    meta_solver: MetaSolverName = "nash"
+    """`psro`, `pipeline_psro`: what makes a mixture over each pool of the payoffs. `nash`: an
+    equilibrium; `zero_sum_nash`: the same, refusing games that are not zero-sum; `alpha_rank`
+    (needs OpenSpiel); `projected_replicator`; `fictitious_play`; `uniform`; `latest`. With the
+    other algorithms it is what is reported."""
+    delta: float = Field(default=1.0, ge=0, le=1)
+    """`fictitious`: 0 is the newest self alone, 1 all earlier ones."""
+    weighting: WeightingName = "hard"
+    """`prioritized` and `league`: f(x) of the chance x to win. `hard`: (1 - x)^2, those it loses
+    to; `variance`: x (1 - x), its equals; `linear`: 1 - x."""
+    league: LeagueSpec = LeagueSpec()
+    """`league`: its shares and thresholds."""
+    matches: MatchesSpec = MatchesSpec()
+    """How many matches fill the payoff table."""
+    game: str | None = None
+    """OpenSpiel name of the game that the workflow plays, where its tree is small enough to walk
+    ("kuhn_poker"): payoffs and NashConv are then computed from the members' log-probs, exactly."""
+    stop: StopSpec = StopSpec()
+    """When it is good enough."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.stop.nash_conv is not None and self.game is None:
+            raise ValueError(
+                "stop.nash_conv: is known only of games that OpenSpiel has; set `game`, or stop on "
+                "`improvement`"
+            )
+        measured = self.algorithm in ("prioritized", "psro", "pipeline_psro", "league")
+        if measured and self.matches.least == 0 and self.game is None:
+            raise ValueError(
+                f"matches.least: `{self.algorithm}` chooses opponents by payoffs, and without "
+                "matches there are none; set it to 2 or more"
+            )
+        if self.matches.least == 1 or self.matches.most < self.matches.least:
+            raise ValueError(
+                f"matches.least: {self.matches.least} is not between 2 and matches.most = "
+                f"{self.matches.most} (or 0: no matches)"
+            )
+        if self.league.self_play + self.league.forgotten > 1:
+            raise ValueError("league.forgotten: with `self_play` it is more than all games")
+        return self
