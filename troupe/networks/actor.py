@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from troupe.networks.acting import ActingNetwork
 from troupe.networks.fragments import Fragment
 from troupe.networks.spec import NetworkSpec
-from troupe.networks.vector import VectorEnvironment
+from troupe.networks.vector import Observed, VectorEnvironment
+from troupe.rpc.errors import InvalidArgument, NotFound
 
 
 @dataclass(frozen=True)
@@ -43,23 +46,157 @@ class Actor:
 
     def __init__(self, environment: VectorEnvironment, seats: Mapping[str, Seat]) -> None:
         """`seats` by policy. Raises InvalidArgument unless every agent is played by one policy."""
-        raise NotImplementedError
+        played = sorted(agent for seat in seats.values() for agent in seat.agents)
+        if played != sorted(environment.agents):
+            raise InvalidArgument(
+                "every agent of the environment is played by exactly one policy",
+                field="agents",
+                value=", ".join(played),
+                remedy=f"The agents are {', '.join(environment.agents)}.",
+            )
+        self._environment = environment
+        self._players = {name: _Player(environment, name, seat) for name, seat in seats.items()}
 
     def load(self, policy: str, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Play with these weights (`Learner.published`) from the next episode on.
 
-        Raises InvalidArgument naming a tensor that is missing or does not fit.
+        Raises InvalidArgument naming a tensor that is missing or does not fit, NotFound for a
+        policy that does not sit here.
         """
-        raise NotImplementedError
+        if policy not in self._players:
+            raise NotFound("does not play here", field="policy", value=policy)
+        player = self._players[policy]
+        player.network.take(weights)
+        player.version = version
 
+    @torch.inference_mode()
     def sample(self, seed: int, *, explore: bool = True) -> Played:
         """One whole episode of every copy.
 
         `explore=False`: the likeliest or best action always, for evaluation. Raises NotFound for a
         policy that has no weights yet.
         """
-        raise NotImplementedError
+        environment, spaces = self._environment, self._environment.spaces
+        players = list(self._players.values())
+        seeds = np.random.SeedSequence(seed).generate_state(1 + len(players), np.uint64)
+        observed = environment.reset(int(seeds[0] >> np.uint64(1)))
+        for player, own in zip(players, seeds[1:], strict=True):
+            player.begin(observed, int(own >> np.uint64(1)))
+        copies, agents = environment.copies, len(environment.agents)
+        shape = (copies, agents, spaces.actions) if spaces.continuous else (copies, agents)
+        actions: Any = np.zeros(shape, np.float32 if spaces.continuous else np.int64)
+        rewards = np.zeros((spaces.steps, copies, agents), np.float32)
+        terminated = np.zeros(copies, np.bool_)
+        lengths = np.zeros(copies, np.int32)
+        alive = np.ones(copies, np.bool_)
+        step = 0
+        while step < spaces.steps:
+            for player in players:
+                player.act(step, observed, actions, explore)
+            stepped = environment.step(actions)
+            observed = stepped.observed
+            rewards[step] = stepped.rewards
+            lengths += alive
+            terminated |= alive & stepped.terminated
+            alive &= ~(stepped.terminated | stepped.truncated)
+            step += 1
+            if not alive.any():
+                break
+        rewards = rewards[:step]
+        if (lengths < step).any():
+            rewards[np.arange(step)[:, None] >= lengths] = 0
+        fragments = {
+            player.policy: player.finish(step, observed, rewards, lengths, terminated)
+            for player in players
+        }
+        return Played(fragments, rewards.sum(axis=0, dtype=np.float64), lengths)
 
     def evaluate(self, seeds: Sequence[int]) -> NDArray[np.float64]:
         """Returns [len(seeds) * B, A] without exploration."""
-        raise NotImplementedError
+        return np.concatenate([self.sample(seed, explore=False).returns for seed in seeds])
+
+
+class _Player:
+    """One policy's part of the episodes that are being played."""
+
+    def __init__(self, environment: VectorEnvironment, policy: str, seat: Seat) -> None:
+        self.policy, self.version = policy, -1
+        self.agents = tuple(agent for agent in environment.agents if agent in seat.agents)
+        self.network = ActingNetwork(seat.network, environment.spaces, len(self.agents))
+        self._environment = environment
+        at = [environment.agents.index(agent) for agent in self.agents]
+        # Where agents are neighbours, their part of an array is a view of it.
+        beside = at == list(range(at[0], at[0] + len(at)))
+        self._at: Any = slice(at[0], at[0] + len(at)) if beside else np.array(at)
+        self._generator = torch.Generator()
+        self._arrays: dict[str, Any] = {}
+
+    def begin(self, observed: Observed, seed: int) -> None:
+        if self.version < 0:
+            raise NotFound(
+                "has no weights yet",
+                field="policy",
+                value=self.policy,
+                remedy="Call Actor.load first.",
+            )
+        self._generator.manual_seed(seed)
+        spaces, copies = self._environment.spaces, self._environment.copies
+        self.network.begin(copies)
+        steps, agents = spaces.steps, len(self.agents)
+        drawn = (spaces.actions,) if spaces.continuous else ()
+        # New ones every time: those of the last episodes were given away.
+        self._arrays = {
+            "observations": np.empty((steps + 1, copies, agents, spaces.observation), np.float32),
+            "state": np.empty((steps + 1, copies, spaces.state), np.float32),
+            "actions": np.empty(
+                (steps, copies, agents, *drawn), np.float32 if spaces.continuous else np.int64
+            ),
+            "log_probs": np.empty((steps, copies, agents), np.float32),
+        }
+        if observed.legal is not None:
+            shape = (steps + 1, copies, agents, spaces.actions)
+            self._arrays["legal"] = np.empty(shape, np.bool_)
+        if observed.acting is not None:
+            self._arrays["acting"] = np.empty((steps, copies, agents), np.bool_)
+
+    def _see(self, step: int, observed: Observed) -> None:
+        arrays = self._arrays
+        arrays["observations"][step] = observed.observations[:, self._at]
+        arrays["state"][step] = observed.state
+        if observed.legal is not None:
+            arrays["legal"][step] = observed.legal[:, self._at]
+
+    def act(self, step: int, observed: Observed, actions: Any, explore: bool) -> None:
+        """Write this step's actions into those of all agents."""
+        self._see(step, observed)
+        arrays, spaces = self._arrays, self._environment.spaces
+        legal = None if observed.legal is None else torch.from_numpy(arrays["legal"][step])
+        observations = torch.from_numpy(arrays["observations"][step])
+        drawn = self.network.act(observations, legal, self._generator, explore)
+        chosen = drawn.actions.numpy()
+        arrays["actions"][step] = chosen
+        arrays["log_probs"][step] = drawn.log_probs.numpy()
+        if observed.acting is not None:
+            arrays["acting"][step] = observed.acting[:, self._at]
+        if spaces.continuous:
+            half, middle = (spaces.high - spaces.low) / 2, (spaces.high + spaces.low) / 2
+            chosen = chosen.clip(-1, 1) * half + middle
+        actions[:, self._at] = chosen
+
+    def finish(
+        self, steps: int, observed: Observed, rewards: Any, lengths: Any, terminated: Any
+    ) -> Fragment:
+        self._see(steps, observed)
+        arrays = {
+            name: array[: steps + (name in ("observations", "state", "legal"))]
+            for name, array in self._arrays.items()
+        }
+        arrays |= {
+            "rewards": np.ascontiguousarray(rewards[:, :, self._at]),
+            "lengths": lengths.copy(),
+            "terminated": terminated.copy(),
+        }
+        if "acting" in arrays:
+            arrays["acting"] &= (np.arange(steps)[:, None] < lengths)[..., None]
+        self._arrays = {}
+        return Fragment(self.policy, self.version, self.agents, arrays)

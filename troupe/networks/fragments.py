@@ -105,7 +105,8 @@ class Fragment:
             "agents": json.dumps(list(self.agents)),
         }
         arrays = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
-        return save(arrays, metadata)
+        data: bytes = save(arrays, metadata)
+        return data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Fragment:

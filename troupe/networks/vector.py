@@ -33,6 +33,8 @@ class Spaces:
     """S"""
     actions: int
     """n, the number of discrete actions; or D, the numbers of a continuous one."""
+    steps: int
+    """No episode is longer."""
     continuous: bool = False
     low: float = -1.0
     """`continuous`: the least value of each number of an action."""
@@ -84,11 +86,6 @@ class VectorEnvironment(Protocol):
     @property
     def copies(self) -> int:
         """B"""
-        ...
-
-    @property
-    def max_steps(self) -> int:
-        """No episode is longer."""
         ...
 
     def reset(self, seed: int) -> Observed:

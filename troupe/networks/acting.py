@@ -1,0 +1,135 @@
+"""`ActingNetwork`: draws the actions of one policy's agents in all copies at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from troupe.networks.modules import ILLEGAL, Networks, identity_width
+from troupe.networks.spec import NetworkSpec
+from troupe.networks.vector import Spaces
+from troupe.rpc.errors import InvalidArgument
+
+
+class Drawn(NamedTuple):
+    """What agents do."""
+
+    actions: torch.Tensor
+    """int64 [B, A], or float32 [B, A, D] in halves of the range: -1 is the lowest, 1 the highest;
+    may lie beyond, and is clipped on its way to the environment."""
+    log_probs: torch.Tensor
+    """[B, A]; zero for deterministic actions with noise."""
+
+
+class ActingNetwork(nn.Module):
+    """The part of a policy that plays. Its `state_dict` is what learners publish: `policy.*`, with
+    continuous PPO `log_std`, with Q-learning `epsilon`."""
+
+    epsilon: torch.Tensor
+
+    def __init__(self, spec: NetworkSpec, spaces: Spaces, agents: int) -> None:
+        super().__init__()
+        self.spec, self.spaces, self.agents = spec, spaces, agents
+        self.paradigm = spec.learning.paradigm
+        self.identity = identity_width(spec, agents)
+        inputs = spaces.observation + self.identity
+        self.policy = Networks(spec, agents, inputs, spaces.actions)
+        self.learns_values = spec.learning.paradigm in ("dqn", "vdn", "qmix")
+        if spec.learning.paradigm in ("ppo", "mappo") and spaces.continuous:
+            self.log_std = nn.Parameter(torch.zeros(spaces.actions))
+        if spec.learning.paradigm in ("dqn", "vdn", "qmix"):
+            self.register_buffer("epsilon", torch.tensor(spec.learning.epsilon[0]))
+        self._memory: list[torch.Tensor | None] = []
+        self._inputs = torch.empty(0)
+
+    def begin(self, copies: int) -> None:
+        """New episodes in so many copies."""
+        self._memory = [None] * len(self.policy.members)
+        if len(self._inputs) != copies:
+            self._inputs = torch.zeros(copies, self.agents, self.spaces.observation + self.identity)
+            if self.identity:
+                self._inputs[..., self.spaces.observation :] = torch.eye(self.agents)
+
+    def act(
+        self,
+        observations: torch.Tensor,
+        legal: torch.Tensor | None,
+        generator: torch.Generator,
+        explore: bool,
+    ) -> Drawn:
+        """The next step of all copies, `observations` [B, A, O] and `legal` [B, A, n] (None: all
+        actions are). The random numbers are the generator's."""
+        if self.identity:
+            self._inputs[..., : self.spaces.observation] = observations
+            observations = self._inputs
+        out, self._memory = self.policy.step(observations, self._memory)
+        if self.spaces.continuous:
+            return self._continuous(out, generator, explore)
+        if legal is not None:
+            out = out.masked_fill(~legal, ILLEGAL)
+        if self.learns_values:
+            return self._epsilon_greedy(out, legal, generator, explore)
+        log_probs = out.log_softmax(-1)
+        scores = log_probs
+        if explore:
+            # The largest of Gumbel variables, log-probs their places, is a draw of the categorical.
+            noise = torch.empty_like(log_probs).exponential_(generator=generator)
+            scores = log_probs - noise.log_()
+        actions = scores.argmax(-1, keepdim=True)
+        return Drawn(actions.squeeze(-1), log_probs.gather(-1, actions).squeeze(-1))
+
+    def _epsilon_greedy(
+        self,
+        values: torch.Tensor,
+        legal: torch.Tensor | None,
+        generator: torch.Generator,
+        explore: bool,
+    ) -> Drawn:
+        best = values.argmax(-1)
+        if not explore:
+            return Drawn(best, torch.zeros_like(best, dtype=torch.float32))
+        epsilon = self.epsilon
+        scores = torch.rand(values.shape, generator=generator)
+        if legal is not None:
+            scores = scores.masked_fill(~legal, -1.0)
+            choices: torch.Tensor = legal.sum(-1)
+        else:
+            choices = torch.tensor(float(self.spaces.actions))
+        strays = torch.rand(best.shape, generator=generator) < epsilon
+        actions = torch.where(strays, scores.argmax(-1), best)
+        chances = epsilon / choices + (1 - epsilon) * (actions == best)
+        return Drawn(actions, chances.log())
+
+    def _continuous(self, out: torch.Tensor, generator: torch.Generator, explore: bool) -> Drawn:
+        learning = self.spec.learning
+        if learning.paradigm == "maddpg":
+            out = out.tanh()
+            if explore:
+                noise = torch.empty_like(out).normal_(generator=generator)
+                out = (out + learning.noise * noise).clamp_(-1, 1)
+            return Drawn(out, torch.zeros(out.shape[:-1]))
+        std = self.log_std.exp()
+        noise = torch.zeros_like(out)
+        if explore:
+            noise.normal_(generator=generator)
+        log_probs = -0.5 * noise.square() - self.log_std - 0.5 * math.log(2 * math.pi)
+        return Drawn(out + std * noise, log_probs.sum(-1))
+
+    def take(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Play with these. Raises InvalidArgument naming the tensor that is missing, unknown or of
+        another shape; then nothing has changed."""
+        own = self.state_dict()
+        for name in sorted(own.keys() | weights.keys()):
+            if name not in weights or name not in own:
+                what = "is missing" if name in own else "is none of this network's"
+                raise InvalidArgument(what, field="weights", value=name)
+            expected, found = list(own[name].shape), list(weights[name].shape)
+            if found != expected:
+                raise InvalidArgument(
+                    f"has shape {found}, this network's {expected}", field="weights", value=name
+                )
+        self.load_state_dict(dict(weights))

@@ -1,0 +1,1 @@
+"""Vectorised environments; `troupe.networks.vector.make_environment` makes them by name."""

@@ -1,0 +1,70 @@
+"""`MatrixGame`: all agents choose at once, and a table says what each gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from troupe.networks.vector import Actions, Observed, Spaces, Stepped
+from troupe.rpc.errors import InvalidArgument
+
+
+class MatrixGame:
+    """A normal-form game, played `steps` times. Agents see the last joint action, one-hot (zeros at
+    first)."""
+
+    def __init__(self, copies: int, payoffs: Sequence[Any], steps: int = 1) -> None:
+        """`payoffs` [A, n, ..., n]: what each agent gets, by the actions of all. Raises
+        InvalidArgument for other shapes."""
+        table = np.asarray(payoffs, np.float32)
+        if table.ndim < 2 or len(set(table.shape[1:])) > 1 or len(table) != table.ndim - 1:
+            raise InvalidArgument(
+                "payoffs have the shape [A, n, ..., n]: one table per agent",
+                field="environment.payoffs",
+                value=list(table.shape),
+            )
+        self._table = table
+        self._copies, self._steps = copies, steps
+        self._agents = tuple(f"agent_{i}" for i in range(len(table)))
+        self._actions = table.shape[1]
+        self._last = np.zeros((copies, len(table) * self._actions), np.float32)
+        self._step = 0
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """`agent_0` ..."""
+        return self._agents
+
+    @property
+    def spaces(self) -> Spaces:
+        """The last joint action."""
+        seen = len(self._agents) * self._actions
+        return Spaces(observation=seen, state=seen, actions=self._actions, steps=self._steps)
+
+    @property
+    def copies(self) -> int:
+        """B"""
+        return self._copies
+
+    def reset(self, seed: int) -> Observed:
+        """Always the same: nothing is random."""
+        self._last[:] = 0
+        self._step = 0
+        return self._observe()
+
+    def step(self, actions: Actions) -> Stepped:
+        """int64 [B, A]"""
+        joint = np.asarray(actions, np.int64)
+        rewards = self._table[(slice(None), *joint.T)].T
+        self._last = np.eye(self._actions, dtype=np.float32)[joint].reshape(self._copies, -1)
+        self._step += 1
+        over = np.full(self._copies, self._step >= self._steps)
+        return Stepped(self._observe(), rewards, over, np.zeros(self._copies, np.bool_))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _observe(self) -> Observed:
+        return Observed(np.repeat(self._last[:, None], len(self._agents), axis=1), self._last)

@@ -1,0 +1,156 @@
+"""`SimpleSpread`: N agents cover N landmarks without bumping into each other, B copies at once.
+
+MPE's simple_spread (Lowe et al. 2017), as arrays; step by step what `mpe2` (PettingZoo) computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from troupe.networks.vector import Actions, Observed, Spaces, Stepped
+from troupe.rpc.errors import InvalidArgument
+
+Float64 = NDArray[np.float64]
+
+_DT: Final = 0.1
+_DAMPING: Final = 0.25
+_CONTACT_FORCE: Final = 1e2
+_CONTACT_MARGIN: Final = 1e-3
+_SENSITIVITY: Final = 5.0
+_DIAMETER: Final = 0.3
+# nothing, left, right, down, up
+_MOVES: Final = np.array([[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1]]) * _SENSITIVITY
+# Below it an agent's push is less than the last bit of a position.
+_APART: Final = -50.0
+
+
+class SimpleSpread:
+    """Float64 inside, float32 outside, as `mpe2`. The state is all agents' observations."""
+
+    def __init__(
+        self,
+        copies: int,
+        agents: int = 3,
+        steps: int = 25,
+        local_ratio: float = 0.5,
+        continuous: bool = False,
+        variant: Literal["mpe2", "mpe"] = "mpe2",
+    ) -> None:
+        """`local_ratio`: how much of a reward is the agent's own collisions, the rest is the team's
+        distances. `variant`: `mpe` is OpenAI's first release, whose numbers most publications
+        state: velocities change before positions, an agent collides with itself always, and every
+        agent is rewarded with the sum of all rewards. Raises InvalidArgument."""
+        if agents < 2:
+            raise InvalidArgument("needs two agents", field="environment.agents", value=agents)
+        if variant not in ("mpe2", "mpe"):
+            raise InvalidArgument("takes mpe2 or mpe", field="environment.variant", value=variant)
+        self._copies, self._steps, self._local = copies, steps, local_ratio
+        self._first_release = variant == "mpe"
+        self._agents = tuple(f"agent_{i}" for i in range(agents))
+        observation = 4 + 2 * agents + 4 * (agents - 1)
+        self._spaces = Spaces(
+            observation, observation * agents, 5, steps, continuous, low=0.0, high=1.0
+        )
+        others = [[j for j in range(agents) if j != i] for i in range(agents)]
+        self._others = np.array(others)
+        self._position = np.zeros((copies, agents, 2))
+        self._velocity = np.zeros((copies, agents, 2))
+        self._landmarks = np.zeros((copies, agents, 2))
+        self._step = 0
+        self._seen = np.zeros((copies, agents, observation), np.float32)
+        self._apart = np.zeros((copies, agents, agents - 1, 2))
+        self._distance = np.zeros((copies, agents, agents - 1))
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """`agent_0` ..."""
+        return self._agents
+
+    @property
+    def spaces(self) -> Spaces:
+        """Of the scenario."""
+        return self._spaces
+
+    @property
+    def copies(self) -> int:
+        """B"""
+        return self._copies
+
+    def reset(self, seed: int) -> Observed:
+        """Agents at rest; all places uniform in [-1, 1]."""
+        drawn = np.random.default_rng(seed).uniform(-1, 1, (2, *self._position.shape))
+        return self.place(drawn[0], drawn[1])
+
+    def place(self, positions: Float64, landmarks: Float64) -> Observed:
+        """Begin with agents and landmarks, each [B, N, 2], where they are said to be."""
+        self._position, self._landmarks = positions.copy(), landmarks.copy()
+        self._velocity = np.zeros_like(self._position)
+        self._step = 0
+        self._measure()
+        return self._observe()
+
+    def step(self, actions: Actions) -> Stepped:
+        """Discrete [B, N]: nothing, left, right, down, up; or continuous [B, N, 5] in [0, 1]."""
+        if actions.ndim == 3:
+            force = (actions[..., 2::2] - actions[..., 1::2]).astype(np.float64) * _SENSITIVITY
+        else:
+            force = _MOVES[actions]
+        force = force + self._pushes()
+        if self._first_release:
+            self._velocity = self._velocity * (1 - _DAMPING) + force * _DT
+            self._position = self._position + self._velocity * _DT
+        else:
+            self._position = self._position + self._velocity * _DT
+            self._velocity = self._velocity * (1 - _DAMPING) + force * _DT
+        self._measure()
+        self._step += 1
+        rewards = self._rewards()
+        over = np.full(self._copies, self._step >= self._steps)
+        return Stepped(self._observe(), rewards, np.zeros(self._copies, np.bool_), over)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _measure(self) -> None:
+        """What physics, rewards and observations all need: who is where, seen by each agent."""
+        position = self._position
+        # [B, N, N - 1, 2] and [B, N, N]
+        self._apart = position[:, self._others] - position[:, :, None]
+        self._distance = np.sqrt(np.einsum("...d,...d->...", self._apart, self._apart))
+
+    def _pushes(self) -> Float64:
+        """Forces between agents that touch [B, N, 2]."""
+        near: Any = (_DIAMETER - self._distance) / _CONTACT_MARGIN
+        touching = near > _APART
+        strength = np.zeros_like(near)
+        if touching.any():
+            depth = np.logaddexp(0, near[touching]) * _CONTACT_MARGIN
+            strength[touching] = _CONTACT_FORCE * depth / self._distance[touching]
+        pushes: Float64 = -np.einsum("bnod,bno->bnd", self._apart, strength)
+        return pushes
+
+    def _rewards(self) -> NDArray[np.float32]:
+        away = self._landmarks[:, None] - self._position[:, :, None]
+        covered = np.sqrt(np.einsum("...d,...d->...", away, away)).min(axis=1).sum(axis=-1)
+        bumps = (self._distance < _DIAMETER).sum(axis=-1)
+        if self._first_release:
+            agents = len(self._agents)
+            total = -agents * (covered + 1) - bumps.sum(axis=-1)
+            return np.repeat(total[:, None], agents, axis=1).astype(np.float32)
+        own = -bumps * self._local - (covered * (1 - self._local))[:, None]
+        rewards: NDArray[np.float32] = own.astype(np.float32)
+        return rewards
+
+    def _observe(self) -> Observed:
+        """Velocity, position, landmarks and others from here, and what others say: nothing."""
+        n, seen, position = len(self._agents), self._seen, self._position
+        seen[..., :2] = self._velocity
+        seen[..., 2:4] = position
+        away = self._landmarks[:, None] - position[:, :, None]
+        seen[..., 4 : 4 + 2 * n] = away.reshape(self._copies, n, 2 * n)
+        start = 4 + 2 * n
+        seen[..., start : start + 2 * (n - 1)] = self._apart.reshape(self._copies, n, -1)
+        return Observed(seen, seen.reshape(self._copies, -1))

@@ -1,0 +1,57 @@
+"""`TwoStep`: the smallest game that no sum of values plays well (QMIX, section 5.1)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from troupe.networks.vector import Actions, Observed, Spaces, Stepped
+
+# What both get in the second step, by the game that agent_0 chose and by both actions. Who learns
+# that the second game is worth 8 chooses it; with additive values it looks like 6.5 (table 1).
+_PAYOFFS: Final = np.array([[[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float32)
+
+
+class TwoStep:
+    """Rashid et al. 2018. Two agents see which of three states it is. In the first, agent_0's action chooses the game
+    of the second step. The optimum is 8; the best of a sum of two values is 7."""
+
+    def __init__(self, copies: int) -> None:
+        self._copies = copies
+        self._where = np.zeros(copies, np.int64)
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """Two."""
+        return ("agent_0", "agent_1")
+
+    @property
+    def spaces(self) -> Spaces:
+        """The state, one-hot."""
+        return Spaces(observation=3, state=3, actions=2, steps=2)
+
+    @property
+    def copies(self) -> int:
+        """B"""
+        return self._copies
+
+    def reset(self, seed: int) -> Observed:
+        """Always the same: nothing is random."""
+        self._where = np.zeros(self._copies, np.int64)
+        return self._observe()
+
+    def step(self, actions: Actions) -> Stepped:
+        """int64 [B, 2]"""
+        over = self._where > 0
+        payoffs = _PAYOFFS[np.maximum(self._where, 1) - 1, actions[:, 0], actions[:, 1]]
+        rewards = np.repeat(np.where(over, payoffs, np.float32(0))[:, None], 2, axis=1)
+        self._where = np.where(over, self._where, 1 + actions[:, 0])
+        return Stepped(self._observe(), rewards, over, np.zeros(self._copies, np.bool_))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _observe(self) -> Observed:
+        state = np.eye(3, dtype=np.float32)[self._where]
+        return Observed(np.repeat(state[:, None], 2, axis=1), state)

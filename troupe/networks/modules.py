@@ -1,0 +1,111 @@
+"""The networks themselves: layers, a memory where there is one, and a head per policy."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import nn
+
+from troupe.networks.spec import NetworkSpec
+
+_ACTIVATIONS: Final[dict[str, type[nn.Module]]] = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+}
+# What an illegal action's logit or value is: below any other, and finite, so that no gradient
+# becomes NaN.
+ILLEGAL: Final = -1e9
+
+
+class Member(nn.Module):
+    """The network of one agent, or of all that share it."""
+
+    def __init__(self, spec: NetworkSpec, inputs: int, outputs: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        width = inputs
+        for units in spec.hidden:
+            layers += [nn.Linear(width, units), _ACTIVATIONS[spec.activation]()]
+            width = units
+        self.body = nn.Sequential(*layers)
+        self.memory = nn.GRU(width, spec.memory, batch_first=True) if spec.kind == "rnn" else None
+        self.head = nn.Linear(spec.memory if self.memory else width, outputs)
+
+    def forward(self, sequences: torch.Tensor) -> torch.Tensor:
+        """[N, L, I] -> [N, L, outputs], each row an episode from its beginning; without a memory
+        any [..., I]."""
+        hidden: torch.Tensor = self.body(sequences)
+        if self.memory is not None:
+            hidden, _ = self.memory(hidden)
+        found: torch.Tensor = self.head(hidden)
+        return found
+
+    def step(
+        self, inputs: torch.Tensor, memory: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One step of every row: [N, I] and [1, N, H] (None: a beginning) -> outputs, memory."""
+        hidden: torch.Tensor = self.body(inputs)
+        if self.memory is not None:
+            hidden, memory = self.memory(hidden.unsqueeze(1), memory)
+            hidden = hidden.squeeze(1)
+        return self.head(hidden), memory
+
+
+class Networks(nn.Module):
+    """What the agents of one policy compute: one `Member` for all, or one for each."""
+
+    def __init__(self, spec: NetworkSpec, agents: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        count = 1 if spec.parameters == "shared" else agents
+        self.members = nn.ModuleList(Member(spec, inputs, outputs) for _ in range(count))
+        self.recurrent = spec.kind == "rnn"
+
+    def forward(
+        self, sequences: torch.Tensor, who: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
+        """Outputs [M, outputs] at `index` [M] into the N * L positions of `sequences` [N, L, I],
+        whose rows are agents `who` [N]."""
+        length = sequences.shape[1]
+        if not self.recurrent:
+            sequences = sequences.flatten(0, 1)[index]
+            who = who[torch.div(index, length, rounding_mode="floor")]
+        if len(self.members) == 1:
+            found: torch.Tensor = self.members[0](sequences)
+        else:
+            found = sequences.new_empty((*sequences.shape[:-1], self.outputs))
+            for i in range(len(self.members)):
+                rows = (who == i).nonzero(as_tuple=True)[0]
+                found = found.index_copy(0, rows, self.members[i](sequences[rows]))
+        return found.flatten(0, 1)[index] if self.recurrent else found
+
+    def step(
+        self, inputs: torch.Tensor, memory: list[torch.Tensor | None]
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """One step of all copies [B, A, I] -> [B, A, outputs], and each member's memory."""
+        if len(self.members) == 1:
+            out, memory[0] = self.members[0].step(inputs.flatten(0, 1), memory[0])  # type: ignore[operator]
+            return out.view(*inputs.shape[:2], self.outputs), memory
+        outs = []
+        for i, member in enumerate(self.members):
+            out, memory[i] = member.step(inputs[:, i], memory[i])  # type: ignore[operator]
+            outs.append(out)
+        return torch.stack(outs, dim=1), memory
+
+
+def identity_width(spec: NetworkSpec, agents: int) -> int:
+    """Inputs that say which agent it is."""
+    return agents if spec.parameters == "shared" and agents > 1 else 0
+
+
+def initialize(module: nn.Module, gain: float) -> None:
+    """Orthogonal weights, the heads' with `gain`; zero biases (Saxe et al. 2014; what PPO's authors
+    and MAPPO's do)."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim < 2:
+            nn.init.zeros_(parameter)
+        else:
+            nn.init.orthogonal_(parameter, gain if "head" in name else 2**0.5)
