@@ -111,6 +111,7 @@ BUILT_IN: Final[dict[str, str]] = {
     "matrix": "troupe.networks.environments.matrix:MatrixGame",
     "pettingzoo": "troupe.networks.environments.pettingzoo:PettingZooCopies",
     "gymnasium": "troupe.networks.environments.gymnasium:GymnasiumCopies",
+    "openspiel": "troupe.networks.environments.openspiel:GameCopies",
 }
 
 

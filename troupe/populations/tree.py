@@ -56,15 +56,7 @@ class SequenceForm:
         Walks the whole tree: for games of up to some 10^5 histories. Raises ImportError without
         OpenSpiel, ValueError for a game that is played at once or has no such tree.
         """
-        try:
-            import pyspiel
-        except ImportError as error:
-            raise ImportError("exact games are OpenSpiel's: pip install 'troupe[games]'") from error
-        loaded = pyspiel.load_game(game) if isinstance(game, str) else game
-        if loaded.get_type().dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
-            raise ValueError(
-                f"{game} is played at once; load it through turn_based_simultaneous_game(game=...)"
-            )
+        loaded = load_sequential(game)
         return _Walk(loaded.num_players()).form(loaded.new_initial_state())
 
     @property
@@ -170,6 +162,23 @@ class SequenceForm:
         now = self.values(plans)
         best = [self.best_response(player, plans)[1] for player in range(self.players)]
         return float(np.sum(best) - now.sum())
+
+
+def load_sequential(game: Any) -> Any:
+    """The `pyspiel.Game` of that name, or the one that it is, in which players move one by one.
+
+    Raises ImportError without OpenSpiel, ValueError for a game that is played at once.
+    """
+    try:
+        import pyspiel
+    except ImportError as error:
+        raise ImportError("exact games are OpenSpiel's: pip install 'troupe[games]'") from error
+    loaded = pyspiel.load_game(game) if isinstance(game, str) else game
+    if loaded.get_type().dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
+        raise ValueError(
+            f"{game} is played at once; load it through turn_based_simultaneous_game(game=...)"
+        )
+    return loaded
 
 
 class _Walk:

@@ -1,0 +1,174 @@
+"""`Histories`: a game's whole tree as arrays, so that thousands of games move at one stroke."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from troupe.populations.games import Array
+from troupe.populations.tree import Indices, SequenceForm, load_sequential
+
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Histories:
+    """A finite game with perfect recall, history by history; the empty history is number 0.
+
+    Shapes: h histories, n players, A actions, m information sets of a player, d numbers of an
+    observation, w columns for what can come next: the actions, or the outcomes of chance.
+    """
+
+    form: SequenceForm
+    """The same game; sets of a player have the same numbers here and there."""
+    actor: NDArray[np.int8]
+    """Who moves [h]: a player, `chance` or, at an end, `over`."""
+    sets: Indices
+    """The information set of who moves [h]; of chance: a row of `chances`."""
+    children: Indices
+    """The next history by action or outcome [h, w]; -1 where there is none, itself at an end."""
+    chances: Array
+    """Distributions of chance [c, w]."""
+    returns: Array
+    """What players get at an end [h, n]; elsewhere 0."""
+    legal: tuple[Bools, ...]
+    """By player, the legal actions of each set [m, A]."""
+    tensors: tuple[Floats, ...]
+    """By player, each set's information state as OpenSpiel gives it [m, d]."""
+    longest: int
+    """Moves of players in the longest game."""
+
+    @classmethod
+    def of(cls, game: Any) -> Histories:
+        """The game of that OpenSpiel name, or a loaded one. Raises as `SequenceForm.of`, and
+        ValueError for a game whose information states are not given as tensors."""
+        loaded = load_sequential(game)
+        if not loaded.get_type().provides_information_state_tensor:
+            raise ValueError(f"{game} has no information states as tensors: no network can see it")
+        return _Reading(loaded, SequenceForm.of(loaded)).histories()
+
+    @property
+    def chance(self) -> int:
+        """The number of chance in `actor`."""
+        return self.form.players
+
+    @property
+    def over(self) -> int:
+        """The number in `actor` of a history at which the game has ended."""
+        return self.form.players + 1
+
+    @property
+    def actions(self) -> int:
+        """A"""
+        return int(self.legal[0].shape[1])
+
+    def uniform(self, player: int) -> Array:
+        """Every legal action equally often [m, A]."""
+        legal = self.legal[player]
+        found: Array = legal / legal.sum(axis=1, keepdims=True)
+        return found
+
+    def plan(self, player: int, table: Array) -> Array:
+        """The plan [s] of probabilities of actions by set [m, A].
+
+        Raises ValueError where a row is no distribution over legal actions.
+        """
+        legal = self.legal[player]
+        if table.shape != legal.shape:
+            raise ValueError(f"probabilities of {table.shape}, not {legal.shape}")
+        wrong = ~np.isclose((table * legal).sum(axis=1), 1.0, atol=1e-5) | (table < 0).any(axis=1)
+        if wrong.any():
+            at = int(np.flatnonzero(wrong)[0])
+            raise ValueError(
+                f"{table[at].tolist()} at set {at} is no distribution over its actions"
+            )
+        return self.form.plan(player, [row[may] for row, may in zip(table, legal, strict=True)])
+
+    def table(self, player: int, plan: Array) -> Array:
+        """Probabilities of actions by set [m, A]; where the plan never comes: uniform."""
+        found = np.zeros(self.legal[player].shape)
+        behaviour = self.form.behaviour(player, plan).values()
+        for row, shares in zip(found, behaviour, strict=True):
+            for action, share in shares.items():
+                row[action] = share
+        return found
+
+
+@dataclass
+class _Reading:
+    """Visits all histories once."""
+
+    game: Any
+    form: SequenceForm
+    actor: list[int] = field(default_factory=list)
+    sets: list[int] = field(default_factory=list)
+    children: list[list[int]] = field(default_factory=list)
+    returns: list[list[float]] = field(default_factory=list)
+    chances: dict[tuple[float, ...], int] = field(default_factory=dict)
+    longest: int = 0
+
+    def __post_init__(self) -> None:
+        self.numbers = [
+            {name: i for i, name in enumerate(ours.names)} for ours in self.form.decisions
+        ]
+        self.tensors: list[list[Any]] = [[None] * len(names) for names in self.numbers]
+
+    def histories(self) -> Histories:
+        players, actions = self.form.players, self.game.num_distinct_actions()
+        self._visit(self.game.new_initial_state(), 0)
+        width = max(actions, max(map(len, self.children)))
+        children = np.full((len(self.actor), width), -1, dtype=np.int64)
+        for row, found in zip(children, self.children, strict=True):
+            row[: len(found)] = found
+        over = np.array(self.actor) == players + 1
+        children[over] = np.flatnonzero(over)[:, None]
+        legal = []
+        for ours in self.form.decisions:
+            may = np.zeros((len(ours.names), actions), dtype=np.bool_)
+            for row, allowed in zip(may, ours.actions, strict=True):
+                row[list(allowed)] = True
+            legal.append(may)
+        chances = np.zeros((len(self.chances), width))
+        for shares, at in self.chances.items():
+            chances[at, : len(shares)] = shares
+        return Histories(
+            form=self.form,
+            actor=np.array(self.actor, dtype=np.int8),
+            sets=np.array(self.sets, dtype=np.int64),
+            children=children,
+            chances=chances,
+            returns=np.array(self.returns, dtype=np.float64),
+            legal=tuple(legal),
+            tensors=tuple(np.array(rows, dtype=np.float32) for rows in self.tensors),
+            longest=self.longest,
+        )
+
+    def _visit(self, state: Any, moves: int) -> int:
+        number, players = len(self.actor), self.form.players
+        self.children.append([])
+        self.actor.append(players + 1)
+        self.sets.append(0)
+        self.returns.append([0.0] * players)
+        if state.is_terminal():
+            self.returns[number] = list(state.returns())
+            self.longest = max(self.longest, moves)
+        elif state.is_chance_node():
+            outcomes, shares = zip(*state.chance_outcomes(), strict=True)
+            self.actor[number] = players
+            self.sets[number] = self.chances.setdefault(shares, len(self.chances))
+            self.children[number] = [self._visit(state.child(one), moves) for one in outcomes]
+        else:
+            player = state.current_player()
+            at = self.numbers[player][state.information_state_string(player)]
+            self.actor[number], self.sets[number] = player, at
+            if self.tensors[player][at] is None:
+                self.tensors[player][at] = state.information_state_tensor(player)
+            found = [-1] * self.game.num_distinct_actions()
+            for action in state.legal_actions():
+                found[action] = self._visit(state.child(action), moves + 1)
+            self.children[number] = found
+        return number
