@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
