@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
 
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.faults import Patience
@@ -19,6 +20,7 @@ from troupe.v1 import rollout_pb2 as ro
 # Loading a finished job's policies and starting its engines.
 _PREPARE_SECONDS: Final = 600.0
 _RETRY_AFTER_MS: Final = 1000
+AnswerT = TypeVar("AnswerT")
 _ACTIVE: Final = frozenset(
     {pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING, pb.JOB_STATE_PAUSING}
 )
@@ -39,15 +41,6 @@ class Generation:
         Raises `NotFound` for an unknown job or policy, `Unavailable` while an active job's engines
         are being prepared.
         """
-        record = await self._shared.store.get(request.job_id)
-        spec = record.spec()
-        if request.policy not in spec.policies:
-            raise NotFound(
-                f"job {record.job_id} has no policy {request.policy!r}",
-                field="policy",
-                value=request.policy,
-                remedy=f"Its policies: {', '.join(sorted(spec.policies))}.",
-            )
         call = ro.GenerateRequest(
             request_id=new_id("generate"),
             job_id=request.job_id,
@@ -56,11 +49,40 @@ class Generation:
             input_ids=request.input_ids,
             sampling=request.sampling if request.HasField("sampling") else None,
         )
+
+        async def ask(worker: Worker) -> ro.GenerateResponse:
+            answer: ro.GenerateResponse = await worker.rollout.Generate(call, timeout=timeout)
+            return answer
+
+        return await self._asked(request.job_id, request.policy, ask)
+
+    async def score(self, request: ro.ScoreRequest, timeout: float) -> ro.ScoreResponse:
+        """Log-probs of continuations under the policy's newest version. Raises as `generate`."""
+
+        async def ask(worker: Worker) -> ro.ScoreResponse:
+            answer: ro.ScoreResponse = await worker.rollout.Score(request, timeout=timeout)
+            return answer
+
+        return await self._asked(request.job_id, request.policy, ask)
+
+    async def _asked(
+        self, job_id: str, policy: str, ask: Callable[[Worker], Awaitable[AnswerT]]
+    ) -> AnswerT:
+        """What a worker answers that serves the policy."""
+        record = await self._shared.store.get(job_id)
+        spec = record.spec()
+        if policy not in spec.policies:
+            raise NotFound(
+                f"job {record.job_id} has no policy {policy!r}",
+                field="policy",
+                value=policy,
+                remedy=f"Its policies: {', '.join(sorted(spec.policies))}.",
+            )
         beat = None
-        worker = self._serving(request.job_id, request.policy)
+        worker = self._serving(job_id, policy)
         if worker is not None:
             try:
-                return await worker.rollout.Generate(call, timeout=timeout)
+                return await ask(worker)
             except TroupeError as error:
                 if error.kind != "job_not_prepared":
                     raise
@@ -73,10 +95,10 @@ class Generation:
                 retry_after_ms=_RETRY_AFTER_MS,
             )
         async with self._jobs.lock(record.job_id):
-            worker = self._serving(request.job_id, request.policy)
+            worker = self._serving(job_id, policy)
             if worker is None or worker.beat is beat:
                 worker = await self._prepare(record)
-        return await worker.rollout.Generate(call, timeout=timeout)
+        return await ask(worker)
 
     def _serving(self, job_id: str, policy: str) -> Worker | None:
         """The least busy worker that serves the policy, as far as its heartbeat tells."""

@@ -203,6 +203,13 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         result = await self._at.generation.generate(request, left or _GENERATE_SECONDS)
         return orch.GeneratePolicyResponse(result=result)
 
+    async def ScorePolicy(
+        self, request: orch.ScorePolicyRequest, context: Any
+    ) -> orch.ScorePolicyResponse:
+        left = context.time_remaining()
+        result = await self._at.generation.score(request.request, left or _GENERATE_SECONDS)
+        return orch.ScorePolicyResponse(result=result)
+
     async def Heartbeat(
         self, request: orch.HeartbeatRequest, context: Any
     ) -> orch.HeartbeatResponse:

@@ -144,6 +144,11 @@ class ServedPolicy:
         self._target.ref = ref
 
     @property
+    def serving_engines(self) -> list[Engine]:
+        """Those to which turns may go now."""
+        return [keeper.engine for keeper in self._keepers.values() if keeper.may_serve]
+
+    @property
     def serving(self) -> int:
         """Engines to which turns may go now."""
         return sum(keeper.may_serve for keeper in self._keepers.values())

@@ -12,6 +12,7 @@ from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, Unavailabl
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2 as ro
 
 
 @pytest.fixture
@@ -174,6 +175,15 @@ async def test_a_trained_policy_generates(cluster: Cluster, done: str) -> None:
     with pytest.raises(NotFound, match="no policy 'nobody'") as caught:
         await generate("nobody")
     assert "checker, solver" in (caught.value.remedy or "")
+
+
+async def test_a_trained_policy_scores(cluster: Cluster, done: str) -> None:
+    request = ro.ScoreRequest(job_id=done, policy="solver")
+    answer = await cluster.api.ScorePolicy(orch.ScorePolicyRequest(request=request))
+    assert answer.result.version == 2
+    request.policy = "nobody"
+    with pytest.raises(NotFound, match="no policy 'nobody'"):
+        await cluster.api.ScorePolicy(orch.ScorePolicyRequest(request=request))
 
 
 async def test_generation_needs_one_prompt_and_engines(cluster: Cluster) -> None:

@@ -166,6 +166,9 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         version = self._job(request.job_id)[request.policy]
         return ro.GenerateResponse(text=f"{request.policy}@{version}")
 
+    async def Score(self, request: ro.ScoreRequest, context: Any) -> ro.ScoreResponse:
+        return ro.ScoreResponse(version=self._job(request.job_id)[request.policy])
+
     async def ListEngines(
         self, request: ro.ListEnginesRequest, context: Any
     ) -> ro.ListEnginesResponse:

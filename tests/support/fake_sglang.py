@@ -190,8 +190,10 @@ class FakeSglang:
             none = [{"version": self.version, "start": 0, "end": 0}]
             meta["weight_versions"] = _spans(call.versions) or none
         meta["input_token_logprobs"] = []
-        if body.get("logprob_start_len") == 0:
-            meta["input_token_logprobs"] = self._prompt_logprobs(prompt, adapter)
+        if (start := body.get("logprob_start_len", -1)) >= 0:
+            # Of the first of them none is reported, wherever that is.
+            rows = self._prompt_logprobs(prompt, adapter)[start:]
+            meta["input_token_logprobs"] = [[None, *rows[0][1:]], *rows[1:]]
         return JSONResponse({"output_ids": call.tokens, "meta_info": meta})
 
     async def _decode(

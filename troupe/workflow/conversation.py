@@ -86,6 +86,12 @@ class ChatTokenizer:
         special = set(self._tokenizer.all_special_ids)
         return tuple(sorted(set(self._tokenizer.get_vocab().values()) - special))
 
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a turn, if the tokenizer says one."""
+        found: int | None = self._tokenizer.eos_token_id
+        return found
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of `text` with nothing added."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))

@@ -17,6 +17,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.rollout.engines.base import Generation, SamplingParams
+from services.rollout.engines.errors import BadTurn, ScoreRefused
+from services.rollout.engines.scoring import Asked
 from services.rollout.engines.sglang.client import Refused, SglangClient
 from services.rollout.engines.sglang.engine import SglangEngine
 from services.rollout.engines.sglang.loading import UpdateSetting
@@ -120,7 +122,7 @@ async def test_what_the_server_can_do_is_read_from_its_document(client: SglangCl
 
 async def test_raw_generation(client: SglangClient) -> None:
     sampling = {"max_new_tokens": 5, "temperature": 0.0}
-    meta = await client.generate("raw", [1, 2, 3], sampling, prompt_logprobs=True)
+    meta = await client.generate("raw", [1, 2, 3], sampling, logprobs_from=0)
     assert meta["finish_reason"]["type"] == "length"
     assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] == 5
     assert [row[1] for row in meta["input_token_logprobs"]] == [1, 2, 3]
@@ -202,6 +204,42 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(
         expected = reference_logprobs(model, p, answer.token_ids, temperature or 1.0)
         assert answer.logprobs == pytest.approx(expected, abs=2e-4)
     assert await engine.check() == pb.ENGINE_STATE_HEALTHY
+    await engine.stop()
+
+
+async def test_scores_are_those_of_a_plain_forward_pass(url: str, tmp_path: Path) -> None:
+    engine, transfer = await attached(url), transfer_in(tmp_path)
+    models = [make_model(seed) for seed in (4, 5)]
+    rng = random.Random(2)
+    asked = [
+        Asked(
+            tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 7, 40)))),
+            tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))),
+        )
+        for _ in range(6)
+    ]
+    asked += [Asked(asked[2].prompt_ids, (token,)) for token in range(5)]
+    asked.append(Asked((1,) * 230, (2,) * 10))
+    for version, model in enumerate(models, 4):
+        await engine.update_weights(publish(transfer, model, version), transfer)
+        scored = await engine.score(asked, 1.0, deadline_seconds=60)
+        assert (scored.version, scored.checksum) == (version, engine.checksum)
+        for one, got in zip(asked, scored.logprobs, strict=True):
+            expected = reference_logprobs(model, list(one.prompt_ids), list(one.ids))
+            assert got == pytest.approx(expected, abs=2e-4)
+    # While weights change it is asked again, of the new ones.
+    scoring = asyncio.ensure_future(engine.score(asked * 2, 1.0, deadline_seconds=60))
+    await asyncio.sleep(0.02)
+    await engine.update_weights(publish(transfer, models[0], 6), transfer)
+    scored = await scoring
+    model = models[0] if scored.version == 6 else models[1]
+    for one, got in zip(asked * 2, scored.logprobs, strict=True):
+        expected = reference_logprobs(model, list(one.prompt_ids), list(one.ids))
+        assert got == pytest.approx(expected, abs=2e-4)
+    with pytest.raises(ScoreRefused, match=r"temperature = 0\.5"):
+        await engine.score(asked, 0.5, deadline_seconds=60)
+    with pytest.raises(BadTurn):
+        await engine.score([Asked((1,) * 300, (2,))], 1.0, deadline_seconds=60)
     await engine.stop()
 
 

@@ -134,12 +134,13 @@ class SglangClient:
         input_ids: list[int],
         sampling: Json,
         *,
-        prompt_logprobs: bool = False,
+        logprobs_from: int | None = None,
         priority: int | None = None,
         adapter: str | None = None,
     ) -> Json:
         """The reply's `meta_info`. No time limit of its own: the caller's deadline cancels.
 
+        `logprobs_from`: also those of the prompt's tokens after this one, by position.
         `priority`: only for servers that schedule by it, others refuse it. `adapter`: a LoRA
         adapter by name.
         """
@@ -149,8 +150,8 @@ class SglangClient:
             "sampling_params": sampling,
             "return_logprob": True,
         }
-        if prompt_logprobs:
-            body["logprob_start_len"] = 0
+        if logprobs_from is not None:
+            body["logprob_start_len"] = logprobs_from
         if priority is not None:
             body["priority"] = priority
         if adapter is not None:

@@ -14,18 +14,15 @@ from typing import ClassVar, Final
 
 from services.rollout.engines.adapted import Adapted, check_base, check_published
 from services.rollout.engines.base import Adapter, EngineLoad, Generation, Memory
-from services.rollout.engines.errors import (
-    EngineDied,
-    EngineStartFailed,
-    UpdateFailed,
-)
-from services.rollout.engines.front import EngineFront, Tensors
+from services.rollout.engines.errors import EngineDied, EngineStartFailed, UpdateFailed
+from services.rollout.engines.front import Tensors
 from services.rollout.engines.sglang.adapters import Adapters
 from services.rollout.engines.sglang.client import BrokenReply, Refused, ServerGone
 from services.rollout.engines.sglang.faults import broken, refused
 from services.rollout.engines.sglang.features import ServerLoad
 from services.rollout.engines.sglang.health import Health
 from services.rollout.engines.sglang.replies import parse, sampling_of
+from services.rollout.engines.sglang.scoring import ScoresPrompts
 from services.rollout.engines.sglang.server import Server
 from services.rollout.engines.sglang.versions import AdapterVersions, Served
 from services.rollout.engines.turns import Turn
@@ -43,7 +40,7 @@ _ABORT_SECONDS: Final = 2.0
 _CHECK_SECONDS: Final = 18.0
 
 
-class SglangEngine(EngineFront):
+class SglangEngine(ScoresPrompts):
     """Serves a policy with one SGLang server over HTTP.
 
     `replica` chooses the URL of an attached server. `work_dir` holds a launched server's log and
@@ -352,7 +349,7 @@ class SglangEngine(EngineFront):
 
     async def _converse(self, turn: Turn) -> Generation:
         """Ask until the response is complete: an update may make that more than once."""
-        served = self._versions.begin(turn)
+        served = self._versions.begin(turn.adapter)
         try:
             return await self._ask(turn, served)
         finally:

@@ -136,7 +136,7 @@ class Updater:
         sampling = {"max_new_tokens": 1, "temperature": 0.0}
         rid = f"probe-{ref.policy}-{ref.version}-{time.monotonic_ns()}"
         try:
-            meta = await self._client.generate(rid, ids, sampling, prompt_logprobs=True)
+            meta = await self._client.generate(rid, ids, sampling, logprobs_from=0)
         except Refused as error:
             raise _failed(ref, f"the probe was refused: {error}") from error
         got = prompt_logprobs(meta)

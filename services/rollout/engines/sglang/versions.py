@@ -27,7 +27,6 @@ from services.rollout.engines.sglang.loading import (
 )
 from services.rollout.engines.sglang.replies import prompt_logprobs
 from services.rollout.engines.sglang.server import Server
-from services.rollout.engines.turns import Turn
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as pb
 
@@ -63,10 +62,10 @@ class AdapterVersions:
         self._turns.clear()
         self._own &= self._adapters.names
 
-    def begin(self, turn: Turn) -> Served:
-        """What a turn is asked with, to its end; `ended` has to follow."""
-        if self._now is None or turn.adapter is not None:
-            return Served(turn.adapter)
+    def begin(self, adapter: str | None) -> Served:
+        """What a turn that wants `adapter` is asked with, to its end; `ended` has to follow."""
+        if self._now is None or adapter is not None:
+            return Served(adapter)
         self._turns[self._now.name] += 1
         return self._now
 
@@ -120,7 +119,7 @@ class AdapterVersions:
         rid = f"probe-{name}-{time.monotonic_ns()}"
         try:
             meta = await self._server.client.generate(
-                rid, ids, sampling, prompt_logprobs=True, adapter=name
+                rid, ids, sampling, logprobs_from=0, adapter=name
             )
         except Refused as error:
             raise _failed(ref, f"the probe was refused: {error}") from error

@@ -1,0 +1,170 @@
+"""Log-probs of given continuations: the Score call."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from services.rollout.engines.base import Engine
+from services.rollout.engines.scoring import Asked, Scored
+from services.rollout.policy import ServedPolicy
+from services.rollout.prepared import PreparedJob
+from troupe.rpc.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    Unavailable,
+)
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import rollout_pb2 as pb
+from troupe.workflow import WorkflowError
+from troupe.workflow.conversation import ChatTokenizer
+from troupe.workflow.messages import parse_messages
+
+# A request with more would keep its engine for long, and others waiting.
+MAX_TOKENS: Final = 1 << 20
+_RETRY_SECONDS: Final = 0.05
+
+
+async def score(
+    job: PreparedJob, policy: ServedPolicy, request: pb.ScoreRequest
+) -> pb.ScoreResponse:
+    """Log-probs of continuations by one served version of `policy`, in `limits.turn_seconds`.
+
+    An engine that is lost under way is replaced by another one. Raises `InvalidArgument` naming the
+    prompt at fault, `FailedPrecondition` (another version is served, or an engine that cannot) and
+    `DeadlineExceeded`.
+    """
+    role = next((role for role in job.roles.values() if role.policy == policy.name), None)
+    temperature = (role.sampling.temperature if role else 1.0) or 1.0  # greedy ones count as 1
+    if request.HasField("temperature"):
+        temperature = request.temperature
+    if not 0.0 < temperature < float("inf"):
+        raise InvalidArgument(
+            "log-probs have a positive temperature", field="temperature", value=temperature
+        )
+    chat, system = policy.language.chat, role.system_prompt if role else None
+    prompts = [_prompt(chat, system, at, one) for at, one in enumerate(request.prompts)]
+    asked = [one for some in prompts for one in some]
+    tokens = sum(len(one.prompt_ids) + len(one.ids) for one in asked)
+    if tokens > MAX_TOKENS:
+        raise InvalidArgument(
+            f"they have {tokens} tokens, one call scores up to {MAX_TOKENS}",
+            field="prompts",
+            value=len(prompts),
+            remedy="Ask in several calls; each answer says which version it is of.",
+        )
+    wanted = request.version if request.HasField("version") else None
+    scored = await _scored(policy, asked, temperature, wanted, job.spec.limits.turn_seconds)
+    rows = iter(scored.logprobs)
+    return pb.ScoreResponse(
+        prompts=[
+            pb.ScoredPrompt(
+                input_ids=some[0].prompt_ids,
+                continuations=[_continuation(one.ids, next(rows)) for one in some],
+            )
+            for some in prompts
+        ],
+        version=scored.version,
+        checksum=scored.checksum,
+    )
+
+
+async def _scored(
+    policy: ServedPolicy,
+    asked: Sequence[Asked],
+    temperature: float,
+    version: int | None,
+    seconds: float,
+) -> Scored:
+    deadline = time.monotonic() + seconds
+    lost: Unavailable | None = None
+    while (left := deadline - time.monotonic()) > 0:
+        if version is not None and policy.weights.version != version:
+            raise FailedPrecondition(
+                f"policy '{policy.name}' is at version {policy.weights.version}",
+                kind="version_not_served",
+                field="version",
+                value=version,
+                remedy="Ask for the version that is served, or for whichever it is.",
+            )
+        engine = _least_busy(policy.serving_engines, version)
+        if engine is not None:
+            try:
+                scored = await engine.score(asked, temperature, deadline_seconds=left)
+            except Unavailable as error:  # died, is being updated, leaves
+                lost = error
+            else:
+                if version in (None, scored.version):
+                    return scored
+        await asyncio.sleep(_RETRY_SECONDS)
+    raise DeadlineExceeded(
+        f"policy '{policy.name}' scored nothing within {seconds:g} s"
+        + (f"; {lost.message}" if lost is not None else "; no engine serves it"),
+        kind="score_deadline",
+        field="limits.turn_seconds",
+        value=f"{seconds:g}",
+        remedy="Allow more time per turn, ask for fewer at once, or add engine replicas.",
+    )
+
+
+def _least_busy(engines: Sequence[Engine], version: int | None) -> Engine | None:
+    able = [one for one in engines if version in (None, one.version)]
+    return min(able, key=lambda one: one.load().outstanding_tokens, default=None)
+
+
+def _prompt(
+    chat: ChatTokenizer, system: str | None, at: int, prompt: pb.ScorePrompt
+) -> list[Asked]:
+    """The continuations of one prompt, as ids."""
+    field = f"prompts.{at}"
+    if bool(prompt.messages) == bool(prompt.input_ids):
+        raise InvalidArgument(
+            "give exactly one of messages and input_ids",
+            field=f"{field}.messages",
+            remedy="Send chat messages, or token ids of the policy's tokenizer.",
+        )
+    if not prompt.continuations:
+        raise InvalidArgument("nothing is asked about it", field=f"{field}.continuations")
+    ids = tuple(prompt.input_ids) or _chat_ids(chat, system, field, prompt.messages)
+    return [
+        Asked(ids, _ids(chat, f"{field}.continuations.{number}", one))
+        for number, one in enumerate(prompt.continuations)
+    ]
+
+
+def _chat_ids(
+    chat: ChatTokenizer, system: str | None, field: str, messages: Sequence[common.ChatMessage]
+) -> tuple[int, ...]:
+    plain = [{"role": m.role, "content": m.content} for m in messages]
+    try:
+        return chat.first_ids(parse_messages(plain, system))
+    except WorkflowError as error:
+        raise InvalidArgument(
+            error.message, kind=error.kind, field=f"{field}.messages", remedy=error.remedy
+        ) from error
+
+
+def _ids(chat: ChatTokenizer, field: str, one: pb.ScoreContinuation) -> tuple[int, ...]:
+    if one.text and one.ids:
+        raise InvalidArgument("give text or ids, not both", field=field)
+    ids = tuple(one.ids) or chat.encode(one.text)
+    if one.ends:
+        if chat.end_id is None:
+            raise InvalidArgument(
+                "the policy's tokenizer has no end-of-sequence token",
+                field=f"{field}.ends",
+                remedy="Give the ids that end a turn.",
+            )
+        ids = (*ids, chat.end_id)
+    if not ids:
+        raise InvalidArgument(
+            "it has no tokens", field=field, remedy="Give text, ids, or `ends` alone."
+        )
+    return ids
+
+
+def _continuation(ids: Sequence[int], logprobs: Sequence[float]) -> pb.ScoredContinuation:
+    return pb.ScoredContinuation(ids=ids, logprobs=logprobs, logprob=sum(logprobs))

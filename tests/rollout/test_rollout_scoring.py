@@ -1,0 +1,130 @@
+"""The Score call: log-probs of given continuations under what is served."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from services.rollout import scoring
+from tests.rollout.house import CONFIG, House, open_house, weights
+from tests.workflow.stage import make_tokenizer
+from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import rollout_pb2 as pb
+
+TEXT = pb.ScoreContinuation(text="12")
+USER = [common.ChatMessage(role="user", content="3+4")]
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[House]:
+    async with open_house(tmp_path) as house:
+        yield house
+
+
+async def score(house: House, *prompts: pb.ScorePrompt, **given: Any) -> pb.ScoreResponse:
+    request = pb.ScoreRequest(job_id=house.job_id, policy="big", prompts=prompts, **given)
+    answer: pb.ScoreResponse = await house.rollout.Score(request, timeout=20)
+    return answer
+
+
+async def test_text_and_ids_are_scored_as_the_model_says(house: House) -> None:
+    await house.prepare("one_turn", agents={"solver": {"system_prompt": "be brief"}})
+    tokenizer = make_tokenizer()
+    said = await score(
+        house,
+        pb.ScorePrompt(
+            messages=USER,
+            continuations=[TEXT, pb.ScoreContinuation(text="7", ends=True)],
+        ),
+        pb.ScorePrompt(
+            input_ids=[5, 6],
+            continuations=[pb.ScoreContinuation(ids=[n]) for n in range(128)],
+        ),
+    )
+    assert said.version == 0
+    assert len(said.checksum) > 8
+    talk, raw = said.prompts
+    assert tokenizer.decode(talk.input_ids).startswith("<|im_start|>system\nbe brief")
+    assert list(talk.continuations[0].ids) == tokenizer.encode("12", add_special_tokens=False)
+    assert talk.continuations[1].ids[-1] == tokenizer.eos_token_id
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG)).eval()
+    model.load_state_dict(weights(0))
+    for prompt in said.prompts:
+        for one in prompt.continuations:
+            ids = torch.tensor([[*prompt.input_ids, *one.ids]])
+            with torch.no_grad():
+                table = torch.log_softmax(model(ids).logits[0, len(prompt.input_ids) - 1 :], -1)
+            expected = [float(table[n, token]) for n, token in enumerate(one.ids)]
+            assert one.logprobs == pytest.approx(expected, abs=1e-5)
+            assert one.logprob == pytest.approx(sum(expected), abs=1e-5)
+    assert sum(math.exp(one.logprob) for one in raw.continuations) == pytest.approx(1.0)
+
+
+async def test_the_temperature_is_the_agents_own_unless_another_is_asked_for(house: House) -> None:
+    await house.prepare("one_turn", agents={"solver": {"sampling": {"temperature": 0.5}}})
+    prompt = pb.ScorePrompt(messages=USER, continuations=[TEXT])
+
+    async def logprob(**given: float) -> float:
+        return (await score(house, prompt, **given)).prompts[0].continuations[0].logprob
+
+    assert await logprob() == await logprob(temperature=0.5) != await logprob(temperature=1.0)
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(InvalidArgument, match="positive temperature"):
+            await logprob(temperature=bad)
+
+
+async def test_the_version_that_is_wanted_or_none(house: House) -> None:
+    await house.prepare("one_turn")
+    prompt = pb.ScorePrompt(messages=USER, continuations=[TEXT])
+    assert (await score(house, prompt, version=0)).version == 0
+    with pytest.raises(FailedPrecondition, match="'big' is at version 0") as info:
+        await score(house, prompt, version=3)
+    assert info.value.kind == "version_not_served"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (pb.ScorePrompt(continuations=[TEXT]), "exactly one of messages and input_ids"),
+        (pb.ScorePrompt(messages=USER), "nothing is asked"),
+        (
+            pb.ScorePrompt(messages=USER, continuations=[TEXT, pb.ScoreContinuation()]),
+            r"prompts\.1\.continuations\.1.*no tokens",
+        ),
+        (
+            pb.ScorePrompt(messages=USER, continuations=[pb.ScoreContinuation(text="1", ids=[1])]),
+            "text or ids, not both",
+        ),
+        (
+            pb.ScorePrompt(input_ids=[128], continuations=[TEXT]),
+            "vocabulary of policy 'big' has 128",
+        ),
+        (pb.ScorePrompt(input_ids=[1] * 384, continuations=[TEXT]), "386 tokens"),
+    ],
+)
+async def test_bad_requests_name_what_is_wrong(
+    house: House, prompt: pb.ScorePrompt, says: str
+) -> None:
+    await house.prepare("one_turn")
+    fine = pb.ScorePrompt(messages=USER, continuations=[TEXT])
+    with pytest.raises(InvalidArgument) as info:
+        await score(house, fine, prompt)
+    error: TroupeError = info.value
+    assert re.search(says, f"{error.field}: {error}"), error
+
+
+async def test_one_call_has_its_bounds(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    await house.prepare("one_turn")
+    with pytest.raises(InvalidArgument, match="nothing is asked for"):
+        await score(house)
+    monkeypatch.setattr(scoring, "MAX_TOKENS", 3)
+    with pytest.raises(InvalidArgument, match="scores up to 3"):
+        await score(house, pb.ScorePrompt(input_ids=[1, 2], continuations=[TEXT]))
