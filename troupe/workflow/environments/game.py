@@ -15,7 +15,7 @@ from troupe.workflow.agents import Agents
 from troupe.workflow.environments.episode import Episode, Outcome, PlayRules
 from troupe.workflow.environments.host import AsyncEnvironment, FaultLimits, Host, Local
 from troupe.workflow.environments.hosted import Hosted
-from troupe.workflow.environments.interface import EnvironmentFactory
+from troupe.workflow.environments.interface import Environment, EnvironmentFactory
 from troupe.workflow.environments.opening import open_environment
 from troupe.workflow.environments.pool import EnvironmentPool
 from troupe.workflow.errors import EntrypointError, WorkflowError
@@ -113,6 +113,20 @@ class GameWorkflow:
             seats = outcome.rewards
             rewards["team"] = sum(outcome.total(seat) for seat in seats) / len(seats)
         return rewards
+
+    @property
+    def rules(self) -> PlayRules:
+        """How text becomes moves."""
+        return self._rules
+
+    def make(self) -> Environment:
+        """One more environment, in this process, whose `close` is the caller's.
+
+        Raises as `open_environment`.
+        """
+        if isinstance(self._environment, str):
+            return open_environment(self._environment, self._args)
+        return self._environment()
 
     async def close(self) -> None:
         """End its processes. Repeatable; they also end by themselves when idle."""

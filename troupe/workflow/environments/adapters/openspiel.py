@@ -145,25 +145,25 @@ class OpenSpiel(Environment):
             return tuple(self._seats[p] for p in self._players if state.legal_actions(p))
         return (self._seats[state.current_player()],)
 
+    @property
+    def game(self) -> Any:
+        """The `pyspiel.Game` that is played."""
+        return self._game
+
+    def seen(self, state: Any, player: int) -> Observation:
+        """What `player`, whose move it is in `state`, sees there; without `arrays`."""
+        return Observation(self._describe(state, player), _legal(state, player))
+
     def _observe(self) -> dict[str, Observation]:
         current = self._current()
         return {
             seat: Observation(
                 self._describe(self._state, player),
-                self._legal(player) if seat in current else None,
+                _legal(self._state, player) if seat in current else None,
                 self._arrays(player),
             )
             for player, seat in enumerate(self._seats)
         }
-
-    def _legal(self, player: int) -> dict[str, Action]:
-        state, mover = self._state, _MOVER.format(player)
-        legal: dict[str, Action] = {}
-        for action in state.legal_actions(player):
-            label = state.action_to_string(player, action).removeprefix(mover)
-            # No move may be lost because another one bears its name.
-            legal[label if label not in legal else f"{label} #{action}"] = action
-        return legal
 
     def _arrays(self, player: int) -> dict[str, Any]:
         kind, arrays = self._game.get_type(), {}
@@ -183,3 +183,13 @@ class OpenSpiel(Environment):
             # Of games without hidden history it may be empty: then the board says all.
             text = str(state.information_state_string(player)) or text
         return text if text.strip() else f"Moves so far: {state.history_str() or 'none'}"
+
+
+def _legal(state: Any, player: int) -> dict[str, Action]:
+    """Legal moves by the names under which a player knows them."""
+    mover, legal = _MOVER.format(player), {}
+    for action in state.legal_actions(player):
+        label = state.action_to_string(player, action).removeprefix(mover)
+        # No move may be lost because another one bears its name.
+        legal[label if label not in legal else f"{label} #{action}"] = action
+    return legal

@@ -1,0 +1,57 @@
+"""Exact values of agents that change seats from episode to episode, every seating equally often.
+
+An agent's plans are one per seat: it knows where it sits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+
+import numpy as np
+
+from troupe.populations.games import Array
+from troupe.populations.tree import SequenceForm
+
+Plans = Sequence[Array]
+"""One plan [s] per seat, as `SequenceForm.plan` makes them."""
+
+
+def mixed(members: Sequence[Plans], shares: Sequence[float]) -> list[Array]:
+    """The plans of who is one of `members` for a whole episode, drawn with `shares`."""
+    total = float(np.sum(shares))
+    if len(members) != len(shares) or not members or total <= 0:
+        raise ValueError(f"{len(members)} members and the shares {list(shares)} make no mixture")
+    seats = range(len(members[0]))
+    parts = list(zip(members, shares, strict=True))
+    return [sum(share / total * plans[seat] for plans, share in parts) for seat in seats]  # type: ignore[misc]
+
+
+def agent_values(form: SequenceForm, agents: Sequence[Plans]) -> Array:
+    """What each agent [n] gets on average over all seatings."""
+    found = np.zeros(len(agents))
+    seatings = list(permutations(range(len(agents))))
+    for seating in seatings:
+        # seating[seat] is the agent there.
+        got = form.values([agents[agent][seat] for seat, agent in enumerate(seating)])
+        found[list(seating)] += got
+    return found / len(seatings)
+
+
+def agent_nash_conv(form: SequenceForm, agents: Sequence[Plans]) -> float:
+    """What the agents together would gain by best responses; 0 at a Nash equilibrium.
+
+    Half of it is the exploitability of two. Raises ValueError for more than two agents that differ:
+    a best response would have to know who sits where.
+    """
+    if len(agents) > 2 and any(plans is not agents[0] for plans in agents):
+        raise ValueError("best responses to several agents that change seats are not known")
+    seatings = list(permutations(range(len(agents)))) if len(agents) == 2 else [range(len(agents))]
+    return float(
+        np.mean(
+            [
+                form.nash_conv([agents[agent][seat] for seat, agent in enumerate(seating)])
+                for seating in seatings
+            ]
+        )
+    )

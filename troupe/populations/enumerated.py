@@ -1,0 +1,208 @@
+"""A language model's play of a small game, enumerated: what it does in every information state.
+
+Whoever plays through text is asked, in each information state, what it would be asked in a match;
+the probabilities of the moves' names make a behaviour, and the behaviour a plan of the game in
+sequence form (`troupe.populations.tree`): exact payoffs and NashConv, without a match.
+
+Exact where an answer that is a move is the move's name and nothing else, as with
+`sampling.max_new_tokens: 1` and names of one token. Of models that dress up their moves it sees
+the undressed ones only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from troupe.populations.games import Array
+from troupe.populations.tree import SequenceForm
+from troupe.workflow.environments.adapters.openspiel import OpenSpiel
+from troupe.workflow.environments.episode import PlayRules
+from troupe.workflow.environments.interface import IllegalRule, Properties
+
+FORFEIT: Final = -1
+"""The action of losing by an illegal move, in games that can be lost so."""
+
+Behaviour = dict[str, dict[int, float]]
+"""Information state -> action -> probability."""
+Messages = tuple[Mapping[str, str], ...]
+
+# Answers that are moves cannot be likelier than all answers, but for rounding.
+_ROUNDING: Final = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One information state, as a seat is asked there."""
+
+    player: int
+    state: str
+    """In the game's own words."""
+    messages: Messages
+    """The conversation that the move answers."""
+    moves: Mapping[str, int]
+    """What a player may write -> the action."""
+
+
+@dataclass(frozen=True, slots=True)
+class Enumeration:
+    """A game that is played through text."""
+
+    form: SequenceForm
+    """The game; where an illegal move may lose it, with that as one more action of every set."""
+    questions: tuple[Question, ...]
+    rule: IllegalRule
+    resamples: int
+
+    @classmethod
+    def of(
+        cls, environment: OpenSpiel, rules: PlayRules, *, rule: IllegalRule | None = None
+    ) -> Enumeration:
+        """The information states of `environment` as `rules` put them; `rule` is the job's own.
+
+        With `history: all` earlier answers stand in the conversation as the moves' names. Raises
+        ValueError where one information state is told in two ways (the text shows what its player
+        cannot know), and as `SequenceForm.of`.
+        """
+        properties = environment.properties
+        rule = rule or rules.illegal or properties.illegal
+        root = environment.game.new_initial_state()
+        game = environment.game
+        # The walk reads states only: a game with forfeits is the same tree with more leaves.
+        losable = rule != "random_legal"
+        form = SequenceForm.of(cast(Any, _Forfeitable(game, properties)) if losable else game)
+        asked: dict[tuple[int, str], Question] = {}
+        _ask(environment, rules, root, [()] * game.num_players(), asked)
+        resamples = rules.resamples if rule == "resample" else 0
+        return cls(form, tuple(asked.values()), rule, resamples)
+
+    def behaviours(self, probabilities: Sequence[Mapping[int, float]]) -> tuple[Behaviour, ...]:
+        """By player, what one does that says each question's moves with `probabilities` (action ->
+        probability of its name); what is left is the chance of an answer that is no move.
+
+        `random_legal`: that is shared out among the legal moves. `lose`: it is `FORFEIT`.
+        `resample`: the seat is asked again, `resamples` times, and loses then, as if the correction
+        in the conversation changed nothing. Raises ValueError for what are no probabilities.
+        """
+        found: tuple[Behaviour, ...] = tuple({} for _ in range(self.form.players))
+        for question, given in zip(self.questions, probabilities, strict=True):
+            legal = sum(given.values())
+            if set(given) != set(question.moves.values()) or not (
+                min(given.values()) >= 0 and legal <= 1 + _ROUNDING
+            ):
+                raise ValueError(
+                    f"in {question.state!r} the moves {sorted(question.moves.values())} have no "
+                    f"probabilities {dict(given)}"
+                )
+            illegal = max(0.0, 1.0 - legal)
+            if self.rule == "random_legal":
+                share = illegal / len(given)
+                whole = {action: chance + share for action, chance in given.items()}
+            else:
+                lost = illegal ** (self.resamples + 1)
+                kept = (1.0 - lost) / legal if legal > 0 else 0.0
+                whole = {action: chance * kept for action, chance in given.items()}
+                whole[FORFEIT] = lost
+            total = sum(whole.values())
+            found[question.player][question.state] = {a: p / total for a, p in whole.items()}
+        return found
+
+    def plans(self, behaviours: Sequence[Behaviour]) -> list[Array]:
+        """By player, the plan in `form`."""
+        return [self.form.plan_of(player, one) for player, one in enumerate(behaviours)]
+
+
+def _ask(
+    environment: OpenSpiel,
+    rules: PlayRules,
+    state: Any,
+    talks: list[Messages],
+    asked: dict[tuple[int, str], Question],
+) -> None:
+    """Visit all histories below `state`; `talks` are the players' conversations so far."""
+    if state.is_terminal():
+        return
+    if state.is_chance_node():
+        for action, _ in state.chance_outcomes():
+            _ask(environment, rules, state.child(action), talks, asked)
+        return
+    player = state.current_player()
+    name = state.information_state_string(player)
+    seen = environment.seen(state, player)
+    before = talks[player] if rules.history == "all" else ()
+    properties = environment.properties
+    text = rules.prompt(properties, properties.seats[player], seen, not before)
+    messages = (*before, {"role": "user", "content": text})
+    question = Question(player, name, messages, dict(seen.legal or {}))
+    known = asked.setdefault((player, name), question)
+    if known != question:
+        raise ValueError(
+            f"player {player} is told two things in the one information state {name!r}: "
+            f"{known.messages[-1]['content']!r} and {text!r}"
+        )
+    for label, action in question.moves.items():
+        after = list(talks)
+        after[player] = (*messages, {"role": "assistant", "content": label})
+        _ask(environment, rules, state.child(action), after, asked)
+
+
+class _Forfeitable:
+    """An OpenSpiel game, or a state of one, in which every move may also be `FORFEIT`."""
+
+    def __init__(
+        self, of: Any, properties: Properties, state: Any = None, loser: int | None = None
+    ) -> None:
+        self._of = of
+        self._properties = properties
+        self._state = state
+        self._loser = loser
+
+    def get_type(self) -> Any:
+        return self._of.get_type()
+
+    def num_players(self) -> int:
+        return int(self._of.num_players())
+
+    def new_initial_state(self) -> _Forfeitable:
+        return self._at(self._of.new_initial_state())
+
+    def is_terminal(self) -> bool:
+        return self._loser is not None or self._state.is_terminal()
+
+    def returns(self) -> list[float]:
+        """As `Episode` rewards a forfeit, on top of what was won before it."""
+        found = list(self._state.returns())
+        if self._loser is None:
+            return found
+        lost, others = self._properties.illegal_reward, len(found) - 1
+        for player in range(len(found)):
+            if player == self._loser or self._properties.cooperative:
+                found[player] += lost
+            elif self._properties.zero_sum:
+                found[player] -= lost / others
+        return found
+
+    def is_chance_node(self) -> bool:
+        return bool(self._state.is_chance_node())
+
+    def chance_outcomes(self) -> Any:
+        return self._state.chance_outcomes()
+
+    def current_player(self) -> int:
+        return int(self._state.current_player())
+
+    def information_state_string(self, player: int) -> str:
+        return str(self._state.information_state_string(player))
+
+    def legal_actions(self, player: int) -> list[int]:
+        return [*self._state.legal_actions(player), FORFEIT]
+
+    def child(self, action: int) -> _Forfeitable:
+        if action == FORFEIT:
+            loser = self._state.current_player()
+            return _Forfeitable(self._of, self._properties, self._state, loser)
+        return self._at(self._state.child(action))
+
+    def _at(self, state: Any) -> _Forfeitable:
+        return _Forfeitable(self._of, self._properties, state)
