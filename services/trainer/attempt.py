@@ -13,8 +13,6 @@ from services.trainer.binding import Binding
 from services.trainer.claims import Claim, StepClaims, bounds_of, last_refs
 from services.trainer.compute import Compute
 from services.trainer.peers import Stopped
-from services.trainer.policy_model import positions_of
-from services.trainer.rows import columns_of, parse_rows
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import Frontier
 from services.trainer.suspension import HalfStep
@@ -189,18 +187,10 @@ class Attempt:
         if self._stop.is_set():
             raise Stopped
         binding = self._binding
-        columns = columns_of(binding.spec.algorithm)
-        learner = binding.learner
-        rows = parse_rows(
-            claim.samples,
-            learner.vocabulary,
-            binding.load_column,
-            columns,
-            longest=positions_of(learner.model),
-        )
+        rows = binding.read(claim.samples)
         self._refs.update(last_refs(claim, binding.spec.pipeline.max_uses))
         binding.accumulate(rows, self._stop)
-        return sum(len(row.ids) for row in rows)
+        return sum(row.size for row in rows)
 
     async def _commit(
         self,

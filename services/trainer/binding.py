@@ -14,11 +14,10 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.checkpoints import Checkpoints
 from services.trainer.gang.gangs import Gangs
 from services.trainer.gang.learner import GangLearner
-from services.trainer.learner import Applied, Learner
-from services.trainer.learners import make_learner
+from services.trainer.learner import Applied
+from services.trainer.learners import AnyLearner, make_learner
 from services.trainer.publication import Publication
 from services.trainer.residence import Residence
-from services.trainer.rows import Row
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import StateStore
 from services.trainer.suspension import HalfStep, Luggage, Suspension
@@ -27,6 +26,7 @@ from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, new_id
 from troupe.states import BINDING, check
 from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import trainer_pb2
 
 # A host whose worker is started again is back within this, mostly.
@@ -99,7 +99,7 @@ class Binding:
         return self.versions.committed
 
     @property
-    def learner(self) -> Learner | GangLearner:
+    def learner(self) -> AnyLearner:
         """The policy's learner; only after `load`."""
         return self.versions.learner
 
@@ -226,7 +226,11 @@ class Binding:
         self.swaps += 1
         self.swap_seconds += time.perf_counter() - began
 
-    def accumulate(self, rows: Sequence[Row], stop: threading.Event) -> None:
+    def read(self, claimed: Iterable[store_pb.ClaimedSample]) -> Sequence[Any]:
+        """`Learner.read`, columns by reference included. Blocking."""
+        return self.learner.read(claimed, self.load_column)
+
+    def accumulate(self, rows: Sequence[Any], stop: threading.Event) -> None:
         """`Learner.accumulate`, drawing from this policy's generators. Blocking."""
         with self.versions.randomness.drawing():
             self.learner.accumulate(rows, stop)

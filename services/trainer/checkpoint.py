@@ -39,7 +39,8 @@ def save_checkpoint(
     keep: int,
     lineage: Lineage | None = None,
 ) -> int:
-    """Write `weights` in the format of `model` with its tokenizer; returns the size in bytes.
+    """Write `weights` in the format of `model` with its tokenizer, if it has one; returns the size
+    in bytes.
 
     `lineage`: where they come from, kept beside them.
 
@@ -58,7 +59,8 @@ def save_checkpoint(
             save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         else:
             _write_model(folder, model, weights)
-        tokenizer.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         if lineage is not None:
             lineage.write(folder)
 
@@ -71,8 +73,10 @@ def lineage_of(
     spec: JobSpec, job_id: str, policy: str, version: int, step: int, checksum: str, model: Any
 ) -> Lineage:
     """What is known of a version; `step`: the one that made it, -1 for the first weights."""
-    source, algorithm = spec.policies[policy].language_model, spec.algorithm
-    adapter = adapter_of(model)
+    source, adapter = spec.policies[policy], adapter_of(model)
+    algorithm = f"{spec.algorithm.loss}, {spec.algorithm.advantage}"
+    if source.network is not None:
+        algorithm = source.network.learning.paradigm
     return Lineage(
         job_id=job_id,
         job=spec.name,
@@ -80,9 +84,9 @@ def lineage_of(
         version=version,
         step=step,
         checksum=checksum,
-        base_model=source.path or "",
+        base_model="" if source.model is None else source.model.path or "",
         base_checksum=adapter.base.checksum if adapter is not None else "",
-        algorithm=f"{algorithm.loss}, {algorithm.advantage}",
+        algorithm=algorithm,
     )
 
 

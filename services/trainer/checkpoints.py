@@ -51,7 +51,9 @@ class Checkpoints:
                     value=version,
                     remedy=f"Ask for one of: {kept}.",
                 )
-        dtype = getattr(torch, policy.language_model.dtype)
+        dtype = torch.float32
+        if policy.network is None:
+            dtype = getattr(torch, policy.language_model.dtype)
         weights = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
         model = versions.learner.model
         lineage = lineage_of(self._spec, job_id, name, version, step, checksum, model)

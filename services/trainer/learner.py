@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,13 @@ from services.trainer.optimizer import (
 )
 from services.trainer.passes import Passes
 from services.trainer.peers import Peers
+from services.trainer.policy_model import positions_of
 from services.trainer.residence import Lodger
-from services.trainer.rows import Row
+from services.trainer.rows import Load, Row, columns_of, parse_rows
 from services.trainer.trained_model import TrainedModel
 from services.trainer.updates import schedule
 from troupe.job import JobSpec
+from troupe.v1 import experience_store_pb2 as store_pb
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,10 @@ class Learner:
     however they are cut into micro-batches (units.py, exact_sum.py). That holds on one kind of
     machine with one number of threads (`TROUPE_THREADS`): both change how sums are laid out.
 
-    A stand-in (paced.py) has to offer what `Binding` and `StepRun` use: `model`, `vocabulary`,
-    `num_parameters`, `needs_reference`, `set_reference`, `accumulate`, `complete`, `apply` (whose
-    `digest` the store checks), `discard`, `published`, `weights`, `moments`, `restore`, and
-    `suspended`, `adopt`, `leave`.
+    A stand-in (paced.py, networks/learner.py) has to offer what `Binding` and `StepRun` use:
+    `model`, `base`, `lost`, `num_parameters`, `needs_reference`, `set_reference`, `read`,
+    `accumulate`, `complete`, `apply` (whose `digest` the store checks), `discard`, `published`,
+    `weights`, `moments`, `restore`, and `suspended`, `adopt`, `leave`.
     """
 
     # Whether the state in memory has gone with a process that held it.
@@ -145,6 +147,11 @@ class Learner:
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
         self._passes.set_reference(weights)
+
+    def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
+        """What `accumulate` takes of a claim. Raises as `parse_rows`."""
+        columns, longest = columns_of(self._job.algorithm), positions_of(self.model)
+        return parse_rows(claimed, self.vocabulary, load, columns, longest=longest)
 
     # Accumulation.
 

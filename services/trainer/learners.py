@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -22,6 +22,12 @@ from services.trainer.settings import TrainerSettings
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition
 
+if TYPE_CHECKING:
+    from services.trainer.networks.learner import NetworkLearner
+
+
+AnyLearner: TypeAlias = "Learner | GangLearner | NetworkLearner"
+
 
 def make_learner(
     job_id: str,
@@ -30,13 +36,19 @@ def make_learner(
     settings: TrainerSettings,
     device: torch.device,
     gangs: Gangs | None,
-) -> tuple[Learner | GangLearner, Any]:
-    """A learner with the policy's first weights, and its tokenizer. Blocking.
+) -> tuple[AnyLearner, Any]:
+    """A learner with the policy's first weights, and its tokenizer, which a network has not.
+    Blocking.
 
     Raises InvalidArgument for a model or tokenizer that cannot be used, FailedPrecondition of kind
     "policy_too_large", "gang_too_large" or "gang_uneven".
     """
     source = spec.policies[policy]
+    if source.network is not None:
+        # Imports TorchRL, which takes seconds.
+        from services.trainer.networks.learner import NetworkLearner
+
+        return NetworkLearner(spec, policy), None
     paced = source.paced is not None
     gang = source.trainable and not paced and source.trainer.gang > 1
     model: Any

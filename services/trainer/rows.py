@@ -57,6 +57,11 @@ class Row:
     old: np.ndarray[Any, np.dtype[Any]] | None = None
 
     @property
+    def size(self) -> int:
+        """Tokens."""
+        return len(self.ids)
+
+    @property
     def response_length(self) -> int:
         """Tokens that carry the loss."""
         return len(self.ids) - self.prompt_length
@@ -97,9 +102,9 @@ def parse_rows(
                     f"token id {int(ids.max())} is outside the policy's vocabulary of {vocabulary}"
                 )
                 remedy = "Check that engine and trainer use the same model and tokenizer."
-                raise _malformed(row.sample_id, text, remedy)
+                raise malformed(row.sample_id, text, remedy)
         if longest and len(row.ids) > longest:
-            raise _malformed(
+            raise malformed(
                 row.sample_id,
                 f"it has {len(row.ids)} tokens, the policy's model has positions for {longest}",
                 "Lower `engine.max_context`, or use a model with a longer context.",
@@ -112,22 +117,22 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
     prompt = tensors.from_proto(sample.prompt_ids)
     response = tensors.from_proto(sample.response_ids)
     behaviour = tensors.from_proto(sample.logprobs).astype(np.float32, copy=False)
-    brought = {} if load is None else {n: _column(sample, n, load) for n in columns}
+    brought = {} if load is None else {n: column_of(sample, n, load) for n in columns}
     reference = _floats(brought.get(REFERENCE_COLUMN))
     context = brought.get(TEAM_COLUMN)
     scores = {"logprobs": behaviour, REFERENCE_COLUMN: reference}
     arrays = {"prompt_ids": prompt, "response_ids": response, TEAM_COLUMN: context, **scores}
     for name, array in arrays.items():
         if array is not None and array.ndim != 1:
-            raise _malformed(sample.sample_id, f"{name} has shape {list(array.shape)}", _BUG)
+            raise malformed(sample.sample_id, f"{name} has shape {list(array.shape)}", _BUG)
     for name, array in scores.items():
         if array is not None and len(array) != len(response):
             text = f"{len(response)} response tokens but {len(array)} {name}"
-            raise _malformed(sample.sample_id, text, _BUG)
+            raise malformed(sample.sample_id, text, _BUG)
     if len(prompt) == 0:
-        raise _malformed(sample.sample_id, "the prompt is empty", "Begin prompts with a token.")
+        raise malformed(sample.sample_id, "the prompt is empty", "Begin prompts with a token.")
     if not sample.HasField("reward"):
-        raise _malformed(sample.sample_id, "it has no reward", _BUG)
+        raise malformed(sample.sample_id, "it has no reward", _BUG)
     return Row(
         sample_id=sample.sample_id,
         ids=np.concatenate([prompt, response]).astype(np.int64, copy=False),
@@ -155,7 +160,8 @@ def _floats(values: np.ndarray[Any, Any] | None) -> Floats | None:
     return None if values is None else values.astype(np.float32, copy=False)
 
 
-def _column(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any, Any] | None:
+def column_of(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any, Any] | None:
+    """An array that a sample brings, if it does. Raises as `parse_rows`."""
     if name not in sample.columns:
         return None
     column = sample.columns[name]
@@ -166,7 +172,7 @@ def _column(sample: store_pb.Sample, name: str, load: Load) -> np.ndarray[Any, A
             value = load(column.ref)
         case _:
             text = f"{name} is no tensor"
-            raise _malformed(sample.sample_id, text, "Append an array of one axis.")
+            raise malformed(sample.sample_id, text, "Append an array of one axis.")
     return value
 
 
@@ -178,7 +184,8 @@ def response_lengths(rows: Sequence[Row]) -> list[int]:
 _BUG = "This is a fault of the service that appended the sample; report it with the sample id."
 
 
-def _malformed(sample_id: str, message: str, remedy: str) -> FailedPrecondition:
+def malformed(sample_id: str, message: str, remedy: str) -> FailedPrecondition:
+    """The error of kind "malformed_sample"."""
     return FailedPrecondition(
         message, kind="malformed_sample", field="sample_id", value=sample_id, remedy=remedy
     )

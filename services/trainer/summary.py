@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,11 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from services.trainer.rows import Row
+
+
+def digest_of(sample_ids: Iterable[str]) -> int:
+    """A witness of which samples were added: the sum modulo 2^64 of the xxh3-64 of their ids."""
+    return sum(xxh3_64_intdigest(sample_id.encode()) for sample_id in sample_ids) % (1 << 64)
 
 
 @dataclass
@@ -29,8 +34,8 @@ class BatchSummary:
     oldest: int | None = None
     # Samples that an earlier step has trained before.
     reused: int = 0
-    # Sum modulo 2^64 of the xxh3-64 of the samples' ids: a witness of what was added that does
-    # not depend on order, and that the store compares with what it handed out.
+    # `digest_of` the samples' ids, which does not depend on order: the store compares it with what
+    # it handed out.
     digest: int = 0
 
     def add(self, rows: Sequence[Row], advantages: np.ndarray[Any, np.dtype[np.float64]]) -> None:
@@ -46,7 +51,7 @@ class BatchSummary:
             self.versions += row.version
             self.oldest = row.version if self.oldest is None else min(self.oldest, row.version)
             self.reused += int(row.uses > 0)
-            self.digest = (self.digest + xxh3_64_intdigest(row.sample_id.encode())) % (1 << 64)
+        self.digest = (self.digest + digest_of(row.sample_id for row in rows)) % (1 << 64)
 
     def metrics(self, version: int) -> dict[str, float]:
         """By the names that the field uses; `version` is the one that the step starts from."""

@@ -11,7 +11,7 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 
 from services.trainer.fields import below, under
 from services.trainer.gang.learner import GangLearner
-from services.trainer.learner import Learner
+from services.trainer.learners import AnyLearner
 from services.trainer.policy_model import policy_seed
 from services.trainer.publication import Publication
 from services.trainer.randomness import Generators, Randomness, seeded
@@ -46,7 +46,7 @@ class Versions:
         self._settings = settings
         self._device = device
         self._states, self._publication = states, publication
-        self._learner: Learner | GangLearner | None = None
+        self._learner: AnyLearner | None = None
         self.tokenizer: Any = None
         self.weights = pb.WeightsRef()
         # Where the committed version comes from, and whether its commit was seen to agree.
@@ -62,7 +62,7 @@ class Versions:
         return self.weights.version
 
     @property
-    def learner(self) -> Learner | GangLearner:
+    def learner(self) -> AnyLearner:
         """What trains it; only after `of`."""
         assert self._learner is not None, "no model was loaded yet"
         return self._learner
@@ -72,7 +72,7 @@ class Versions:
         """Whether there is a learner."""
         return self._learner is not None
 
-    def of(self, learner: Learner | GangLearner, tokenizer: Any) -> None:
+    def of(self, learner: AnyLearner, tokenizer: Any) -> None:
         """These are the versions of `learner`'s model."""
         self._learner, self.tokenizer = learner, tokenizer
 

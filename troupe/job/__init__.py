@@ -4,9 +4,11 @@ from troupe.job.affinity import AffinitySpec, PoolSpec
 from troupe.job.algorithm import AlgorithmSpec
 from troupe.job.balancing import BalancingSpec
 from troupe.job.critic import CriticSpec
+from troupe.job.environment import EnvironmentSpec
 from troupe.job.functions import FunctionSpec
 from troupe.job.loading import JobSpecError, load_job, parse_job
 from troupe.job.lora import LoraSpec
+from troupe.job.network import NetworkSpec
 from troupe.job.policy import EngineSpec, ModelSpec, OptimizerSpec, PacedSpec, PolicySpec
 from troupe.job.pools import Pool, Pools
 from troupe.job.population import LearnerSpec, MatchesSpec, PopulationSpec, StopSpec
@@ -32,6 +34,7 @@ __all__ = [
     "CheckpointSpec",
     "CriticSpec",
     "EngineSpec",
+    "EnvironmentSpec",
     "EvaluationSpec",
     "FunctionSpec",
     "JobSpec",
@@ -42,6 +45,7 @@ __all__ = [
     "LoraSpec",
     "MatchesSpec",
     "ModelSpec",
+    "NetworkSpec",
     "OptimizerSpec",
     "PacedSpec",
     "PipelineSpec",

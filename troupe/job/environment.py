@@ -84,6 +84,11 @@ def _foreign(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
     yield "algorithm", job.algorithm != AlgorithmSpec(), learning
     text = "networks generate no turns; remove it"
     yield "routing", job.routing != RoutingSpec(), text
+    yield (
+        "population",
+        job.population is not None,
+        "networks have no pools of opponents yet; remove it",
+    )
     yield "balancing", job.balancing != BalancingSpec(), text
     for name, agent in job.agents.items():
         yield f"agents.{name}", agent != AgentSpec(policy=agent.policy), f"`policy` is all: {text}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +15,12 @@ from services.trainer.gang.gangs import Gangs
 from services.trainer.learner import Applied
 from services.trainer.named import Tensors
 from services.trainer.optimizer import Moments
-from services.trainer.policy_model import load_model
-from services.trainer.rows import Row
+from services.trainer.policy_model import load_model, positions_of
+from services.trainer.rows import Load, Row, columns_of, parse_rows
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss
 from troupe.transfer.checksum import dtype_name
+from troupe.v1 import experience_store_pb2 as store_pb
 
 
 class GangLearner:
@@ -65,6 +66,11 @@ class GangLearner:
         """Keep a frozen model with the weights of a state in `directory` for the divergence."""
         self._reference = directory  # another gang reads it again
         self._order("reference", directory=str(directory))
+
+    def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
+        """What `accumulate` takes of a claim. Raises as `parse_rows`."""
+        columns, longest = columns_of(self._job.algorithm), positions_of(self.model)
+        return parse_rows(claimed, self.vocabulary, load, columns, longest=longest)
 
     def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
         """Add the gradient of these rows' summed loss. Raises `Stopped` between passes."""

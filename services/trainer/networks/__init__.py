@@ -1,0 +1,1 @@
+"""Training of policies that are small networks (docs/networks.md)."""
