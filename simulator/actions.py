@@ -10,10 +10,11 @@ from typing import Any, Final, TypeAlias
 
 import simpy
 
-from simulator.trace import Call
+from simulator.trace import REWARD, Call
 from troupe.scheduling.elastic import (
     Action,
     Amounts,
+    Discipline,
     Host,
     Placed,
     Rules,
@@ -46,6 +47,14 @@ class _Machine:
         )
 
 
+@dataclass
+class Learned:
+    """What is known of functions and trajectories; a pool that gets another's goes on from it."""
+
+    discipline: Discipline = field(default_factory=Discipline)
+    curves: dict[str, SpeedUp] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class _Waiting:
     call: Call
@@ -63,11 +72,14 @@ class ElasticPool:
         rules: Rules = Rules(),  # noqa: B008 (frozen)
         fixed: int | None = None,
         fractions: Mapping[str, float] | None = None,
+        learned: Learned | None = None,
+        told: bool = False,
         decide: Decide = decide_over,
     ) -> None:
         """`hosts` are the capacities of each. `fixed`: every action that is elastic gets exactly
-        so many cores. `fractions` are what functions declare as their parallel part. `decide` is
-        for those who want to watch it."""
+        so many cores. `fractions` are what functions declare as their parallel part. `told`: how
+        long an action takes is known when it is asked for (the services' `expected_seconds`).
+        `decide` is for those who want to watch it."""
         self._env = env
         self._machines = {
             str(i): _Machine(str(i), capacity, dict(capacity)) for i, capacity in enumerate(hosts)
@@ -75,8 +87,10 @@ class ElasticPool:
         self._rules = rules
         self._fixed = fixed
         self._fractions = dict(fractions or {})
+        learned = learned or Learned()
+        self._discipline, self._curves = learned.discipline, learned.curves
+        self._told = told
         self._decide = decide
-        self._curves: dict[str, SpeedUp] = {}
         self._levels: dict[tuple[int, int], tuple[int, ...]] = {}
         # In the order of `turn`.
         self._queue: list[Action] = []
@@ -88,15 +102,18 @@ class ElasticPool:
         # Of all actions, from being asked for to their start.
         self.waited = 0.0
 
-    def run(self, call: Call, host: str | None = None) -> Generator[simpy.Event, Any, str]:
-        """Wait for its turn, then run; returns the host that it ran on. `host` is the only one
-        where it can run."""
+    def run(
+        self, call: Call, host: str | None = None, trajectory: str = ""
+    ) -> Generator[simpy.Event, Any, str]:
+        """Wait for its turn, then run, for `trajectory`; returns the host that it ran on. `host` is
+        the only one where it can run."""
         started = self._env.event()
-        action = self._action(call, host)
+        action = self._action(call, host, trajectory)
         self._waiting[action.action_id] = _Waiting(call, started)
         bisect.insort(self._queue, action, key=turn)
         self._kinds[action.kind] += 1
-        if self._kinds[action.kind] == 1:  # else it waits behind one that waits for the same
+        # Else it waits behind one that waits for the same.
+        if self._kinds[action.kind] == 1 or self._queue[0] is action:
             self._pump()
         placed: Placed = yield started
         self.waited += self._env.now - action.since
@@ -108,6 +125,8 @@ class ElasticPool:
             machine.free[resource] += amount
         self.core_seconds += seconds * cores
         self._curves[call.function] = self._curve(call).observed(max(1, cores), seconds)
+        spent, last = seconds * max(1, cores), call.function == REWARD
+        self._discipline.ran("", trajectory, spent, last=last)
         self._pump()
         return placed.host
 
@@ -121,20 +140,22 @@ class ElasticPool:
         """Its trajectory has ended."""
         self._machines[home].homes -= 1
 
-    def _action(self, call: Call, host: str | None) -> Action:
+    def _action(self, call: Call, host: str | None, trajectory: str) -> Action:
         self._count += 1
         action_id, function = f"{self._count:09}", call.function
         curve = self._curve(call)
         lowest, highest = call.cores, call.max_cores
         if self._fixed is not None:
             lowest = highest = min(self._fixed, highest)
-        if highest == lowest:
-            (seconds,) = curve.seconds((lowest,))
-            needs = {CORES: lowest}
-            return Action(action_id, self._env.now, needs, None, seconds, 1, function, host)
-        levels = self._levels.setdefault((lowest, highest), tuple(range(lowest, highest + 1)))
-        elastic = curve.elastic(CORES, levels, self._count)
-        return Action(action_id, self._env.now, {}, elastic, 1.0, 1, function, host)
+        seconds = call.seconds(lowest) if self._told else curve.seconds((lowest,))[0]
+        work, last = seconds * max(1, lowest), function == REWARD
+        now, elastic, needs = self._env.now, None, {CORES: lowest}
+        place = self._discipline.place(now, "", trajectory, work, last=last)
+        if highest > lowest:
+            levels = self._levels.setdefault((lowest, highest), tuple(range(lowest, highest + 1)))
+            known = seconds if self._told else 0.0
+            elastic, needs = curve.elastic(CORES, levels, self._count, lowest=known), {}
+        return Action(action_id, now, needs, elastic, seconds, 1, function, host, place)
 
     def _curve(self, call: Call) -> SpeedUp:
         known = self._curves.get(call.function)

@@ -47,11 +47,11 @@ def play(
     its first action, where its files are."""
     env, played = simpy.Environment(), Played()
     pool = make(env)
-    for trajectory in trajectories:
+    for index, trajectory in enumerate(trajectories):
         if isinstance(pool, Pods):
             env.process(_in_a_pod(env, pool, trajectory, played))
         else:
-            env.process(_elastic(env, pool, trajectory, played, stateful))
+            env.process(_elastic(env, pool, (f"{index}", trajectory), played, stateful))
     env.run()
     played.seconds = float(env.now)
     played.waited, played.core_seconds = pool.waited, pool.core_seconds
@@ -61,15 +61,16 @@ def play(
 def _elastic(
     env: simpy.Environment,
     pool: ElasticPool,
-    trajectory: Trajectory,
+    named: tuple[str, Trajectory],
     played: Played,
     stateful: bool,
 ) -> Generator[simpy.Event, Any, None]:
+    name, trajectory = named
     home = pool.settle() if stateful else None
     for turn in trajectory:
         yield env.timeout(turn.think)
         asked = env.now
-        yield from pool.run(turn.call, home)
+        yield from pool.run(turn.call, home, name)
         played.acts.append(env.now - asked)
     if home is not None:
         pool.leave(home)

@@ -7,15 +7,19 @@ hands out cores of a larger host, and actions sleep as long as they would take t
 the same decisions in simulated time, at the published sizes. `decisions`: how long one takes. The
 last line is one JSON object, of what was run:
 
-- `act_elastic_s`, `act_static_s`, `act_fixed_s`: mean action completion time of 64 trajectories on
-  the paced host; `act_gain` by number of trajectories.
-- `resources_saved`: simulated, smallest batch: the part of the cores that elastic actions do
-  without and are as fast as with a reservation of no more than each uses; `saved_of_all`: of all
-  cores, as the baseline reserves them. `paced_saved`: the same on the paced host, as the simulator
-  says; `paced_saved_act`: the ACT with these cores over the one with fixed shares and no wait.
-- `overhead`: of the service's running of an action over the function's own time, real cores.
-- `service_cpu`: CPU of the service, scheduler included, over core-seconds of the actions, real.
-- `real_gain`: static over elastic ACT on this machine's cores, by number of trajectories.
+- `act_elastic_s`, `act_told_s`, `act_fcfs_s`, `act_fixed_s`, `act_static_s`: mean action completion
+  time of the largest batch on this machine's cores; `real_gain`, `_told`, `_fcfs`: static over
+  elastic by number of trajectories, and `_most`: over what no schedule goes below. `told`: how long
+  an action takes is known when it is asked for; `fcfs`: first come, first served. `service_cpu`:
+  CPU of the service over core-seconds of the actions. `overhead`: of the service's running of an
+  action over the function's own time.
+- `gain_by_cores`: simulated, such trajectories on more cores, mean of several draws.
+- `paced_act_...`, `paced_gain`: the same of the paced host, where a reservation is what it is in
+  the published set-up. `paced_saved`: the part of the cores that elastic actions do without and are
+  as fast as with a reservation of no more than each uses, as the simulator says; `paced_saved_act`:
+  the ACT with these cores over the one with fixed shares and no wait.
+- `resources_saved`: that in simulated time, smallest batch; `saved_of_all`: of all cores, as the
+  baseline reserves them.
 - `twin_error`: the largest difference of simulated and paced elastic ACT, as a part of it.
 - `simulated_gain`: static over elastic ACT by batch. `queue_s`: mean wait of an elastic action.
 - `gpus_for_equal_latency`: of 36 dedicated ones; at other loads `gpus_at_busy`.
@@ -40,6 +44,7 @@ from benchmarks.actions.served import started
 from benchmarks.command import options_of
 from simulator.rollout import Played
 from simulator.trace import CodingLaw, TeacherLaw, Trajectory, coding
+from troupe.scheduling.elastic.order import FCFS, SHORTEST
 
 _SEED: Final = 1
 _PARTS: Final = ("real", "paced", "simulated", "decisions")
@@ -49,7 +54,11 @@ _PARTS: Final = ("real", "paced", "simulated", "decisions")
 class Plan:
     """How much is measured."""
 
-    real: tuple[int, ...] = (1, 4, 16, 64)
+    real: tuple[int, ...] = (4, 16, 64)
+    # Trajectories that were played, and learned from, before.
+    before: int = 64
+    by_cores: tuple[int, ...] = (2, 4, 8, 16, 32, 48, 64)
+    draws: int = 4
     paced: tuple[int, ...] = (16, 64)
     paced_workers: int = 64
     # Seconds of the trace become these here: real work, and sleep.
@@ -67,6 +76,9 @@ class Plan:
 FULL = Plan()
 QUICK = Plan(
     real=(1, 2),
+    before=2,
+    by_cores=(2, 8),
+    draws=1,
     paced=(4, 8),
     paced_workers=10,
     real_scale=1 / 1000,
@@ -83,24 +95,43 @@ QUICK = Plan(
 _PACED_CORES: Final = simulated.HOSTS * simulated.HOST_CORES // 16
 
 
+def _small(plan: Plan, cores: int) -> CodingLaw:
+    """On few cores: nobody gets more than there are, and a reservation is one core."""
+    most = min(CodingLaw().max_cores, cores)
+    return CodingLaw(turns=plan.turns / 2, reward_seconds=60.0, max_cores=most, duty_cores=1)
+
+
 async def real(plan: Plan, console: Console) -> dict[str, Any]:
     """On the cores of this machine."""
     cores = len(os.sched_getaffinity(0))
-    # A machine of few cores: nobody gets more than it has, and a reservation is one core.
-    law = CodingLaw(turns=plan.turns / 2, reward_seconds=60.0, max_cores=cores, duty_cores=1)
-    law = law.scaled(plan.real_scale)
-    modes = (Mode("elastic"), Mode("fixed", cores), Mode("reserved", 1, cores))
+    law = _small(plan, cores).scaled(plan.real_scale)
+    modes = [Mode("elastic"), Mode("told", told=True), Mode("fcfs", order=FCFS)]
+    modes += [Mode("fixed", cores), Mode("reserved", 1, cores)]
+    before = coding(plan.before, law, _SEED + 1)
     rows: list[tuple[Result, Played]] = []
-    async with started(cores, 4 * cores, paced=False) as reward:
-        for count in plan.real:
-            trajectories = coding(count, law, _SEED)
-            for mode in modes:
-                result = await play(reward, trajectories, mode, cores, law)
-                rows.append((result, _twin(trajectories, mode, cores)))
+    for order in (SHORTEST, FCFS):
+        async with started(cores, 4 * cores, paced=False, order=order) as reward:
+            for mode in (mode for mode in modes if mode.order == order):
+                if mode.fixed is None:
+                    await play(reward, before, mode, cores, law)
+                for count in plan.real:
+                    trajectories = coding(count, law, _SEED)
+                    result = await play(reward, trajectories, mode, cores, law)
+                    rows.append((result, _twin(trajectories, mode, cores, before)))
     report.live(console, "For real: the cores of this machine", rows)
-    largest = [result for result, _ in rows if result.mode == "elastic"][-1]
+    results = [result for result, _ in rows]
+    most = {}
+    for result in results:
+        if result.mode == "reserved":
+            least = simulated.least(coding(result.trajectories, law, _SEED), cores)
+            most[f"{result.trajectories}"] = round(result.act / least, 2)
+    largest = _of(rows, "elastic", plan.real[-1])
     return {
-        "real_gain": _gains([result for result, _ in rows]),
+        **_acts(rows, "", plan.real[-1]),
+        "real_gain": _gains(results),
+        "real_gain_told": _gains(results, "told"),
+        "real_gain_fcfs": _gains(results, "fcfs"),
+        "real_gain_most": most,
         "overhead": round(largest.overhead, 4),
         "service_cpu": round(largest.scheduler, 4),
     }
@@ -119,24 +150,25 @@ async def paced(plan: Plan, console: Console) -> dict[str, Any]:
                 result = await play(reward, trajectories, mode, _PACED_CORES, law)
                 rows.append((result, _twin(trajectories, mode, _PACED_CORES)))
     # As few cores as the simulator says are enough to be as fast as with shares of one's own.
-    trajectories = coding(plan.paced[0], law, _SEED)
-    tight = parallelism * plan.paced[0]
+    trajectories = coding(plan.paced[-1], law, _SEED)
+    tight = parallelism * plan.paced[-1]
     fewer, _ = simulated.cores_for(simulated.tight(trajectories).act, trajectories, 2, tight)
     async with started(fewer, plan.paced_workers, paced=True) as reward:
         result = await play(reward, trajectories, modes[0], fewer, law)
     rows.append((result, _twin(trajectories, modes[0], fewer)))
+    async with started(tight, plan.paced_workers, paced=True) as reward:
+        own = await play(reward, trajectories, Mode("own", parallelism), tight, law)
+    rows.append((own, _twin(trajectories, Mode("own", parallelism), tight)))
     saved = {
         "paced_saved": round(1 - fewer / tight, 3),
-        "paced_saved_act": round(result.act / _of(rows, "fixed", plan.paced[0]).act, 2),
+        "paced_saved_act": round(result.act / own.act, 2),
     }
     report.live(console, "Paced: the service for real, actions asleep", rows)
-    names = {"static": "reserved", "elastic": "elastic", "fixed": "fixed"}
-    acts = {f"act_{k}_s": round(_of(rows, n, plan.paced[-1]).act, 4) for k, n in names.items()}
     errors = [abs(twin.act / r.act - 1) for r, twin in rows if r.mode == "elastic"]
     return {
-        **acts,
+        **_acts(rows, "paced_", plan.paced[-1]),
         **saved,
-        "act_gain": _gains([result for result, _ in rows]),
+        "paced_gain": _gains([result for result, _ in rows]),
         "twin_error": round(max(errors), 3),
     }
 
@@ -146,6 +178,13 @@ def simulate(plan: Plan, console: Console) -> dict[str, Any]:
     law = CodingLaw()
     rows = simulated.batches(plan.sizes, plan.beyond, law, _SEED)
     report.batches(console, rows)
+    several = [
+        simulated.several(
+            cores, plan.real[-1], _small(plan, cores), range(_SEED, _SEED + plan.draws)
+        )
+        for cores in plan.by_cores
+    ]
+    report.several(console, several)
     count, total = rows[0].trajectories, simulated.HOSTS * simulated.HOST_CORES
     trajectories = coding(count, law, _SEED)
     tight = count * simulated.POD_PARALLELISM
@@ -165,6 +204,7 @@ def simulate(plan: Plan, console: Console) -> dict[str, Any]:
     return {
         "resources_saved": round(1 - cores / tight, 3),
         "saved_of_all": round(1 - cores / total, 3),
+        "gain_by_cores": {f"{one.cores}": round(one.elastic, 2) for one in several},
         "simulated_gain": {f"{r.trajectories}": round(r.gain, 1) for r in rows if r.static},
         "queue_s": {f"{r.trajectories}": round(r.elastic.wait, 3) for r in rows},
         "gpus_for_equal_latency": enough["0.03"],
@@ -172,7 +212,12 @@ def simulate(plan: Plan, console: Console) -> dict[str, Any]:
     }
 
 
-def _twin(trajectories: Sequence[Trajectory], mode: Mode, cores: int) -> Played:
+def _twin(
+    trajectories: Sequence[Trajectory],
+    mode: Mode,
+    cores: int,
+    before: Sequence[Trajectory] = (),
+) -> Played:
     """The same in simulated time."""
     if mode.places is not None:
         pod, parallelism = cores // mode.places, mode.fixed or 1
@@ -181,17 +226,24 @@ def _twin(trajectories: Sequence[Trajectory], mode: Mode, cores: int) -> Played:
         )
     if mode.fixed is not None:
         return simulated.fixed(trajectories, [cores], mode.fixed)
-    return simulated.elastic(trajectories, [cores])
+    return simulated.elastic(trajectories, [cores], order=mode.order, told=mode.told, before=before)
 
 
 def _of(rows: Sequence[tuple[Result, Played]], mode: str, count: int) -> Result:
     return next(r for r, _ in rows if (r.mode, r.trajectories) == (mode, count))
 
 
-def _gains(results: Sequence[Result]) -> dict[str, float]:
+def _acts(rows: Sequence[tuple[Result, Played]], prefix: str, count: int) -> dict[str, float]:
+    """Mean ACT of `count` trajectories, by mode."""
+    modes = dict.fromkeys(r.mode for r, _ in rows)
+    names = {mode: "static" if mode == "reserved" else mode for mode in modes}
+    return {f"{prefix}act_{n}_s": round(_of(rows, m, count).act, 4) for m, n in names.items()}
+
+
+def _gains(results: Sequence[Result], mode: str = "elastic") -> dict[str, float]:
     """Static over elastic ACT, by number of trajectories."""
     static = {r.trajectories: r.act for r in results if r.mode == "reserved"}
-    elastic = {r.trajectories: r.act for r in reversed(results) if r.mode == "elastic"}
+    elastic = {r.trajectories: r.act for r in reversed(results) if r.mode == mode}
     return {f"{count}": round(act / elastic[count], 2) for count, act in static.items()}
 
 

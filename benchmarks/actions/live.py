@@ -1,6 +1,8 @@
 """A trace of trajectories, played against a reward service in real time.
 
 elastic   every action gets as many cores as the scheduler gives it
+told      the same, and who asks for an action says how long it takes on one core
+fcfs      as elastic, but first come, first served
 fixed     every action that is elastic gets the same number of cores
 reserved  a trajectory waits for cores of its own and holds them until it ends
 """
@@ -15,6 +17,8 @@ from dataclasses import dataclass
 
 from benchmarks.actions.served import Ran, Reward
 from simulator.trace import REWARD, SHELL, TESTS, CodingLaw, Trajectory
+from troupe.rpc import new_id
+from troupe.scheduling.elastic.order import SHORTEST, Order
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,13 @@ class Result:
 @dataclass(frozen=True)
 class Mode:
     """How cores are given. `fixed`: so many to every action that could use more; None: elastic.
-    `places`: reservations that there are; None: nobody waits for one."""
+    `places`: reservations that there are; None: nobody waits for one. `order` is the service's."""
 
     name: str
     fixed: int | None = None
     places: int | None = None
+    told: bool = False
+    order: Order = SHORTEST
 
 
 async def play(
@@ -65,22 +71,22 @@ async def play(
         # As a user would guess it, not as it is.
         fixed = mode.fixed
         given = (1, law.max_cores, 0.9) if fixed is None else (fixed, fixed, 0.0)
-        await reward.register(f"{name}-{suffix}", *given)
+        await reward.register(f"{name}-{suffix}", *given, kind=REWARD if name == REWARD else "tool")
     pods = asyncio.Semaphore(mode.places) if mode.places is not None else None
     ran: list[Ran] = []
     waited = 0.0
 
     async def one(trajectory: Trajectory) -> None:
         nonlocal waited
+        who = (suffix, new_id("trajectory"))
         asked = time.perf_counter()
         async with pods or contextlib.nullcontext():
             waited += time.perf_counter() - asked
             for turn in trajectory:
                 await asyncio.sleep(turn.think)
                 name = turn.call.function
-                ran.append(
-                    await reward.run(name if name == SHELL else f"{name}-{suffix}", turn.call)
-                )
+                name = name if name == SHELL else f"{name}-{suffix}"
+                ran.append(await reward.run(name, turn.call, who, told=mode.told))
 
     began, cpu = time.perf_counter(), reward.cpu_seconds()
     async with asyncio.TaskGroup() as group:

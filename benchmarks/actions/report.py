@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks.actions import simulated
 from benchmarks.actions.live import Result
-from benchmarks.actions.simulated import Batch, Pool
+from benchmarks.actions.simulated import Batch, Pool, Several
 from benchmarks.command import quantile
 from simulator.rollout import Played
 
@@ -72,6 +72,17 @@ def batches(console: Console, rows: Sequence[Batch]) -> None:
             "" if static is None else f"{static.seconds:.0f}",
             "" if static is None else f"{row.gain:.1f}",
         )
+    console.print(table)
+
+
+def several(console: Console, rows: Sequence[Several]) -> None:
+    """Gains by number of cores."""
+    table = Table(title="Simulated: gains over reservations of one core")
+    for name in ("cores", "first come", "elastic", "durations known", "at most"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        gains = (row.fcfs, row.elastic, row.told, row.most)
+        table.add_row(f"{row.cores}", *(f"{gain:.2f}" for gain in gains))
     console.print(table)
 
 

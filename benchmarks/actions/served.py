@@ -20,6 +20,7 @@ from benchmarks.actions.functions import PACED_DIR
 from benchmarks.command import end, scratch
 from simulator.trace import SHELL, Call
 from troupe.rpc import ClientSettings, connect, new_id
+from troupe.scheduling.elastic.order import SHORTEST, Order
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub
 
@@ -59,7 +60,9 @@ class Reward:
         times = self._process.cpu_times()
         return times.user + times.system
 
-    async def register(self, name: str, lowest: int, highest: int, fraction: float = 0.0) -> None:
+    async def register(
+        self, name: str, lowest: int, highest: int, fraction: float = 0.0, *, kind: str = "tool"
+    ) -> None:
         """A function that takes `lowest` .. `highest` cores; every worker imports it."""
         spec = pb.FunctionSpec(
             name=name,
@@ -69,14 +72,17 @@ class Reward:
             cores=lowest,
             max_cores=highest if highest > lowest else 0,
             parallel_fraction=fraction,
+            kind=kind,
         )
         await self._stub.RegisterFunction(
             pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
         )
         await asyncio.gather(*(self.run(name, _NOTHING) for _ in range(2 * self._workers)))
 
-    async def run(self, name: str, call: Call) -> Ran:
-        """Run an action."""
+    async def run(
+        self, name: str, call: Call, who: tuple[str, str] = ("", ""), *, told: bool = False
+    ) -> Ran:
+        """Run an action for `who`, job and trajectory; `told`: say how long it takes."""
         asked = time.perf_counter()
         response = await self._stub.Invoke(
             pb.InvokeRequest(
@@ -84,6 +90,9 @@ class Reward:
                 name=name,
                 version="1",
                 arguments_json=json.dumps({"serial": call.serial, "parallel": call.parallel}),
+                job_id=who[0],
+                trajectory_id=who[1],
+                expected_seconds=call.seconds(1) if told else 0.0,
             ),
             timeout=_CALL_SECONDS,
         )
@@ -94,9 +103,11 @@ class Reward:
 
 
 @contextlib.asynccontextmanager
-async def started(cores: int, workers: int, *, paced: bool) -> AsyncIterator[Reward]:
+async def started(
+    cores: int, workers: int, *, paced: bool, order: Order = SHORTEST
+) -> AsyncIterator[Reward]:
     """A service with so many cores and workers, warm."""
-    with _process(cores, workers, paced) as (process, address):
+    with _process(cores, workers, paced, order) as (process, address):
         channel = connect(address, ClientSettings())
         try:
             reward = Reward(channel, process, workers, paced)
@@ -120,7 +131,9 @@ def _go_ahead(service: psutil.Process) -> None:
 
 
 @contextlib.contextmanager
-def _process(cores: int, workers: int, paced: bool) -> Iterator[tuple[psutil.Process, str]]:
+def _process(
+    cores: int, workers: int, paced: bool, order: Order
+) -> Iterator[tuple[psutil.Process, str]]:
     module = "benchmarks.actions.paced_service" if paced else "services.reward"
     with scratch("actions-") as directory, contextlib.ExitStack() as stack:
         ports, log = directory / "ports", directory / "service.log"
@@ -130,6 +143,7 @@ def _process(cores: int, workers: int, paced: bool) -> Iterator[tuple[psutil.Pro
             "TROUPE_REWARD_WORKERS": str(workers),
             "TROUPE_REWARD_MIN_WORKERS": str(workers),
             "TROUPE_REWARD_CORES": str(cores),
+            "TROUPE_REWARD_ORDER": order,
             PACED_DIR: str(directory),
         }
         out = stack.enter_context(log.open("wb"))

@@ -28,6 +28,8 @@ class Call:
     # Trajectories that cannot go on without it, and how long its caller waits.
     waiters: int = 1
     seconds: float | None = None
+    # How long it will run with the fewest cores, as its caller thinks; 0: nobody said.
+    expected_seconds: float = 0.0
     # Nobody wants it any more: it need not be begun.
     dropped: bool = False
 

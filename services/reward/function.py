@@ -52,6 +52,7 @@ class Function:
     cage: Cage = field(init=False)
     # What a call takes beside a worker and cores.
     needs: Mapping[str, int] = field(init=False)
+    _measured: tuple[SpeedUp | None, float] = (None, 0.0)
     _cold_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_COLD_STARTS))
 
     def __post_init__(self) -> None:
@@ -62,17 +63,17 @@ class Function:
             self.cage = replace(self.cage, source=str(self.source))
         self.needs = needs_of(self.spec, self.cage.level)
 
-    @property
+    @cached_property
     def cores(self) -> int:
         """The fewest cores that a call takes."""
         return self.spec.cores if self.spec.HasField("cores") else 1
 
-    @property
+    @cached_property
     def elastic(self) -> bool:
         """Whether a call can make use of more cores than the fewest."""
         return self.spec.max_cores > max(1, self.cores)
 
-    @property
+    @cached_property
     def levels(self) -> tuple[int, ...]:
         """Numbers of cores that a call of an elastic function may get."""
         return tuple(range(max(1, self.cores), self.spec.max_cores + 1))
@@ -91,7 +92,10 @@ class Function:
     @property
     def seconds(self) -> float:
         """How long a call is expected to take with the fewest cores."""
-        return self.curve.seconds((max(1, self.cores),))[0]
+        # Asked for with every decision, for all that wait.
+        if self._measured[0] is not self.curve:
+            self._measured = (self.curve, self.curve.seconds((max(1, self.cores),))[0])
+        return self._measured[1]
 
     @property
     def repeatable(self) -> bool:

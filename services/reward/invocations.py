@@ -53,6 +53,7 @@ class Invocations:
             sandboxes=request.sandboxes,
             waiters=request.waiters,
             seconds=seconds,
+            expected_seconds=_expected(request.expected_seconds),
         )
         response = await self._run_once(
             function,
@@ -88,6 +89,7 @@ class Invocations:
                 call.trajectory_id,
                 waiters=call.waiters,
                 seconds=seconds,
+                expected_seconds=_expected(call.expected_seconds),
             )
             for call in request.calls
         }
@@ -165,3 +167,14 @@ def _weight(weight: float) -> float:
             remedy="Say how large the job's share is beside others; 0 is one.",
         )
     return weight or 1.0
+
+
+def _expected(seconds: float) -> float:
+    if not 0 <= seconds < float("inf"):
+        raise InvalidArgument(
+            "is not a number of seconds",
+            field="expected_seconds",
+            value=seconds,
+            remedy="Say how long the call takes with the fewest cores; 0 where nobody knows.",
+        )
+    return seconds

@@ -1,4 +1,4 @@
-"""What waits for a worker: by priority, then in fair turns by job, then by arrival."""
+"""What waits for a worker: by priority, then in fair turns by job, then in the order of a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.reward.call import Call
 from services.reward.function import Function
 from services.reward.logs import Lines
 from services.reward.quota import Budget
-from troupe.scheduling.elastic import Action
+from troupe.scheduling.elastic import Action, SpeedUp
 from troupe.scheduling.elastic.fair import FairShares
 from troupe.v1 import reward_pb2 as pb
 
@@ -31,7 +31,8 @@ OWN_HOST = ""
 
 @dataclass(eq=False)
 class Waiting:
-    """One invocation until its outcome. `rank` orders those of one job and priority."""
+    """One invocation until its outcome. `rank` orders those of one job and priority
+    (`troupe.scheduling.elastic.order`), equal ones by arrival."""
 
     invocation_id: str
     function: Function
@@ -55,6 +56,8 @@ class Waiting:
     cold_seconds: float = 0.0
     # What it printed, as far as somebody has asked.
     lines: Lines | None = None
+    # What the scheduler sees, and what was known of the function's calls then.
+    _seen: tuple[SpeedUp, bool, Action] | None = None
 
     @property
     def job(self) -> str:
@@ -64,25 +67,37 @@ class Waiting:
     @property
     def cost(self) -> float:
         """Worker-seconds, times cores, that it is expected to take."""
-        return self.function.seconds * max(1, self.function.cores)
+        return cost(self.function, self.call)
 
     def action(self, *, with_cores: bool) -> Action:
         """Itself as the scheduler sees it, with what is known of its function by now."""
         elastic, function = None, self.function
+        seen = self._seen
+        if seen is not None and seen[0] is function.curve and seen[1] == with_cores:
+            return seen[2]
         needs = {WORKERS: 1, **function.needs}
         if with_cores and function.elastic:
-            elastic = function.curve.elastic(CORES, function.levels, self.rank[1])
+            elastic = function.curve.elastic(
+                CORES, function.levels, self.rank[1], lowest=self.call.expected_seconds
+            )
         elif with_cores:
             needs[CORES] = function.cores
-        return Action(
+        action = Action(
             self.invocation_id,
             self.since,
             needs,
             elastic,
-            function.seconds,
+            self.call.expected_seconds or function.seconds,
             function=function.key,
             host=None if self.place is None else OWN_HOST,
         )
+        self._seen = (function.curve, with_cores, action)
+        return action
+
+
+def cost(function: Function, call: Call) -> float:
+    """Seconds, times cores, that `call` is expected to take with the fewest."""
+    return (call.expected_seconds or function.seconds) * max(1, function.cores)
 
 
 # Those of one function, descending: the first in rank last, since it is taken from the end.

@@ -19,10 +19,10 @@ from services.reward.function import REWARD, Function
 from services.reward.host import Host
 from services.reward.metrics import Metrics
 from services.reward.pool import Pool
-from services.reward.queues import Waiting
+from services.reward.queues import Waiting, cost
 from services.reward.quota import QuotaManager
 from troupe.rpc import ResourceExhausted, TroupeError, Unavailable
-from troupe.scheduling.elastic.waiters import head_start
+from troupe.scheduling.elastic import Discipline
 from troupe.v1 import reward_pb2 as pb
 
 Kind = pb.InvocationError
@@ -48,10 +48,12 @@ class Runtime:
         *,
         max_queued: int = 10_000,
         quotas: QuotaManager | None = None,
+        discipline: Discipline | None = None,
     ) -> None:
         self.dispatcher = Dispatcher(hosts, self, quotas)
         self._queues = self.dispatcher.queues
         self._max_queued = max_queued
+        self.discipline = discipline or Discipline()
         self._open: dict[str, Waiting] = {}
         self._audience = Audience()
         self._arrivals = itertools.count()
@@ -111,7 +113,7 @@ class Runtime:
                 call=call,
                 done=loop.create_future(),
                 since=now,
-                rank=(now - head_start(call.waiters), next(self._arrivals)),
+                rank=(self._place(function, call, now), next(self._arrivals)),
                 priority=priority,
                 weight=weight,
                 place=place,
@@ -127,6 +129,12 @@ class Runtime:
             found.append(waiting.done)
         self.dispatcher.pump()
         return found
+
+    def _place(self, function: Function, call: Call, now: float) -> float:
+        """Where it stands among those of its job."""
+        work, waiters = cost(function, call), max(1, call.waiters)
+        last, job = function.spec.kind == REWARD, call.job_id
+        return self.discipline.place(now, job, call.trajectory_id, work, waiters, last=last)
 
     def watch(self, invocation_id: str, watcher: Watcher) -> AbstractContextManager[None]:
         """`watcher` is told of everything but the outcome, also of what has yet to be invoked."""
@@ -248,7 +256,10 @@ class Runtime:
         label = "ok"
         if outcome.error is None:
             response.result_json = outcome.result_json
-            function.curve = function.curve.observed(max(1, waiting.cores), outcome.seconds)
+            cores, call = max(1, waiting.cores), waiting.call
+            function.curve = function.curve.observed(cores, outcome.seconds)
+            spent, last = outcome.seconds * cores, function.spec.kind == REWARD
+            self.discipline.ran(call.job_id, call.trajectory_id, spent, last=last)
         else:
             function.errors += 1
             response.error.CopyFrom(outcome.error)

@@ -21,6 +21,7 @@ from services.reward.sandboxes.guests import Guests
 from services.reward.settings import RewardSettings
 from services.reward.sources import Sources
 from services.reward.workplace import Workplace
+from troupe.scheduling.elastic import Discipline
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1 import reward_pb2_grpc
 
@@ -50,6 +51,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             telemetry,
             max_queued=settings.reward_max_queued,
             quotas=self._quotas,
+            discipline=Discipline(settings.reward_order, patience=settings.reward_patience_seconds),
         )
         self._fleet = Fleet(
             self._workplace.host,
@@ -176,6 +178,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
         self, request: pb.CloseTrajectoryRequest, context: Any
     ) -> pb.CloseTrajectoryResponse:
         """End what a trajectory's stateful functions kept."""
+        self._runtime.discipline.closed(request.job_id, request.trajectory_id)
         closed = self._workplace.sandboxes.close(request.job_id, request.trajectory_id)
         return pb.CloseTrajectoryResponse(closed=closed)
 

@@ -26,6 +26,11 @@ class RewardSettings(ServiceSettings):
     0: none are handed out, and a call takes a worker process and nothing else."""
     reward_core_backend: Literal["auto", "cgroup2", "cgroup1", "affinity"] = "auto"
     """How the kernel is told; auto: the first of them that works here."""
+    reward_order: Literal["shortest", "fcfs"] = "shortest"
+    """What goes first of one job and priority. shortest: the trajectory that has least left to do,
+    by what others of its job were seen to do; fcfs: what came first."""
+    reward_patience_seconds: float = Field(default=300, gt=0, allow_inf_nan=False)
+    """With `shortest`: no call is passed by one that comes so many seconds after it."""
     reward_spares: bool = True
     """Whether a worker in a sandbox, which serves one call, has its successor started at once: the
     next call finds it ready. Otherwise that call starts it."""

@@ -14,8 +14,11 @@ from services.reward.call import Call, Outcome
 from services.reward.cpu import Lease
 from services.reward.function import Function
 from services.reward.host import Host
+from services.reward.queues import Waiting
 from services.reward.runtime import Runtime
 from troupe.rpc import Unavailable
+from troupe.scheduling.elastic import Discipline
+from troupe.scheduling.elastic.order import FCFS, SHORTEST, Order
 from troupe.v1 import reward_pb2 as pb
 
 Kind = pb.InvocationError
@@ -127,3 +130,40 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
     for function in functions:
         assert (function.queued, function.running, function.cores_held) == (0, 0, 0)
     await runtime.stop()
+
+
+async def test_what_has_least_left_goes_first_whatever_came_first() -> None:
+    def queued(order: Order) -> list[str]:
+        runtime = Runtime([], Telemetry(), discipline=Discipline(order))
+        test = Function(pb.FunctionSpec(name="test", kind="tool"))
+        score = Function(pb.FunctionSpec(name="score", kind="reward"))
+        for name, function, seconds in (("b", test, 5.0), ("c", test, 1.0), ("d", score, 5.0)):
+            call = Call("{}", "job", f"trajectory {name}", expected_seconds=seconds)
+            runtime.submit([(name, call)], function)
+        return [waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9)]
+
+    assert queued(FCFS) == ["b", "c", "d"]
+    # Nothing follows a reward; as much again is expected to follow tests, of a job that is new.
+    assert queued(SHORTEST) == ["c", "d", "b"]
+
+
+async def test_jobs_have_their_turns_whatever_their_order() -> None:
+    runtime = Runtime([], Telemetry())
+    function = Function(pb.FunctionSpec(name="test"))
+    for name, job, seconds in (("a", "long", 9.0), ("b", "long", 9.0), ("c", "short", 0.1)):
+        runtime.submit([(name, Call("{}", job, name, expected_seconds=seconds))], function)
+    first = [waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9)]
+    assert first in (["a", "c", "b"], ["c", "a", "b"])
+
+
+def test_what_a_call_needs_is_described_again_only_when_more_is_known() -> None:
+    function = Function(pb.FunctionSpec(name="test", cores=1, max_cores=4, parallel_fraction=0.9))
+    done: asyncio.Future[pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
+    told = Waiting("a", function, Call("{}", expected_seconds=8.0), done, 0.0, (0.0, 0))
+    seen = told.action(with_cores=True)
+    assert told.action(with_cores=True) is seen
+    assert seen.elastic is not None
+    assert seen.elastic.seconds[0] == pytest.approx(8.0)
+    assert told.action(with_cores=False).elastic is None
+    function.curve = function.curve.observed(1, 2.0)
+    assert told.action(with_cores=True) is not seen

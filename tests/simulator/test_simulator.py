@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import simpy
 
-from simulator.actions import CORES, ElasticPool
+from benchmarks.actions.simulated import least
+from simulator.actions import CORES, ElasticPool, Learned
 from simulator.models import Dedicated, Service, SharedPool
 from simulator.pods import Pods
 from simulator.rollout import Played, ask, play
@@ -26,7 +27,8 @@ from simulator.trace import (
     coding,
     teaching,
 )
-from troupe.scheduling.elastic import Placed, decide_over
+from troupe.scheduling.elastic import Discipline, Placed, decide_over
+from troupe.scheduling.elastic.order import FCFS, SHORTEST
 
 LAW = CodingLaw(turns=4.0)
 GUESSES = {TESTS: 0.9, REWARD: 0.9}
@@ -133,6 +135,40 @@ def test_guesses_about_functions_are_corrected() -> None:
     told = elastic(trajectories, 128, fractions={TESTS: 0.98, REWARD: 0.98})
     guessed = elastic(trajectories, 128, fractions={TESTS: 0.3, REWARD: 0.3})
     assert guessed.act < 1.5 * told.act
+
+
+def test_shortest_first_beats_first_come_where_it_is_crowded_and_nothing_beats_the_bound() -> None:
+    law = CodingLaw(turns=4.0, reward_seconds=60.0, max_cores=2, duty_cores=1)
+    for seed in range(3):
+        trajectories = coding(32, law, seed)
+        # As patient as it takes: trajectories of hours on two cores.
+        orders = [Learned(Discipline(order, patience=1e5)) for order in (FCFS, SHORTEST, SHORTEST)]
+        told = [False, False, True]
+        acts = [
+            elastic(trajectories, 2, fractions=GUESSES, learned=learned, told=knows).act
+            for learned, knows in zip(orders, told, strict=True)
+        ]
+        assert least(trajectories, 2) < acts[2] < acts[0]
+        assert acts[1] < acts[0]
+
+
+def test_whoever_has_much_to_do_is_not_passed_for_ever() -> None:
+    """One core, always somebody with little to do: who has much waits for its patience to end."""
+    env, began = simpy.Environment(), dict[str, float]()
+    learned = Learned(Discipline(patience=50.0))
+    pool = ElasticPool(env, [{CORES: 1}], learned=learned, told=True)
+
+    def one(name: str, at: float, seconds: float) -> Any:
+        yield env.timeout(at)
+        yield from pool.run(Call(SHELL, 1, 1, seconds, 0.0))
+        began[name] = env.now - seconds
+
+    env.process(one("first", 0.0, 1.0))
+    env.process(one("much", 0.5, 500.0))
+    for i in range(200):
+        env.process(one(f"{i}", 0.6 + i, 1.0))
+    env.run(until=1000)
+    assert 20 < began["much"] < 55
 
 
 # Model services.

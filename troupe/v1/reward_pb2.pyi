@@ -473,6 +473,7 @@ class InvokeRequest(_message.Message):
     WAITERS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     SANDBOXES_FIELD_NUMBER: _builtins.int
+    EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
     invocation_id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -481,11 +482,17 @@ class InvokeRequest(_message.Message):
     job_id: _builtins.str
     trajectory_id: _builtins.str
     priority: _builtins.int
-    """Higher first; ties in turns by job, and of one job first come, first served."""
+    """Higher first; ties in turns by job, and of one job as the service is set: what has least left
+    to do, or first come, first served.
+    """
     waiters: _builtins.int
     """Trajectories that cannot go on without the result; 0: one."""
     weight: _builtins.float
     """Share of the job among the jobs that wait; 0: one."""
+    expected_seconds: _builtins.float
+    """Seconds that the caller expects it to take with the fewest cores of its function; 0: what calls
+    of the function take on average.
+    """
     @_builtins.property
     def sandboxes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Of a stateful function: sandboxes that the trajectory has had. When the one that the call
@@ -505,10 +512,11 @@ class InvokeRequest(_message.Message):
         waiters: _builtins.int = ...,
         weight: _builtins.float = ...,
         sandboxes: _abc.Iterable[_builtins.str] | None = ...,
+        expected_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "invocation_id", b"invocation_id", "job_id", b"job_id", "name", b"name", "priority", b"priority", "sandboxes", b"sandboxes", "trajectory_id", b"trajectory_id", "version", b"version", "waiters", b"waiters", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "expected_seconds", b"expected_seconds", "invocation_id", b"invocation_id", "job_id", b"job_id", "name", b"name", "priority", b"priority", "sandboxes", b"sandboxes", "trajectory_id", b"trajectory_id", "version", b"version", "waiters", b"waiters", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -691,11 +699,14 @@ class BatchCall(_message.Message):
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
     WAITERS_FIELD_NUMBER: _builtins.int
+    EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
     invocation_id: _builtins.str
     arguments_json: _builtins.str
     trajectory_id: _builtins.str
     waiters: _builtins.int
     """Trajectories that cannot go on without the result; 0: one."""
+    expected_seconds: _builtins.float
+    """As in InvokeRequest."""
     def __init__(
         self,
         *,
@@ -703,10 +714,11 @@ class BatchCall(_message.Message):
         arguments_json: _builtins.str = ...,
         trajectory_id: _builtins.str = ...,
         waiters: _builtins.int = ...,
+        expected_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "invocation_id", b"invocation_id", "trajectory_id", b"trajectory_id", "waiters", b"waiters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "expected_seconds", b"expected_seconds", "invocation_id", b"invocation_id", "trajectory_id", b"trajectory_id", "waiters", b"waiters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,10 +12,12 @@ from troupe.scheduling.elastic.actions import (
 from troupe.scheduling.elastic.curves import SpeedUp
 from troupe.scheduling.elastic.decision import Rules, decide
 from troupe.scheduling.elastic.hosts import Host, Placed, decide_over, nowhere
+from troupe.scheduling.elastic.order import Discipline
 
 __all__ = [
     "Action",
     "Amounts",
+    "Discipline",
     "Elastic",
     "Grant",
     "Host",

@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from troupe.scheduling.elastic import waiters
+from troupe.scheduling.elastic import order
 
 Amounts = Mapping[str, int]
 
@@ -48,8 +48,10 @@ class Action:
 
     `needs` are the amounts that it takes whatever it is given of `elastic`, whose resource is not
     among them. `seconds` is its duration when nothing of it is elastic. `waiters` is how many
-    trajectories cannot go on without it. `function` is what hosts are warm for, and `host` the
-    only one where it can run (its sandbox with files is there); both only matter to `decide_over`.
+    trajectories cannot go on without it, and `place` where a discipline puts it (`order`); None:
+    where its arrival does. Both only matter to `turn`. `function` is what hosts are warm for,
+    and `host` the only one where it can run (its sandbox with files is there); both only matter to
+    `decide_over`.
     """
 
     action_id: str
@@ -60,6 +62,7 @@ class Action:
     waiters: int = 1
     function: str = ""
     host: str | None = None
+    place: float | None = None
     least: Amounts = field(init=False, repr=False, compare=False)
     """The smallest vector of resources with which it can run."""
     kind: str = field(init=False, repr=False, compare=False)
@@ -105,11 +108,12 @@ class Grant:
     seconds: float
 
 
-def turn(action: Action, *, head_start: float = 1.0, most: float = 10.0) -> tuple[float, str]:
-    """Sorts a queue: by arrival, and earlier the more trajectories wait for an action
-    (`troupe.scheduling.elastic.waiters`, where `head_start` is what a doubling is worth)."""
-    ahead = waiters.head_start(action.waiters, doubling=head_start, most=most)
-    return action.since - ahead, action.action_id
+def turn(action: Action) -> tuple[float, str]:
+    """Sorts a queue: by `place`, else by arrival (`troupe.scheduling.elastic.order`)."""
+    place = action.place
+    if place is None:
+        place = order.first_come(action.since, action.waiters)
+    return place, action.action_id
 
 
 def lacking(action: Action, capacity: Amounts) -> str | None:

@@ -128,9 +128,16 @@ class SpeedUp:
         serial, parallel = self.line
         return tuple(max(least, serial + parallel / level) for level in levels)
 
-    def elastic(self, resource: str, levels: tuple[int, ...], nth: int = 0) -> Elastic:
-        """What the `nth` call can do with `resource`: all of `levels`, or what it is to try."""
-        return _elastic(self, resource, self.offered(levels, nth))
+    def elastic(
+        self, resource: str, levels: tuple[int, ...], nth: int = 0, *, lowest: float = 0.0
+    ) -> Elastic:
+        """What the `nth` call can do with `resource`: all of `levels`, or what it is to try.
+        `lowest`: seconds that this one is known to take at the lowest of `levels`; 0: as others."""
+        known = _elastic(self, resource, self.offered(levels, nth))
+        if not lowest:
+            return known
+        scale = lowest / self.seconds(levels[:1])[0]
+        return Elastic(resource, known.levels, tuple(scale * s for s in known.seconds))
 
 
 @lru_cache(maxsize=1024)
