@@ -28,7 +28,9 @@ async def generate(
             field="messages",
             remedy="Send chat messages, or token ids of the policy's tokenizer.",
         )
-    role = next(role for role in job.roles.values() if role.policy == policy.name)
+    roles = job.roles.values()
+    # One that only tickets name samples as the first agent does.
+    role = next((role for role in roles if role.policy == policy.name), next(iter(roles)))
     chat = policy.language.chat
     try:
         if request.messages:

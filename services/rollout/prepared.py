@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from services.rollout.casting import Casts
 from services.rollout.gate import Gate
 from services.rollout.groups import Groups
 from services.rollout.lockstep import Lockstep
@@ -33,9 +34,8 @@ class PreparedJob:
     gate: Gate
     moves: EngineMoves
     transfer: Transfer
-    policy_of: Mapping[str, ServedPolicy] = field(init=False)
-    """The served policy of each agent."""
-    evaluation_roles: Mapping[str, Role] = field(init=False)
+    casts: Casts = field(init=False)
+    """Who plays whom."""
     lockstep: Lockstep | None = field(init=False)
     """Where trajectories wait for each other, in a job that says so."""
     trained: frozenset[str] = field(init=False)
@@ -44,18 +44,11 @@ class PreparedJob:
     """How far the queries are."""
 
     def __post_init__(self) -> None:
-        temperature = self.spec.evaluation.temperature
         derived = {
-            "policy_of": {n: self.policies[a.policy] for n, a in self.spec.agents.items()},
+            "casts": Casts(self.spec, self.policies, self.roles),
             "trained": frozenset(self.spec.trained_policies),
             "groups": Groups(policy.router for policy in self.policies.values()),
             "lockstep": Lockstep() if self.spec.pipeline.rollout == "batch" else None,
-            "evaluation_roles": self.roles
-            if temperature is None
-            else {
-                name: replace(role, sampling=replace(role.sampling, temperature=temperature))
-                for name, role in self.roles.items()
-            },
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)

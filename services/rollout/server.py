@@ -129,6 +129,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         seen: set[str] = set()
         for index, ticket in enumerate(request.tickets):
             _check_ticket(f"tickets[{index}]", ticket, seen)
+            job.casts.of(ticket.cast, f"tickets[{index}].cast")
         listener = self._runner.listen(
             job, request.step, request.tickets, endings_only=request.endings_only
         )
@@ -238,7 +239,7 @@ def _check_ticket(field: str, ticket: pb.Ticket, seen: set[str]) -> None:
         raise InvalidArgument("must not be negative", field=f"{field}.index", value=ticket.index)
     if ticket.purpose == pb.Ticket.PURPOSE_UNSPECIFIED:
         raise InvalidArgument(
-            "is missing", field=f"{field}.purpose", remedy="Say TRAIN or EVALUATE."
+            "is missing", field=f"{field}.purpose", remedy="Say TRAIN, EVALUATE or MATCH."
         )
     if ticket.trajectory_id in seen:
         raise InvalidArgument(

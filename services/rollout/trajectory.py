@@ -149,9 +149,10 @@ class Trajectory:
         # Engines may still be ending the turns of the attempt before, and the reward service its
         # sandboxes.
         name = f"{ticket.trajectory_id}~{number}" if number else ticket.trajectory_id
+        cast = job.casts.of(ticket.cast)
         backend = TurnBackend(
             name,
-            job.policy_of,
+            cast.policy_of,
             turn_seconds=limits.turn_seconds,
             clock=clock,
             began=self._turn_began,
@@ -159,10 +160,10 @@ class Trajectory:
             query_id=ticket.query_id,
             left=job.groups.left,
         )
-        roles = job.evaluation_roles if evaluating else job.roles
+        roles = cast.evaluation_roles if evaluating else cast.roles
         waiters = partial(job.groups.waiters, ticket.query_id)
         tools = TrajectoryTools(job.functions, name, clock, waiters)
-        seat = None if job.lockstep is None or evaluating else job.lockstep.seat(clock)
+        seat = None if job.lockstep is None or not self._stored else job.lockstep.seat(clock)
         agents = Agents(roles, seat.backend(backend) if seat else backend, seed=ticket.seed)
         waits_for = "its query"
 
@@ -212,13 +213,13 @@ class Trajectory:
         total = scoring.add_up([rewards, *parts])
         scoring.check_complete(total, self._turns, job.trained)
         self._rewards = scoring.with_turn_rewards(total, self._turns)
-        if evaluating:
+        if not self._stored:
             return []
         rows = rows_of(
             self._turns,
             query_id=ticket.query_id,
             trajectory_id=ticket.trajectory_id,
-            trained=job.trained,
+            trained=job.trained.intersection(ticket.learners or job.trained),
             rewards=total,
             group_by=job.spec.algorithm.group_by,
             team_tokens=job.spec.algorithm.team_tokens,

@@ -88,12 +88,16 @@ class Ticket(_message.Message):
         PURPOSE_TRAIN: Ticket._Purpose.ValueType  # 1
         PURPOSE_EVALUATE: Ticket._Purpose.ValueType  # 2
         """Rewards are reported; no rows are stored."""
+        PURPOSE_MATCH: Ticket._Purpose.ValueType  # 3
+        """As EVALUATE, sampled as in training: members of a population meet as they play."""
 
     class Purpose(_Purpose, metaclass=_PurposeEnumTypeWrapper): ...
     PURPOSE_UNSPECIFIED: Ticket.Purpose.ValueType  # 0
     PURPOSE_TRAIN: Ticket.Purpose.ValueType  # 1
     PURPOSE_EVALUATE: Ticket.Purpose.ValueType  # 2
     """Rewards are reported; no rows are stored."""
+    PURPOSE_MATCH: Ticket.Purpose.ValueType  # 3
+    """As EVALUATE, sampled as in training: members of a population meet as they play."""
 
     @_typing.final
     class CastEntry(_message.Message):

@@ -68,14 +68,20 @@ def stop_ids(stops: Sequence[str], language: Language, field: str) -> tuple[int,
     return tuple(dict.fromkeys(found))
 
 
-def role_of(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
-    """The agent `name` of a job; `languages` by policy. Raises `InvalidArgument` as `stop_ids`."""
+def role_of(
+    spec: JobSpec, name: str, languages: Mapping[str, Language], policy: str | None = None
+) -> Role:
+    """The agent `name` of a job; `languages` by policy. `policy`: who plays it instead of its own.
+
+    Raises `InvalidArgument` as `stop_ids`.
+    """
     agent = spec.agents[name]
-    language = languages[agent.policy]
+    policy = policy or agent.policy
+    language = languages[policy]
     sampling = agent.sampling
     return Role(
         name=name,
-        policy=agent.policy,
+        policy=policy,
         tokenizer=language.chat,
         sampling=Sampling(
             temperature=sampling.temperature,
@@ -85,7 +91,7 @@ def role_of(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role
             stop_token_ids=stop_ids(sampling.stop, language, f"agents.{name}.sampling.stop"),
         ),
         system_prompt=agent.system_prompt,
-        tool_parser=spec.policies[agent.policy].language_model.tool_parser,
+        tool_parser=spec.policies[policy].language_model.tool_parser,
     )
 
 
