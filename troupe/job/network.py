@@ -52,8 +52,8 @@ class QLearningSpec(Section):
     gamma: float = Field(default=0.99, gt=0, le=1)
     """Discount per decision."""
     double: bool = True
-    """Double Q-learning (van Hasselt et al. 2016): the next action is the trained network's
-    choice, its value the target network's."""
+    """`dqn`: double Q-learning (van Hasselt et al. 2016): the next action is the trained network's
+    choice, its value the target network's. A mixed value is the target networks' alone."""
     buffer: int = Field(default=5000, ge=1)
     """Episodes that the replay buffer holds."""
     batch: int = Field(default=32, ge=1)
@@ -86,14 +86,14 @@ class DeterministicSpec(Section):
     """Adam's learning rate of the critic."""
     gamma: float = Field(default=0.95, gt=0, le=1)
     """Discount per decision."""
-    buffer: int = Field(default=20_000, ge=1)
-    """Episodes that the replay buffer holds."""
+    buffer: int = Field(default=100_000, ge=1)
+    """Joint transitions that the replay buffer holds."""
     batch: int = Field(default=1024, ge=1)
     """Joint transitions per gradient."""
     updates: int = Field(default=8, ge=1)
     """Gradients per update."""
     warmup: int = Field(default=0, ge=0)
-    """Episodes in the buffer before the first gradient."""
+    """Joint transitions in the buffer before the first gradient."""
     tau: float = Field(default=0.01, gt=0, le=1)
     """How far target networks follow after every gradient."""
     temperature: float = Field(default=1.0, gt=0)

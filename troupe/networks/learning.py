@@ -9,8 +9,12 @@ from typing import Protocol
 import torch
 
 from troupe.networks.fragments import Fragment
-from troupe.networks.spec import NetworkSpec
+from troupe.networks.maddpg import DeterministicLearner
+from troupe.networks.ppo import PPOLearner
+from troupe.networks.qlearning import QLearner
+from troupe.networks.spec import NetworkSpec, PPOSpec, QLearningSpec
 from troupe.networks.vector import Spaces
+from troupe.rpc.errors import InvalidArgument
 
 Tensors = dict[str, torch.Tensor]
 
@@ -31,8 +35,8 @@ class Learner(Protocol):
         ...
 
     def state(self) -> Tensors:
-        """All of it, flat: `weights.*`, `optimizer.*`, `target.*`, `buffer.*`, `random.*` and
-        `count.*`; not copies where it can be avoided. Names and dtypes stay."""
+        """All of it, flat (`Belongings` has the names); not copies where it can be avoided. Names,
+        dtypes and shapes stay, but those of `buffer.*`, which grows."""
         ...
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -45,12 +49,24 @@ class Learner(Protocol):
         ...
 
 
-def make_learner(
-    spec: NetworkSpec, spaces: Spaces, agents: Sequence[str], seed: int, policy: str = ""
-) -> Learner:
-    """The learner of one policy that plays `agents`, its first weights drawn by `seed`.
+def make_learner(spec: NetworkSpec, spaces: Spaces, agents: Sequence[str], seed: int) -> Learner:
+    """The learner of one policy that plays `agents`, in the order of the environment; its first
+    weights and all its random numbers are drawn by `seed`.
 
     Raises InvalidArgument for a paradigm that cannot train on these spaces. Weights are those that
-    `Actor` expects of the same arguments.
+    an `Actor` expects of the same arguments.
     """
-    raise NotImplementedError
+    if not agents:
+        raise InvalidArgument("a policy plays at least one agent", field="agents")
+    played, learning = tuple(agents), spec.learning
+    made: PPOLearner | QLearner | DeterministicLearner
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if isinstance(learning, PPOSpec):
+            made = PPOLearner(spec, learning, spaces, played)
+        elif isinstance(learning, QLearningSpec):
+            made = QLearner(spec, learning, spaces, played)
+        else:
+            made = DeterministicLearner(spec, learning, spaces, played)
+    made.belongings.generator.manual_seed(seed)
+    return made

@@ -65,14 +65,16 @@ class Networks(nn.Module):
         self.recurrent = spec.kind == "rnn"
 
     def forward(
-        self, sequences: torch.Tensor, who: torch.Tensor, index: torch.Tensor
+        self, sequences: torch.Tensor, who: torch.Tensor, index: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Outputs [M, outputs] at `index` [M] into the N * L positions of `sequences` [N, L, I],
-        whose rows are agents `who` [N]."""
+        """Outputs [M, outputs] at `index` [M] into the N * L positions of `sequences` [N, L, I]
+        (None: all of them), whose rows are agents `who` [N]."""
         length = sequences.shape[1]
         if not self.recurrent:
-            sequences = sequences.flatten(0, 1)[index]
-            who = who[torch.div(index, length, rounding_mode="floor")]
+            who = who.repeat_interleave(length) if length > 1 else who
+            sequences = sequences.flatten(0, 1)
+            if index is not None:
+                sequences, who = sequences[index], who[index]
         if len(self.members) == 1:
             found: torch.Tensor = self.members[0](sequences)
         else:
@@ -80,7 +82,10 @@ class Networks(nn.Module):
             for i in range(len(self.members)):
                 rows = (who == i).nonzero(as_tuple=True)[0]
                 found = found.index_copy(0, rows, self.members[i](sequences[rows]))
-        return found.flatten(0, 1)[index] if self.recurrent else found
+        if self.recurrent:
+            found = found.flatten(0, 1)
+            found = found if index is None else found[index]
+        return found
 
     def step(
         self, inputs: torch.Tensor, memory: list[torch.Tensor | None]

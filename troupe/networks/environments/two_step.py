@@ -14,8 +14,9 @@ _PAYOFFS: Final = np.array([[[7, 7], [7, 7]], [[0, 1], [1, 8]]], np.float32)
 
 
 class TwoStep:
-    """Rashid et al. 2018. Two agents see which of three states it is. In the first, agent_0's action chooses the game
-    of the second step. The optimum is 8; the best of a sum of two values is 7."""
+    """Two agents see which of three states it is. In the first, agent_0's action chooses the game
+    of the second step (Rashid et al. 2018). The optimum is 8; a sum of two values
+    finds 7."""
 
     def __init__(self, copies: int) -> None:
         self._copies = copies

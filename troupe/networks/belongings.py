@@ -1,0 +1,100 @@
+"""`Belongings`: all that a learner consists of, as flat named tensors and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from troupe.networks.replay import Replay
+from troupe.rpc.errors import InvalidArgument
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Belongings:
+    """Names: `weights.MODULE.*`, `target.NAME.*`, `optimizer.NAME.PARAMETER.*`, `random.NAME`,
+    `buffer.*`, `count.NAME`. MODULE names the module, which may have its own buffers."""
+
+    modules: dict[str, nn.Module]
+    """By name."""
+    optimizers: dict[str, torch.optim.Adam]
+    """Of the parameters of the module of the same name."""
+    generator: torch.Generator
+    """Of all random numbers."""
+    targets: dict[str, TensorDictBase] = field(default_factory=dict)
+    """Parameters of target networks, as TorchRL's losses hold them."""
+    replay: Replay | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def state(self) -> Tensors:
+        """All of it; only the random state and counts are copies."""
+        found = self._fixed()
+        if self.replay is not None:
+            found |= {f"buffer.{name}": value for name, value in self.replay.state().items()}
+        return found
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Become what `state` gave. Raises InvalidArgument naming the tensor at fault, and then
+        nothing has moved."""
+        own = self._fixed()
+        given = {name for name in state if not name.startswith("buffer.")}
+        for name in sorted(own.keys() | given):
+            if name not in own or name not in state:
+                what = "is missing" if name in own else "is none of this learner's"
+                raise InvalidArgument(what, field="state", value=name)
+            expected, found = list(own[name].shape), list(state[name].shape)
+            if found != expected:
+                raise InvalidArgument(
+                    f"has shape {found}, this learner's {expected}", field="state", value=name
+                )
+        if self.replay is not None and "buffer.cursor" not in state:
+            raise InvalidArgument("is missing", field="state", value="buffer.cursor")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if name.startswith(("weights.", "target.")):
+                    tensor.copy_(state[name])
+        for key, optimizer in self.optimizers.items():
+            for name, parameter in self.modules[key].named_parameters():
+                prefix = f"optimizer.{key}.{name}."
+                optimizer.state[parameter] = {
+                    part: state[prefix + part].clone() for part in ("step", "exp_avg", "exp_avg_sq")
+                }
+        self.generator.set_state(state["random.generator"].clone())
+        for name in self.counts:
+            self.counts[name] = int(state[f"count.{name}"])
+        if self.replay is not None:
+            self.replay.restore(
+                {
+                    name.removeprefix("buffer."): tensor
+                    for name, tensor in state.items()
+                    if name.startswith("buffer.")
+                }
+            )
+
+    def _fixed(self) -> Tensors:
+        """All but the buffer: names and shapes of these never change."""
+        found: Tensors = {}
+        for key, module in self.modules.items():
+            found |= {f"weights.{key}.{name}": value for name, value in module.state_dict().items()}
+        for key, target in self.targets.items():
+            flat = target.data.flatten_keys(".")
+            found |= {f"target.{key}.{name}": value for name, value in flat.items()}
+        for key, optimizer in self.optimizers.items():
+            for name, parameter in self.modules[key].named_parameters():
+                held = optimizer.state.get(parameter) or _fresh(parameter)
+                prefix = f"optimizer.{key}.{name}."
+                found |= {prefix + part: held[part] for part in ("step", "exp_avg", "exp_avg_sq")}
+        found["random.generator"] = self.generator.get_state()
+        found |= {f"count.{name}": torch.tensor(count) for name, count in self.counts.items()}
+        return found
+
+
+def _fresh(parameter: torch.Tensor) -> Tensors:
+    """Adam's state before its first step."""
+    zeros = torch.zeros_like(parameter)
+    return {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
