@@ -2,6 +2,8 @@
 
     python -m benchmarks.actions [--quick] [--json] [--only real|paced|simulated|decisions]
 
+Beside other work on the machine: under `chrt -r 3` the live parts go before it, and pause.
+
 `real`: a reward service hands the cores of this machine to actions that burn them. `paced`: it
 hands out cores of a larger host, and actions sleep as long as they would take there. `simulated`:
 the same decisions in simulated time, at the published sizes. `decisions`: how long one takes. The
@@ -40,6 +42,7 @@ from rich.console import Console
 from benchmarks.actions import report, simulated
 from benchmarks.actions.decisions import decision_seconds
 from benchmarks.actions.live import Mode, Result, play
+from benchmarks.actions.real_time import breathe, modestly
 from benchmarks.actions.served import started
 from benchmarks.command import options_of
 from simulator.rollout import Played
@@ -56,7 +59,7 @@ class Plan:
 
     real: tuple[int, ...] = (4, 16, 64)
     # Trajectories that were played, and learned from, before.
-    before: int = 64
+    before: int = 32
     by_cores: tuple[int, ...] = (2, 4, 8, 16, 32, 48, 64)
     draws: int = 4
     paced: tuple[int, ...] = (16, 64)
@@ -112,7 +115,8 @@ async def real(plan: Plan, console: Console) -> dict[str, Any]:
     for order in (SHORTEST, FCFS):
         async with started(cores, 4 * cores, paced=False, order=order) as reward:
             for mode in (mode for mode in modes if mode.order == order):
-                if mode.fixed is None:
+                await breathe()
+                if mode.fixed is None and mode.order == SHORTEST:
                     await play(reward, before, mode, cores, law)
                 for count in plan.real:
                     trajectories = coding(count, law, _SEED)
@@ -147,6 +151,7 @@ async def paced(plan: Plan, console: Console) -> dict[str, Any]:
         for count in plan.paced:
             trajectories = coding(count, law, _SEED)
             for mode in modes:
+                await breathe()
                 result = await play(reward, trajectories, mode, _PACED_CORES, law)
                 rows.append((result, _twin(trajectories, mode, _PACED_CORES)))
     # As few cores as the simulator says are enough to be as fast as with shares of one's own.
@@ -254,10 +259,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(quiet=options.json, width=140)
     parts = (options.only,) if options.only else _PARTS
     found: dict[str, Any] = {}
-    if "decisions" in parts:
-        found |= report.decisions(console, *decision_seconds(plan.queued, plan.decisions, _SEED))
-    if "simulated" in parts:
-        found |= simulate(plan, console)
+    with modestly():
+        if "decisions" in parts:
+            spent = decision_seconds(plan.queued, plan.decisions, _SEED)
+            found |= report.decisions(console, *spent)
+        if "simulated" in parts:
+            found |= simulate(plan, console)
     if "paced" in parts:
         found |= asyncio.run(paced(plan, console))
     if "real" in parts:

@@ -17,6 +17,7 @@ import grpc
 import psutil
 
 from benchmarks.actions.functions import PACED_DIR
+from benchmarks.actions.real_time import go_ahead
 from benchmarks.command import end, scratch
 from simulator.trace import SHELL, Call
 from troupe.rpc import ClientSettings, connect, new_id
@@ -112,22 +113,10 @@ async def started(
         try:
             reward = Reward(channel, process, workers, paced)
             await reward.register(SHELL, 1, 1)
-            _go_ahead(process)
+            go_ahead(process)
             yield reward
         finally:
             await channel.close(None)
-
-
-def _go_ahead(service: psutil.Process) -> None:
-    """In a real-time class (`chrt -r`) the service and this process go before workers that burn,
-    as they do without: there nobody has to wait until another's turn is over."""
-    if os.sched_getscheduler(0) != os.SCHED_RR:
-        return
-    priority = os.sched_param(os.sched_getparam(0).sched_priority + 1)
-    for process in (service, psutil.Process()):
-        for thread in process.threads():
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setscheduler(thread.id, os.SCHED_RR, priority)
 
 
 @contextlib.contextmanager
