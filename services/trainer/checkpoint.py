@@ -12,17 +12,20 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from services.trainer.adapters import Adapter, adapter_of
 from services.trainer.disk import reported, sync_directory, sync_file
 from troupe.checkpoints.kept import prune
 from troupe.checkpoints.lineage import Lineage
 from troupe.job import JobSpec
-from troupe.transfer.checksum import dtype_name
+from troupe.transfer.checksum import checksum_of, dtype_name
+
+# The tensors that engines load, where a checkpoint's own are not the same.
+PUBLISHED: Final = "published.safetensors"
 
 
 def checkpoint_path(root: Path, job_id: str, policy: str, version: int) -> Path:
@@ -36,15 +39,18 @@ def save_checkpoint(
     weights: Mapping[str, torch.Tensor],
     tokenizer: Any,
     *,
-    keep: int,
+    keep: int | None,
     lineage: Lineage | None = None,
+    published: Mapping[str, torch.Tensor] | None = None,
 ) -> int:
     """Write `weights` in the format of `model` with its tokenizer, if it has one; returns the size
     in bytes.
 
-    `lineage`: where they come from, kept beside them.
+    `lineage`: where they come from, kept beside them. `published`: these tensors, too, to the bit,
+    in `PUBLISHED` if no other file has them.
 
-    A checkpoint that is there already stays as it is. Of its siblings the `keep` newest stay.
+    A checkpoint that is there already stays as it is. Of its siblings the `keep` newest stay, or
+    all.
     Raises ResourceExhausted ("storage_full") or FailedPrecondition ("storage_unwritable");
     then no half checkpoint is left and older ones are untouched.
     """
@@ -63,9 +69,12 @@ def save_checkpoint(
             tokenizer.save_pretrained(folder)
         if lineage is not None:
             lineage.write(folder)
+        if published is not None and not _holds(folder, published):
+            save_file(dict(published), folder / PUBLISHED)
 
     _write_whole(path, fill)
-    prune(path.parent, keep)
+    if keep is not None:
+        prune(path.parent, keep)
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
@@ -108,6 +117,12 @@ def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
             sync_directory(path.parent)
         finally:
             shutil.rmtree(temp, ignore_errors=True)
+
+
+def _holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a file of weights in `folder` consists of just these."""
+    wanted = checksum_of(dict(tensors))
+    return any(checksum_of(load_file(file)) == wanted for file in folder.glob("*.safetensors"))
 
 
 def _write_model(folder: Path, model: Any, weights: Mapping[str, torch.Tensor]) -> None:

@@ -29,10 +29,25 @@ class Checkpoints:
         Raises FailedPrecondition of kind "version_not_kept", ResourceExhausted of kind
         "storage_full".
         """
+        path = checkpoint_path(self._data_dir, self._states.job_id, self._states.policy, version)
+        return str(path), self.write(path, version, keep=self._spec.checkpoint.keep)
+
+    def write(
+        self,
+        path: Path,
+        version: int,
+        *,
+        keep: int | None = None,
+        published: dict[str, torch.Tensor] | None = None,
+    ) -> int:
+        """Write the checkpoint of a kept version to `path`; returns its bytes. Raises as `save`.
+
+        Of its siblings the `keep` newest stay, or all. `published`: the version as engines load it,
+        kept exactly.
+        """
         states, versions = self._states, self._versions
         job_id, name = states.job_id, states.policy
         policy = self._spec.policies[name]
-        path = checkpoint_path(self._data_dir, job_id, name, version)
         weights: dict[str, torch.Tensor] = {}
         committed = version == versions.committed
         step, checksum = -1, versions.weights.checksum if committed else ""
@@ -57,7 +72,12 @@ class Checkpoints:
         weights = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
         model = versions.learner.model
         lineage = lineage_of(self._spec, job_id, name, version, step, checksum, model)
-        keep = self._spec.checkpoint.keep
-        tokenizer = versions.tokenizer
-        size = save_checkpoint(path, model, weights, tokenizer, keep=keep, lineage=lineage)
-        return str(path), size
+        return save_checkpoint(
+            path,
+            model,
+            weights,
+            versions.tokenizer,
+            keep=keep,
+            lineage=lineage,
+            published=published,
+        )

@@ -106,6 +106,36 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         )
         return trainer_pb2.KeepStateResponse(kept=kept)
 
+    async def KeepMember(
+        self, request: trainer_pb2.KeepMemberRequest, context: Any
+    ) -> trainer_pb2.KeepMemberResponse:
+        """Freeze a version."""
+        _require(request, "job_id", "policy", "checksum")
+        path, size = await self.worker.keep_member(
+            request.job_id, request.policy, request.version, request.checksum
+        )
+        return trainer_pb2.KeepMemberResponse(path=path, num_bytes=size)
+
+    async def PublishMember(
+        self, request: trainer_pb2.PublishMemberRequest, context: Any
+    ) -> trainer_pb2.PublishMemberResponse:
+        """Have a member's weights where engines find them."""
+        _require(request, "job_id", "policy", "checksum")
+        weights = await self.worker.publish_member(
+            request.job_id, request.policy, request.version, request.checksum
+        )
+        return trainer_pb2.PublishMemberResponse(weights=weights)
+
+    async def DropMember(
+        self, request: trainer_pb2.DropMemberRequest, context: Any
+    ) -> trainer_pb2.DropMemberResponse:
+        """Let a member go."""
+        _require(request, "job_id", "policy")
+        await self.worker.drop_member(
+            request.job_id, request.policy, request.version, files=request.files
+        )
+        return trainer_pb2.DropMemberResponse()
+
     async def Suspend(
         self, request: trainer_pb2.SuspendRequest, context: Any
     ) -> trainer_pb2.SuspendResponse:

@@ -18,6 +18,7 @@ from services.trainer.checkpoint import checkpoint_path
 from services.trainer.compute import Compute, Usage, choose_device, memory_of
 from services.trainer.foreign import ForeignStates
 from services.trainer.gang.gangs import Gangs
+from services.trainer.members import Members
 from services.trainer.policy_model import import_transformers
 from services.trainer.residence import Residence
 from services.trainer.settings import TrainerSettings
@@ -54,6 +55,7 @@ class TrainerWorker:
         self._gangs = Gangs(settings)
         self.bindings = Bindings(self._new_binding)
         self._steps = Steps(settings, self._compute, telemetry)
+        self._members = Members(self._transfer, settings.data_dir)
         self._swaps = Swaps(self.bindings, self._steps, self._compute, telemetry)
         self._usage = Usage()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -141,6 +143,25 @@ class TrainerWorker:
                 remedy="Save it first, with the same worker.",
             )
         return path
+
+    async def keep_member(
+        self, job_id: str, policy: str, version: int, checksum: str
+    ) -> tuple[str, int]:
+        """`Members.keep`; training goes on meanwhile."""
+        binding = self.bindings.find((job_id, policy))
+        return await asyncio.to_thread(self._members.keep, binding, version, checksum)
+
+    async def publish_member(
+        self, job_id: str, policy: str, version: int, checksum: str
+    ) -> pb.WeightsRef:
+        """`Members.publish`."""
+        where = (job_id, policy, version, checksum)
+        return await asyncio.to_thread(self._members.publish, *where)
+
+    async def drop_member(self, job_id: str, policy: str, version: int, *, files: bool) -> None:
+        """`Members.drop`."""
+        where = (job_id, policy, version)
+        await asyncio.to_thread(self._members.drop, *where, files=files)
 
     async def offer_state(
         self, job_id: str, policy: str, version: int, checksum: str
