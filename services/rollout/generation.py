@@ -28,10 +28,9 @@ async def generate(
             field="messages",
             remedy="Send chat messages, or token ids of the policy's tokenizer.",
         )
-    roles = job.roles.values()
+    chat, roles = policy.language.chat, job.roles.values()
     # One that only tickets name samples as the first agent does.
     role = next((role for role in roles if role.policy == policy.name), next(iter(roles)))
-    chat = policy.language.chat
     try:
         if request.messages:
             messages = parse_messages(

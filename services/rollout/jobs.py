@@ -84,6 +84,8 @@ class JobTable:
             await self.before_release(job_id)
         await job.moves.close()
         await asyncio.gather(*(policy.release(reason) for policy in job.policies.values()))
+        if job.arena is not None:
+            await asyncio.to_thread(job.arena.close)
         return True
 
     async def _bring_to(self, job: PreparedJob, refs: Mapping[str, pb.WeightsRef]) -> None:

@@ -13,6 +13,7 @@ from services.rollout.router import PolicyRouter
 from services.rollout.supervision import EngineKeeper, Target
 from services.rollout.weights import check_successor, roll_out
 from troupe.job import EngineSpec, RoutingSpec
+from troupe.rpc.errors import InvalidArgument
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -32,7 +33,7 @@ class ServedPolicy:
     def __init__(
         self,
         name: str,
-        language: Language,
+        language: Language | None,
         engines: Sequence[Engine],
         transfer: Transfer,
         spec: EngineSpec,
@@ -41,9 +42,10 @@ class ServedPolicy:
         routing: RoutingSpec | None = None,
         resume: bool = True,
     ) -> None:
-        """`resume`: turns that lose their engine go on from their tokens."""
+        """`language`: None for a network. `resume`: turns that lose their engine go on from their
+        tokens."""
         self.name = name
-        self.language = language
+        self._language = language
         self._target = Target(ref)
         self._arrivals = Arrivals(transfer)
         self._start_timeout = spec.start_timeout_seconds
@@ -65,6 +67,19 @@ class ServedPolicy:
         )
         self.router.on_lost = self._lost_turn
         self._updating = asyncio.Lock()
+
+    @property
+    def language(self) -> Language:
+        """How its tokens are read and written. Raises `InvalidArgument` where it is a network."""
+        if self._language is None:
+            raise InvalidArgument(
+                "is a network: it moves in its environment, and knows no text",
+                kind="no_language",
+                field="policy",
+                value=self.name,
+                remedy="Ask a policy that is a language model.",
+            )
+        return self._language
 
     @property
     def weights(self) -> pb.WeightsRef:

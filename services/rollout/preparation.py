@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,11 +24,12 @@ from troupe.job.balancing import engine_count
 from troupe.rpc.errors import InvalidArgument
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
-from troupe.workflow import EntrypointError, load_workflow
+from troupe.workflow import EntrypointError, Role, Workflow, load_workflow
 from troupe.workflow.languages import Language, load_language, role_of
 from troupe.workflow.refusals import refusal_of
 
 if TYPE_CHECKING:
+    from services.rollout.networks.arena import Arena
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
 log = structlog.get_logger(__name__)
@@ -47,6 +49,17 @@ class EngineFactory(Protocol):
     ) -> Engine: ...
 
 
+@dataclass(frozen=True)
+class _Play:
+    """What trajectories play: a workflow on queries, or an environment."""
+
+    workflow: Workflow | None = None
+    queries: QuerySource | None = None
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    languages: Mapping[str, Language] = field(default_factory=dict)
+    arena: Arena | None = None
+
+
 class Preparation:
     """What it takes to prepare jobs on this worker."""
 
@@ -57,13 +70,16 @@ class Preparation:
         worker_id: str,
         make_engine: EngineFactory,
         device: Device | None = None,
+        threads: int = 1,
     ) -> None:
-        """`device`: what engines of this worker run on, where the job does not say so."""
+        """`device`: what engines of this worker run on, where the job does not say so. `threads`:
+        in how many at once networks play."""
         self._transfer = transfer
         self._rewards = rewards
         self._worker_id = worker_id
         self._make_engine = make_engine
         self._device = device or Device()
+        self._threads = threads
 
     async def make(
         self, job_id: str, spec: JobSpec, refs: Mapping[str, pb.WeightsRef]
@@ -74,31 +90,16 @@ class Preparation:
         did not come up; nothing is left running then.
         """
         # What is quick to check comes first: an engine may take minutes to start.
-        assert spec.workflow is not None
-        assert spec.tasks is not None
-        languages: dict[str, Language] = {}
-        for name, policy in spec.policies.items():
-            languages[name] = await asyncio.to_thread(
-                load_language, policy.language_model, f"policies.{name}.model"
-            )
-        roles = {name: role_of(spec, name, languages) for name in spec.agents}
-        queries = QuerySource(spec.tasks)
-        try:
-            workflow = await asyncio.to_thread(load_workflow, spec.workflow)
-            await queries.load("train")
-            if spec.evaluation.queries:
-                await queries.load("held_out")
-        except EntrypointError as error:
-            raise refusal_of(error) from error
+        play = await self._play(spec)
         functions = JobFunctions(self._rewards, job_id, spec)
         await functions.announce()
         policies = {}
         for name, policy in spec.policies.items():
             # In a thread: it imports an engine's libraries, which takes seconds.
-            engines = await asyncio.to_thread(self._engines, job_id, name, spec)
+            engines = await asyncio.to_thread(self._engines, job_id, name, spec, play.arena)
             policies[name] = ServedPolicy(
                 name,
-                languages[name],
+                play.languages.get(name),
                 engines,
                 self._transfer,
                 policy.engine,
@@ -121,28 +122,56 @@ class Preparation:
         return PreparedJob(
             job_id=job_id,
             spec=spec,
-            workflow=workflow,
-            queries=queries,
+            workflow=play.workflow,
+            queries=play.queries,
+            arena=play.arena,
             functions=functions,
             policies=policies,
-            roles=roles,
+            roles=play.roles,
             gate=Gate(
-                spec.limits.max_concurrent_trajectories,
+                # One more than play at once stores what it played.
+                min(spec.limits.max_concurrent_trajectories, self._threads + 1)
+                if play.arena
+                else spec.limits.max_concurrent_trajectories,
                 one_query=spec.pipeline.mode == "serial",
             ),
-            moves=EngineMoves(spec, policies, partial(self._engine, spec)),
+            moves=EngineMoves(spec, policies, partial(self._engine, spec, play.arena)),
             transfer=self._transfer,
         )
 
-    def _engines(self, job_id: str, name: str, spec: JobSpec) -> list[Engine]:
+    async def _play(self, spec: JobSpec) -> _Play:
+        """The job's code. Raises `InvalidArgument` naming the field at fault."""
+        if spec.environment is not None:
+            return await asyncio.to_thread(_open_arena, spec, self._threads)
+        assert spec.workflow is not None, "language models play one"
+        assert spec.tasks is not None, "language models play them"
+        languages: dict[str, Language] = {}
+        for name, policy in spec.policies.items():
+            languages[name] = await asyncio.to_thread(
+                load_language, policy.language_model, f"policies.{name}.model"
+            )
+        roles = {name: role_of(spec, name, languages) for name in spec.agents}
+        queries = QuerySource(spec.tasks)
+        try:
+            workflow = await asyncio.to_thread(load_workflow, spec.workflow)
+            await queries.load("train")
+            if spec.evaluation.queries:
+                await queries.load("held_out")
+        except EntrypointError as error:
+            raise refusal_of(error) from error
+        return _Play(workflow, queries, roles, languages)
+
+    def _engines(self, job_id: str, name: str, spec: JobSpec, arena: Arena | None) -> list[Engine]:
         return [
-            self._engine(spec, f"{job_id}.{name}.{number}@{self._worker_id}", name)
+            self._engine(spec, arena, f"{job_id}.{name}.{number}@{self._worker_id}", name)
             for number in range(engine_count(spec.policies[name]))
         ]
 
-    def _engine(self, spec: JobSpec, engine_id: str, name: str) -> Engine:
+    def _engine(self, spec: JobSpec, arena: Arena | None, engine_id: str, name: str) -> Engine:
         """One engine for a policy. It keeps its id and its number when it is made anew for another
         policy."""
+        if arena is not None:
+            return arena.engine(engine_id, name)
         *_, first, number = engine_id.removesuffix(f"@{self._worker_id}").split(".")
         engine = self._make_engine(
             engine_id,
@@ -154,6 +183,13 @@ class Preparation:
         # It stays on its hardware, which the policy that it began with names.
         engine.device = devices_of(spec.policies[first], self._device)[int(number)]
         return engine
+
+
+def _open_arena(spec: JobSpec, places: int) -> _Play:
+    # Imports torch, which takes seconds.
+    from services.rollout.networks.arena import Arena
+
+    return _Play(arena=Arena.open(spec, places))
 
 
 def _resumes(spec: JobSpec, policy: PolicySpec) -> bool:

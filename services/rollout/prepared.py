@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from services.rollout.casting import Casts
 from services.rollout.gate import Gate
@@ -19,6 +20,9 @@ from troupe.transfer import Transfer
 from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow import Role, Workflow
 
+if TYPE_CHECKING:
+    from services.rollout.networks.arena import Arena
+
 
 @dataclass(frozen=True)
 class PreparedJob:
@@ -26,8 +30,10 @@ class PreparedJob:
 
     job_id: str
     spec: JobSpec
-    workflow: Workflow
-    queries: QuerySource
+    workflow: Workflow | None
+    queries: QuerySource | None
+    """Both None where networks play in `arena`."""
+    arena: Arena | None
     functions: JobFunctions
     policies: Mapping[str, ServedPolicy]
     roles: Mapping[str, Role]

@@ -165,7 +165,7 @@ class Runner:
         self, key: tuple[str, str], job: PreparedJob, step: int, ticket: rollout.Ticket
     ) -> _Running:
         running = _Running()
-        trajectory = Trajectory(job, ticket, step, self._store, running.publish, self._endpoints)
+        trajectory = _kind(job)(job, ticket, step, self._store, running.publish, self._endpoints)
         running.task = asyncio.create_task(
             self._live(key, running, trajectory), name=f"trajectory-{ticket.trajectory_id}"
         )
@@ -204,6 +204,15 @@ class Runner:
         for running in doomed:
             running.task.cancel()
         await asyncio.gather(*(r.task for r in doomed), return_exceptions=True)
+
+
+def _kind(job: PreparedJob) -> type[Trajectory]:
+    if job.arena is None:
+        return Trajectory
+    # Where there is an arena torch has been imported, which takes seconds.
+    from services.rollout.networks.episodes import Episodes
+
+    return Episodes
 
 
 def _matters(event: rollout.TrajectoryEvent, joins: bool) -> bool:

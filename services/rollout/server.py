@@ -20,6 +20,7 @@ from services.rollout.jobs import JobTable
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.preparation import EngineFactory, Preparation
 from services.rollout.runner import Runner
+from services.rollout.scoring import score
 from services.rollout.settings import RolloutSettings
 from services.rollout.store import TrajectoryLog
 from services.rollout.threads import DaemonThreads
@@ -64,6 +65,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
                 settings.device_prefill_tokens_per_second,
                 settings.device_decode_tokens_per_second,
             ),
+            settings.threads,
         )
         self._jobs = JobTable(preparation, settings.worker_id)
         self._fixed_port = settings.endpoint_port
@@ -169,6 +171,11 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         """One response of a policy to messages or ids."""
         job = self._jobs.get(request.job_id)
         return await generate(job, job.policy(request.policy), request)
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        """Log-probs of given continuations under a policy."""
+        job = self._jobs.get(request.job_id)
+        return await score(job, job.policy(request.policy), request)
 
     async def ListEngines(
         self, request: pb.ListEnginesRequest, context: Any

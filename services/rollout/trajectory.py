@@ -169,6 +169,8 @@ class Trajectory:
 
         async def play() -> Any:
             nonlocal waits_for
+            assert job.queries is not None, "language models play"
+            assert job.workflow is not None, "language models play"
             data = await job.queries.get(ticket.split, ticket.index)
             query = Query(ticket.query_id, ticket.split, ticket.index, data)
             backend.domain = str(data.get("domain", ""))

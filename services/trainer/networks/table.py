@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from troupe.job import JobSpec
-from troupe.networks.vector import Spaces, make_environment
-from troupe.workflow import EntrypointError
-from troupe.workflow.refusals import refusal_of
+from troupe.networks.jobs import agents_of, environment_of
+from troupe.networks.vector import Spaces
 
 
 @dataclass(frozen=True)
@@ -24,14 +23,8 @@ def table_of(spec: JobSpec, policy: str) -> Table:
 
     Raises InvalidArgument naming the field of the job at fault.
     """
-    section = spec.environment
-    assert section is not None, "a job of networks"
+    environment = environment_of(spec, copies=1)
     try:
-        environment = make_environment(section.source, 1, **section.args)
-    except EntrypointError as error:
-        raise refusal_of(error) from error
-    try:
-        own = {name for name, agent in spec.agents.items() if agent.policy == policy}
-        return Table(environment.spaces, tuple(a for a in environment.agents if a in own))
+        return Table(environment.spaces, agents_of(spec, environment, policy))
     finally:
         environment.close()

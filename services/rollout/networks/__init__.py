@@ -1,0 +1,1 @@
+"""Policies that are small networks, played in this process (docs/networks.md)."""

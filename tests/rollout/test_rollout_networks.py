@@ -1,0 +1,246 @@
+"""Policies that are networks: verified weights, whole episodes, one row per trained policy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.columns import INLINE_BYTES
+from tests.rollout.house import House, evaluation, open_house, training
+from tests.rollout.processes import ServiceProcess
+from tests.rollout.test_rollout_aborting import abort, until
+from tests.support import arenas
+from troupe import tensors
+from troupe.job import JobSpec, NetworkSpec
+from troupe.networks.acting import ActingNetwork
+from troupe.networks.fragments import SHAPES, Fragment
+from troupe.networks.vector import Spaces
+from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import rollout_pb2 as pb
+
+COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+FAILED = common.TRAJECTORY_STATE_FAILED
+ABORTED = common.TRAJECTORY_STATE_ABORTED
+NETWORK: dict[str, Any] = {"hidden": [4], "learning": {"paradigm": "ppo"}}
+SPACES = Spaces(observation=4, state=4, actions=2, steps=2)
+
+
+@pytest.fixture
+async def house(tmp_path: Path, store_process: ServiceProcess) -> AsyncIterator[House]:
+    arenas.RELEASED.clear()
+    async with open_house(tmp_path, store=store_process.address) as house:
+        yield house
+    arenas.RELEASED.set()
+
+
+def _spec(source: str = "Agree", **changes: Any) -> JobSpec:
+    """Two agents; `big` plays the first, `small` the second."""
+    return JobSpec.model_validate(
+        {
+            "name": "test",
+            "environment": {"source": f"tests.support.arenas:{source}", "copies": 3},
+            "agents": {"agent_0": {"policy": "big"}, "agent_1": {"policy": "small"}},
+            "policies": {"big": {"network": NETWORK}, "small": {"network": NETWORK}},
+            "pipeline": {"steps": 1, "queries_per_step": 2},
+            "limits": {"turn_seconds": 5, "trajectory_seconds": 20},
+            **changes,
+        }
+    )
+
+
+def _weights(seed: int, spaces: Spaces = SPACES) -> dict[str, torch.Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network = ActingNetwork(NetworkSpec.model_validate(NETWORK), spaces, 1)
+    return dict(network.state_dict())
+
+
+def _publish(
+    house: House, policy: str, version: int, tensors: dict[str, torch.Tensor]
+) -> common.WeightsRef:
+    key = f"{house.job_id}/{policy}/weights@{version}"
+    manifest = house.transfer.set(key, tensors)
+    return common.WeightsRef(
+        job_id=house.job_id,
+        policy=policy,
+        version=version,
+        key=key,
+        checksum=manifest.checksum,
+        num_bytes=manifest.num_bytes,
+    )
+
+
+async def _prepare(house: House, spec: JobSpec, spaces: Spaces = SPACES) -> list[common.WeightsRef]:
+    refs = [_publish(house, n, 0, _weights(i, spaces)) for i, n in enumerate(("big", "small"))]
+    request = pb.PrepareJobRequest(
+        request_id=new_id(), job_id=house.job_id, spec_json=spec.model_dump_json(), weights=refs
+    )
+    await house.rollout.PrepareJob(request, timeout=60)
+    return refs
+
+
+def _arrays(house: House, row: store_pb.Sample) -> dict[str, np.ndarray[Any, Any]]:
+    found = {}
+    for name, column in row.columns.items():
+        if column.ref:
+            found[name] = house.transfer.get(column.ref)[0]["value"].numpy()
+        else:
+            found[name] = tensors.from_proto(column.tensor)
+    return found
+
+
+async def test_a_ticket_is_one_fragment_of_each_trained_policy(house: House) -> None:
+    spec = _spec(policies={"big": {"network": NETWORK}, "small": {"network": NETWORK}})
+    refs = await _prepare(house, spec)
+    await house.open_step(queries=2, group_size=1)
+    ended = await house.run(training(2, 1))
+    assert {e.state for e in ended.values()} == {COMPLETED}, ended
+    for event in ended.values():
+        assert dict(event.start_versions) == {"big": 0, "small": 0}
+        assert event.metrics["environment_steps"] == 6
+        assert event.metrics["environment_steps_per_second"] > 0
+    engines = (await house.rollout.ListEngines(pb.ListEnginesRequest(job_id=house.job_id))).engines
+    assert {(e.policy, e.kind, e.version, e.checksum) for e in engines} == {
+        (ref.policy, "network", 0, ref.checksum) for ref in refs
+    }
+    for policy, agent in (("big", "agent_0"), ("small", "agent_1")):
+        rows = await house.samples(policy)
+        assert {row.trajectory_id for row in rows} == set(ended)
+        for row in rows:
+            fragment = Fragment(policy, 0, (agent,), _arrays(house, row))
+            assert set(fragment.arrays) <= set(SHAPES)
+            assert (fragment.episodes, fragment.steps) == (3, 6)
+            means = ended[row.trajectory_id].rewards
+            assert means[agent] == pytest.approx(fragment.returns().mean())
+            assert row.reward == pytest.approx(means[agent])
+            assert [(s.version, s.start, s.end) for s in row.versions] == [(0, 0, 6)]
+
+
+async def test_the_same_ticket_gives_the_same_bits(house: House) -> None:
+    await _prepare(house, _spec())
+    await house.open_step(queries=1, group_size=2)
+    one, other = training(1, 2)
+    other.seed = one.seed
+    await house.run([one, other])
+    first, second = await house.samples("big")
+    for name, array in _arrays(house, first).items():
+        np.testing.assert_array_equal(array, _arrays(house, second)[name])
+
+
+async def test_large_arrays_travel_by_reference(house: House) -> None:
+    await _prepare(house, _spec("Large"), Spaces(8192, 4, 2, 2))
+    await house.open_step(queries=1, group_size=1)
+    await house.run(training(1, 1))
+    [row] = await house.samples("big")
+    assert row.columns["observations"].ref.startswith(f"{house.job_id}/columns/")
+    assert row.ByteSize() < INLINE_BYTES
+    assert _arrays(house, row)["observations"].shape == (3, 3, 1, 8192)
+
+
+async def test_evaluation_stores_nothing_and_takes_the_best_actions(house: House) -> None:
+    await _prepare(house, _spec(evaluation={"queries": 2, "temperature": 0}))
+    await house.open_step(queries=1, group_size=1)
+    ended = await house.run(evaluation(4))
+    returns = {tuple(sorted(e.rewards.items())) for e in ended.values()}
+    assert len(returns) == 1  # nothing is drawn
+    assert not await house.samples("big")
+
+
+async def test_new_weights_are_verified_and_then_played_with(house: House) -> None:
+    await _prepare(house, _spec())
+    await house.open_step(queries=1, group_size=1)
+    always = _weights(0)
+    head = next(name for name in always if name.endswith("head.bias"))
+    always[head] = torch.tensor([-50.0, 50.0])
+    await house.update(_publish(house, "big", 1, always))
+    await house.run(training(1, 1))
+    [row] = await house.samples("big")
+    assert row.versions[0].version == 1
+    assert (_arrays(house, row)["actions"] == 1).all()
+    wrong = {name: t[..., :1].clone() if t.ndim else t for name, t in _weights(0).items()}
+    with pytest.raises(FailedPrecondition, match="the model wants"):
+        await house.update(_publish(house, "big", 2, wrong))
+    [event] = (await house.run(evaluation(1))).values()
+    assert event.start_versions["big"] == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("Raises", "environment_raised: RuntimeError: the world has ended"),
+        ("Poisons", "reward_not_finite: "),
+    ],
+)
+async def test_a_broken_environment_fails_its_trajectory(
+    house: House, source: str, reason: str
+) -> None:
+    await _prepare(house, _spec(source))
+    await house.open_step(queries=1, group_size=1)
+    [event] = (await house.run(training(1, 1))).values()
+    assert event.state == FAILED
+    assert event.reason.startswith(reason), event.reason
+    assert not await house.samples("big")
+
+
+async def test_an_environment_that_does_not_stop_is_not_asked_again(house: House) -> None:
+    limits = {"turn_seconds": 5, "trajectory_seconds": 0.3}
+    await _prepare(house, _spec("Waits", limits=limits))
+    await house.open_step(queries=2, group_size=1)
+    [first], [second] = [(await house.run([one])).values() for one in training(2, 1)]
+    assert first.reason.startswith("deadline: its episodes did not end"), first.reason
+    assert second.reason.startswith("environment_deadline: 1 of them"), second.reason
+
+
+async def test_an_aborted_trajectory_leaves_its_environment_between_two_steps(
+    house: House,
+) -> None:
+    await _prepare(house, _spec("Waits"))
+    await house.open_step(queries=1, group_size=1)
+    [ticket] = training(1, 1)
+    running = asyncio.create_task(house.run([ticket]))
+    await until(lambda: len(house.service._runner) == 1)
+    await abort(house, ticket.trajectory_id)
+    arenas.RELEASED.set()
+    [event] = (await running).values()
+    assert event.state == ABORTED
+    # And the next one is played.
+    [event] = (await house.run(evaluation(1))).values()
+    assert event.state == COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"environment": {"source": "nowhere"}}, "environment"),
+        ({"environment": {"source": "tests.support.arenas:Nothing"}}, "environment"),
+        ({"environment": {"source": "tests.support.arenas:Unmade"}}, "environment.source"),
+        (
+            {"environment": {"source": "tests.support.arenas:Agree", "args": {"size": 3}}},
+            "environment",
+        ),
+        ({"agents": {"agent_0": {"policy": "big"}, "bob": {"policy": "small"}}}, "agents"),
+    ],
+)
+async def test_what_cannot_be_played_is_refused_by_name(
+    house: House, changes: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await _prepare(house, _spec(**changes))
+    assert caught.value.field == field
+    assert caught.value.remedy
+
+
+async def test_a_network_answers_no_prompt(house: House) -> None:
+    await _prepare(house, _spec())
+    request = pb.GenerateRequest(job_id=house.job_id, policy="big", input_ids=[1])
+    with pytest.raises(InvalidArgument) as caught:
+        await house.rollout.Generate(request)
+    assert caught.value.kind == "no_language"

@@ -1,0 +1,76 @@
+"""Vectorised environments that tests name in jobs (`tests.support.arenas:...`)."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from troupe.networks.environments.matrix import MatrixGame
+from troupe.networks.vector import Actions, Observed, Stepped
+
+# Both get what the first one chose, if both chose the same.
+AGREE = [[[1, 0], [0, 2]], [[1, 0], [0, 2]]]
+# Lets `Waits` go on.
+RELEASED = threading.Event()
+
+
+class Agree(MatrixGame):
+    """Two agents of whom both get 2 where both choose the second action."""
+
+    def __init__(self, copies: int, steps: int = 2) -> None:
+        super().__init__(copies, AGREE, steps)
+
+
+class Raises(Agree):
+    """Breaks in its first step."""
+
+    def step(self, actions: Actions) -> Stepped:
+        raise RuntimeError("the world has ended")
+
+
+class Poisons(Agree):
+    """Rewards that are no numbers."""
+
+    def step(self, actions: Actions) -> Stepped:
+        stepped = super().step(actions)
+        return stepped._replace(rewards=np.full_like(stepped.rewards, np.nan))
+
+
+class Waits(Agree):
+    """Stays in its first step until it is released."""
+
+    def step(self, actions: Actions) -> Stepped:
+        RELEASED.wait(30)
+        return super().step(actions)
+
+
+class Unmade(Agree):
+    """Cannot be made."""
+
+    def __init__(self, copies: int) -> None:
+        raise OSError("no such world")
+
+
+class Large(Agree):
+    """Observations that no row of the store should hold."""
+
+    def reset(self, seed: int) -> Observed:
+        return _widened(super().reset(seed))
+
+    def step(self, actions: Actions) -> Stepped:
+        stepped = super().step(actions)
+        return stepped._replace(observed=_widened(stepped.observed))
+
+    @property
+    def spaces(self):  # type: ignore[no-untyped-def]
+        from dataclasses import replace
+
+        return replace(super().spaces, observation=8192)
+
+
+def _widened(observed: Observed) -> Observed:
+    seen = observed.observations
+    wide = np.zeros((*seen.shape[:2], 8192), np.float32)
+    wide[..., : seen.shape[2]] = seen
+    return observed._replace(observations=wide)
