@@ -39,9 +39,11 @@ class Exact(psro_v2.PSROSolver):  # type: ignore[misc]
         # A policy never changes: made once, by its identity.
         known = self.__dict__.setdefault("_tables", {})
         if id(policy) not in known:
-            table = policy_utils.policy_to_dict(policy, self._game)
-            known[id(policy)] = (policy, pyspiel.TabularPolicy(table))
+            known[id(policy)] = (policy, pyspiel.TabularPolicy(self._table(policy)))
         return known[id(policy)][1]
+
+    def _table(self, policy: Any) -> Any:
+        return policy_utils.policy_to_dict(policy, self._game)
 
 
 def main() -> None:

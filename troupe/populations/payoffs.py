@@ -110,15 +110,19 @@ class PayoffTable:
         """Cells that were never played."""
         return [members for members in self.all() if members not in self.cells]
 
-    def tensor(self) -> Array:
-        """Mean payoffs [n, k_1, ..., k_n]. Raises ValueError while a cell is missing."""
-        found = np.empty((self.players, *self.sizes))
-        members: Any
-        for members in itertools.product(*map(range, self.sizes)):
+    def tensor(self, places: Sequence[Sequence[int]] | None = None) -> Array:
+        """Mean payoffs [n, k_1, ..., k_n]; of each role's members at `places`, or of all.
+
+        Raises ValueError while a cell is missing.
+        """
+        chosen = [list(range(size)) for size in self.sizes] if places is None else places
+        found = np.empty((self.players, *map(len, chosen)))
+        for at in itertools.product(*(range(len(one)) for one in chosen)):
+            members = tuple(one[k] for one, k in zip(chosen, at, strict=True))
             cell = self.cells.get(self.key(members))
             if cell is None:
                 raise ValueError(f"the members {members} have not met")
-            found[(slice(None), *members)] = self._played(members, cell.mean)
+            found[(slice(None), *at)] = self._played(members, cell.mean)
         return found
 
     def to_json(self) -> dict[str, Any]:

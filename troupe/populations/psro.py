@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,52 +28,37 @@ class Iteration:
     """Members of each pool."""
 
 
-class ExactPsro:
-    """Pools that grow by a best response to the others' meta-strategy in every iteration.
+class MetaGame:
+    """Pools of plans, which begin with the uniform policy, and their exact payoffs."""
 
-    Begins with the uniform policy. Members that a pool has already are not added again: a pool
-    that does not grow has no better response among all policies of its player.
-    """
-
-    def __init__(
-        self,
-        form: SequenceForm,
-        solver: MetaSolver = "nash",
-        *,
-        tremble: float = 1e-9,
-        **options: Any,
-    ) -> None:
-        """`tremble`: see `SequenceForm.best_response`; `options` go to the meta-solver."""
+    def __init__(self, form: SequenceForm) -> None:
         self.form = form
-        self._tremble = tremble
-        self._solver, self._options = solver, options
         self.pools: list[list[Array]] = [[form.uniform(player)] for player in range(form.players)]
         self.payoffs = form.values([pool[0] for pool in self.pools]).reshape(
             form.players, *[1] * form.players
         )
 
-    def run(self, iterations: int) -> Iterator[Iteration]:
-        """One `Iteration` after another, at most so many; ends when no pool grows."""
-        for number in range(iterations):
-            meta = solve(self._solver, self.payoffs, **self._options)
-            plans = self._mixed(meta)
-            answers = [
-                self.form.best_response(i, plans, tremble=self._tremble)
-                for i in range(self.form.players)
-            ]
-            gains = sum(value for _, value in answers) - self.form.values(plans).sum()
-            sizes = tuple(len(pool) for pool in self.pools)
-            yield Iteration(number, meta, plans, float(max(gains, 0.0)), sizes)
-            if not self._grow([plan for plan, _ in answers]):
-                return
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Members of each pool."""
+        return tuple(len(pool) for pool in self.pools)
 
-    def _mixed(self, meta: Profile) -> tuple[Array, ...]:
+    def copy(self) -> MetaGame:
+        """One that grows apart from this."""
+        found = MetaGame.__new__(MetaGame)
+        found.form, found.payoffs = self.form, self.payoffs
+        found.pools = [list(pool) for pool in self.pools]
+        return found
+
+    def mixed(self, meta: Profile) -> tuple[Array, ...]:
+        """Each player's mixture of its members, as one plan [s]."""
         return tuple(
             np.tensordot(weights, np.stack(pool), axes=1)
             for weights, pool in zip(meta, self.pools, strict=True)
         )
 
-    def _grow(self, answers: list[Array]) -> bool:
+    def grow(self, answers: Sequence[Array]) -> bool:
+        """Add a plan to each player's pool, unless it is there already; whether one was added."""
         new = [
             not any(np.array_equal(answer, one) for one in pool)
             for answer, pool in zip(answers, self.pools, strict=True)
@@ -102,3 +87,38 @@ class ExactPsro:
         self.payoffs = np.concatenate(
             [self.payoffs, np.expand_dims(slab, player + 1)], axis=player + 1
         )
+
+
+class ExactPsro(MetaGame):
+    """Pools that grow by a best response to the others' meta-strategy in every iteration.
+
+    Members that a pool has already are not added again: a pool that does not grow has no better
+    response among all policies of its player.
+    """
+
+    def __init__(
+        self,
+        form: SequenceForm,
+        solver: MetaSolver = "nash",
+        *,
+        tremble: float = 1e-9,
+        **options: Any,
+    ) -> None:
+        """`tremble`: see `SequenceForm.best_response`; `options` go to the meta-solver."""
+        super().__init__(form)
+        self._tremble = tremble
+        self._solver, self._options = solver, options
+
+    def run(self, iterations: int) -> Iterator[Iteration]:
+        """One `Iteration` after another, at most so many; ends when no pool grows."""
+        for number in range(iterations):
+            meta = solve(self._solver, self.payoffs, **self._options)
+            plans = self.mixed(meta)
+            answers = [
+                self.form.best_response(i, plans, tremble=self._tremble)
+                for i in range(self.form.players)
+            ]
+            gains = sum(value for _, value in answers) - self.form.values(plans).sum()
+            yield Iteration(number, meta, plans, float(max(gains, 0.0)), self.sizes)
+            if not self.grow([plan for plan, _ in answers]):
+                return
