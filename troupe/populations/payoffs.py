@@ -117,6 +117,7 @@ class PayoffTable:
         """
         chosen = [list(range(size)) for size in self.sizes] if places is None else places
         found = np.empty((self.players, *map(len, chosen)))
+        at: Any
         for at in itertools.product(*(range(len(one)) for one in chosen)):
             members = tuple(one[k] for one, k in zip(chosen, at, strict=True))
             cell = self.cells.get(self.key(members))
