@@ -68,17 +68,20 @@ class QLearner:
         self._team = learning.paradigm != "dqn"
         modules: dict[str, nn.Module] = {"acting": self._acting}
         if self._team:
-            modules["mixer"] = mixer = self._mixer()
-            self._loss = self._mixed(mixer)
-            targets = {
-                "acting": self._loss.target_local_value_network_params,
-                "mixer": self._loss.target_mixer_network_params,
-            }
+            modules["mixer"] = self._mixer()
+            self._loss = self._mixed(modules["mixer"])
         else:
             self._loss = self._alone()
-            targets = {"acting": self._loss.target_value_network_params}
         self._loss.make_value_estimator(ValueEstimators.TD0, gamma=learning.gamma)
         self._follow = SoftUpdate(self._loss, tau=learning.tau)
+        loss = self._loss
+        if self._team:
+            targets = {
+                "acting": loss.target_local_value_network_params,
+                "mixer": loss.target_mixer_network_params,
+            }
+        else:
+            targets = {"acting": loss.target_value_network_params}
         trained = [name for name, module in modules.items() if [*module.parameters()]]
         self._trained = [p for name in trained for p in modules[name].parameters()]
         generator = torch.Generator()

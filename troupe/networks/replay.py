@@ -3,6 +3,7 @@ it as flat tensors."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -11,6 +12,9 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import RandomSampler
 
 Tensors = dict[str, torch.Tensor]
+
+# TorchRL tells of every storage that it makes, past whatever its users log with.
+logging.getLogger("torchrl").setLevel(logging.WARNING)
 
 
 class Replay:

@@ -1,0 +1,1 @@
+"""Learning curves of small networks against published plateaus: `python -m benchmarks.networks`."""

@@ -1,0 +1,168 @@
+"""The actor plays whole episodes, the same ones for the same seed, and says how likely each action
+was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from troupe.networks.acting import ActingNetwork
+from troupe.networks.actor import Actor, Played, Seat
+from troupe.networks.fragments import Fragment
+from troupe.networks.spec import NetworkSpec
+from troupe.networks.vector import Observed, Spaces, Stepped, make_environment
+from troupe.rpc.errors import InvalidArgument, NotFound
+
+PPO = NetworkSpec(hidden=(8,))
+
+
+def weights(spec: NetworkSpec, spaces: Spaces, agents: int, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return ActingNetwork(spec, spaces, agents).state_dict()
+
+
+def spread(spec: NetworkSpec = PPO, copies: int = 4, **settings: Any) -> Actor:
+    environment = make_environment("simple_spread", copies, steps=5, **settings)
+    actor = Actor(environment, {"team": Seat(spec, environment.agents)})
+    actor.load("team", weights(spec, environment.spaces, 3), 7)
+    return actor
+
+
+def same(one: Played, other: Played) -> bool:
+    mine, yours = one.fragments["team"], other.fragments["team"]
+    return all(np.array_equal(mine[name], yours[name]) for name in mine.arrays)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        PPO,
+        NetworkSpec(kind="rnn", hidden=(8,), memory=4),
+        NetworkSpec(hidden=(8,), parameters="per_agent"),
+        NetworkSpec.model_validate({"hidden": [8], "learning": {"paradigm": "dqn"}}),
+        NetworkSpec.model_validate({"hidden": [8], "learning": {"paradigm": "maddpg"}}),
+    ],
+)
+def test_a_seed_is_an_episode(spec: NetworkSpec) -> None:
+    actor = spread(spec)
+    first = actor.sample(1)
+    assert not same(first, actor.sample(2))
+    assert same(first, actor.sample(1))
+    assert same(first, spread(spec).sample(1))
+    fragment = first.fragments["team"]
+    assert (fragment.version, fragment.episodes, fragment.steps) == (7, 4, 20)
+    assert fragment["observations"].shape == (6, 4, 3, 18)
+    np.testing.assert_allclose(first.returns, fragment.returns(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("paradigm", ["ppo", "dqn"])
+def test_log_probs_are_those_of_what_was_drawn(paradigm: str) -> None:
+    learning: dict[str, Any] = {"paradigm": paradigm}
+    if paradigm == "dqn":
+        learning["epsilon"] = [0.5, 0.5]
+    spec = NetworkSpec.model_validate({"hidden": [8], "learning": learning})
+    actor = spread(spec, copies=400)
+    fragment = actor.sample(3).fragments["team"]
+    network = ActingNetwork(spec, Spaces(18, 54, 5, 5), 3)
+    network.load_state_dict(weights(spec, Spaces(18, 54, 5, 5), 3))
+    seen = torch.from_numpy(fragment["observations"][:-1]).flatten(0, 1)
+    marked = torch.cat([seen, torch.eye(3).expand(len(seen), 3, 3)], dim=-1)
+    out, _ = network.policy.step(marked, [None])
+    if paradigm == "dqn":
+        best = torch.nn.functional.one_hot(out.argmax(-1), 5)
+        chances = 0.5 * best + 0.1
+    else:
+        chances = out.softmax(-1)
+    drawn = torch.from_numpy(fragment["actions"]).flatten(0, 1)
+    expected = chances.gather(-1, drawn.unsqueeze(-1)).squeeze(-1).log()
+    np.testing.assert_allclose(
+        torch.from_numpy(fragment["log_probs"]).flatten(0, 1), expected.detach(), atol=1e-5
+    )
+    # And they are drawn that often: 6,000 draws.
+    counts = torch.nn.functional.one_hot(drawn, 5).float().mean(dim=(0, 1))
+    np.testing.assert_allclose(counts, chances.mean(dim=(0, 1)).detach(), atol=0.03)
+
+
+class Turns:
+    """Two agents in turns; the last action is never legal, and copy b ends after b + 1 steps."""
+
+    agents = ("a", "b")
+    spaces = Spaces(observation=1, state=1, actions=3, steps=4)
+
+    def __init__(self, copies: int) -> None:
+        self.copies, self._step = copies, 0
+
+    def reset(self, seed: int) -> Observed:
+        self._step = 0
+        return self._observed()
+
+    def step(self, actions: Any) -> Stepped:
+        assert (actions < 2).all()
+        self._step += 1
+        over = np.arange(self.copies) < self._step
+        cut = np.full(self.copies, self._step >= 4)
+        return Stepped(self._observed(), np.full((self.copies, 2), 1.0, np.float32), over, cut)
+
+    def _observed(self) -> Observed:
+        seen = np.full((self.copies, 2, 1), self._step, np.float32)
+        legal = np.tile(np.array([True, True, False]), (self.copies, 2, 1))
+        acting = np.zeros((self.copies, 2), bool)
+        acting[:, self._step % 2] = True
+        return Observed(seen, seen[:, 0], legal, acting)
+
+    def close(self) -> None: ...
+
+
+def test_turns_masks_and_lengths_are_recorded_for_each_policy_alone() -> None:
+    environment = Turns(3)
+    actor = Actor(environment, {"one": Seat(PPO, ("b",)), "two": Seat(PPO, ("a",))})
+    for policy in ("one", "two"):
+        actor.load(policy, weights(PPO, environment.spaces, 1), 0)
+    played = actor.sample(0)
+    assert played.lengths.tolist() == [1, 2, 3]
+    assert played.returns.tolist() == [[1, 1], [2, 2], [3, 3]]
+    fragment = played.fragments["one"]
+    assert fragment.agents == ("b",)
+    assert fragment["legal"].shape == (4, 3, 1, 3)
+    assert fragment["acting"][:, :, 0].tolist() == [
+        [False, False, False],
+        [False, True, True],
+        [False, False, False],
+    ]
+    assert fragment["terminated"].all()
+
+
+def test_who_does_not_sit_well_is_told() -> None:
+    environment = make_environment("two_step", 1)
+    with pytest.raises(InvalidArgument, match="exactly one policy"):
+        Actor(environment, {"p": Seat(PPO, ("agent_0",))})
+    actor = Actor(environment, {"p": Seat(PPO, environment.agents)})
+    with pytest.raises(NotFound, match="no weights yet"):
+        actor.sample(0)
+    with pytest.raises(NotFound, match="does not play here"):
+        actor.load("q", {}, 0)
+    good = weights(PPO, environment.spaces, 2)
+    with pytest.raises(InvalidArgument, match="is missing"):
+        actor.load("p", dict(list(good.items())[1:]), 0)
+    with pytest.raises(InvalidArgument, match="has shape"):
+        actor.load("p", {name: value[..., :1] for name, value in good.items()}, 0)
+
+
+def test_a_fragment_comes_back_from_its_bytes() -> None:
+    fragment = spread().sample(4).fragments["team"]
+    back = Fragment.from_bytes(fragment.to_bytes())
+    assert (back.policy, back.version, back.agents) == ("team", 7, fragment.agents)
+    assert back.arrays.keys() == fragment.arrays.keys()
+    for name, array in fragment.arrays.items():
+        assert back[name].dtype == array.dtype
+        np.testing.assert_array_equal(back[name], array)
+    with pytest.raises(InvalidArgument, match="no fragment"):
+        Fragment.from_bytes(fragment.to_bytes()[:-3])
+    arrays = dict(fragment.arrays)
+    with pytest.raises(InvalidArgument, match=r"B is 2 here"):
+        Fragment("p", 0, fragment.agents, arrays | {"lengths": arrays["lengths"][:2]})
+    with pytest.raises(InvalidArgument, match="no such array"):
+        Fragment("p", 0, fragment.agents, arrays | {"pickle": arrays["lengths"]})
