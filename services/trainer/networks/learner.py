@@ -185,7 +185,7 @@ class NetworkLearner:
         assert network is not None, "the policy is a network"
         seed = policy_seed(self._job.seed, self._name)
         table = self.table
-        return make_learner(network, table.spaces, table.agents, seed, self._name)
+        return make_learner(network, table.spaces, table.agents, seed)
 
 
 def _broken(metrics: Mapping[str, float], published: Tensors) -> str:
