@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Final
 
 import structlog
 
 from services.chassis.telemetry import Telemetry
 from services.reward.gpu.board import Board
+from services.reward.gpu.folder import Folder
 from services.reward.gpu.service import ModelService, ModelUnavailable
 from services.reward.gpu.settings import ModelSettings, check_models
 from troupe.scheduling.elastic.cells import Cell, Model, meet
@@ -21,8 +18,6 @@ from troupe.scheduling.elastic.cells import Cell, Model, meet
 __all__ = ["ModelManager", "ModelUnavailable"]
 
 log = structlog.get_logger("troupe.reward")
-
-_SHARED_MEMORY: Final = Path("/dev/shm")
 
 
 class ModelManager:
@@ -36,10 +31,10 @@ class ModelManager:
     ) -> None:
         """Raises `InvalidArgument` for a model that fits on no cell."""
         check_models(models, gpus)
-        place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        self._directory = Path(tempfile.mkdtemp(prefix="troupe-models-", dir=place))
+        self._folder = Folder()
         self._services = {
-            name: ModelService(name, settings, self._directory) for name, settings in models.items()
+            name: ModelService(name, settings, self._folder.path)
+            for name, settings in models.items()
         }
         self.board = Board(gpus, [_model(service) for service in self._services.values()])
         self._moving = asyncio.Lock()
@@ -79,7 +74,7 @@ class ModelManager:
         """End all processes, and let host memory go."""
         async with self._moving:
             await asyncio.gather(*(service.end() for service in self._services.values()))
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.close()
 
     def _export(self, telemetry: Telemetry) -> None:
         texts = {
