@@ -143,6 +143,34 @@ async def test_who_never_makes_a_legal_move(
         assert again.rewards == played.rewards  # drawn from the seed
 
 
+@pytest.mark.parametrize(("rule", "answers", "rewards", "forfeits"), RULES)
+async def test_a_job_has_its_own_rule_for_illegal_moves(
+    rule: IllegalRule, answers: int, rewards: dict[str, float], forfeits: int
+) -> None:
+    tasks = Episodes("train", first_seed=ODD, illegal=rule)
+    workflow = GameWorkflow(Nim, permute=False, rules=PlayRules(illegal="resample", resamples=7))
+    if rule == "resample":
+        tasks = Episodes("train", first_seed=ODD, illegal=rule, resamples=2)
+
+    def policy(prompt: Prompt) -> str:
+        return "hm" if prompt.agent == "x" else "1"
+
+    played = await play(workflow, tasks[0], policy=policy, agents=("x", "y"), seconds=20)
+    assert played.metrics["forfeits"] == forfeits
+    if answers:
+        assert played.metrics["illegal_moves"] == answers
+        assert played.rewards == rewards
+
+
+def test_rules_that_there_are_not() -> None:
+    with pytest.raises(EntrypointError, match="One of lose, resample") as info:
+        Episodes("train", illegal="forgive")  # type: ignore[arg-type]
+    assert (info.value.field, info.value.value) == ("tasks.args.illegal", "forgive")
+    for bad in (-1, 0.5, "two"):
+        with pytest.raises(EntrypointError, match="whole number of times"):
+            Episodes("train", resamples=bad)  # type: ignore[arg-type]
+
+
 async def test_who_is_asked_again_hears_what_is_legal() -> None:
     answers = {"x": ["three", "1", "1", "1"], "y": "1"}
     played = await game(GameWorkflow(Nim, permute=False), ScriptedPolicy(answers))

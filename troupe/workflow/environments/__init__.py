@@ -8,7 +8,13 @@ tests one; `hosted` runs one in a process of its own. See docs/environments.md.
 """
 
 from troupe.workflow.environments.counters import COUNTERS, Counters
-from troupe.workflow.environments.episode import Episode, Outcome, PlayedTurn, PlayRules
+from troupe.workflow.environments.episode import (
+    Episode,
+    Outcome,
+    PlayedTurn,
+    PlayRules,
+    job_rules,
+)
 from troupe.workflow.environments.errors import (
     EnvironmentContractError,
     EnvironmentFault,
@@ -72,6 +78,7 @@ __all__ = [
     "Step",
     "UnknownPlayerError",
     "hosted",
+    "job_rules",
     "legal_help",
     "play_game",
     "prompt",

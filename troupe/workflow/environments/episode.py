@@ -6,8 +6,8 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast, get_args
 
 from troupe.workflow.agents import Agents
 from troupe.workflow.environments.counters import COUNTERS
@@ -17,6 +17,7 @@ from troupe.workflow.environments.interface import Action, IllegalRule, Observat
 from troupe.workflow.environments.moves import ReadMove, read_move
 from troupe.workflow.environments.prompting import History, Prompt, SeatTalk, prompt
 from troupe.workflow.environments.seating import Seating
+from troupe.workflow.errors import EntrypointError
 from troupe.workflow.reply import Reply
 
 
@@ -31,6 +32,32 @@ class PlayRules:
     history: History = "all"
     read: ReadMove = read_move
     prompt: Prompt = prompt
+
+
+def job_rules(rules: PlayRules, given: Mapping[str, object]) -> PlayRules:
+    """`rules`, but for `illegal` and `resamples` where a job gives them (`tasks.args`, `Episodes`).
+
+    Raises `EntrypointError` for values that there are not.
+    """
+    illegal, resamples = given.get("illegal"), given.get("resamples")
+    if illegal is not None and illegal not in get_args(IllegalRule):
+        raise EntrypointError(
+            "there is no such rule for illegal moves",
+            field="tasks.args.illegal",
+            value=illegal,
+            remedy=f"One of {', '.join(get_args(IllegalRule))}.",
+        )
+    if resamples is not None and not (isinstance(resamples, int) and resamples >= 0):
+        raise EntrypointError(
+            "a seat is asked again a whole number of times, or never (0)",
+            field="tasks.args.resamples",
+            value=resamples,
+        )
+    return replace(
+        rules,
+        illegal=rules.illegal if illegal is None else cast(IllegalRule, illegal),
+        resamples=rules.resamples if resamples is None else resamples,
+    )
 
 
 @dataclass(slots=True)

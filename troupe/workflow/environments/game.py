@@ -12,10 +12,14 @@ from typing import Any, Final, Literal
 import xxhash
 
 from troupe.workflow.agents import Agents
-from troupe.workflow.environments.episode import Episode, Outcome, PlayRules
+from troupe.workflow.environments.episode import Episode, Outcome, PlayRules, job_rules
 from troupe.workflow.environments.host import AsyncEnvironment, FaultLimits, Host, Local
 from troupe.workflow.environments.hosted import Hosted
-from troupe.workflow.environments.interface import Environment, EnvironmentFactory
+from troupe.workflow.environments.interface import (
+    Environment,
+    EnvironmentFactory,
+    IllegalRule,
+)
 from troupe.workflow.environments.opening import open_environment
 from troupe.workflow.environments.pool import EnvironmentPool
 from troupe.workflow.errors import EntrypointError, WorkflowError
@@ -33,9 +37,21 @@ class Episodes:
     """Tasks of a job that plays a game: query i is the episode of one seed.
 
     As `tasks.source`, with `size` and `first_seed` under `tasks.args`. The splits share no seed.
+    `illegal` and `resamples` there are the job's own rules for illegal moves, in place of the
+    workflow's (`PlayRules`). Raises `EntrypointError` for a rule that there is not.
     """
 
-    def __init__(self, split: str, size: int = 1_000_000, first_seed: int = 0) -> None:
+    def __init__(
+        self,
+        split: str,
+        size: int = 1_000_000,
+        first_seed: int = 0,
+        illegal: IllegalRule | None = None,
+        resamples: int | None = None,
+    ) -> None:
+        given = {"illegal": illegal, "resamples": resamples}
+        job_rules(PlayRules(), given)
+        self._given = {name: value for name, value in given.items() if value is not None}
         # Training seeds are far below: a split of 2**40 queries is not reached.
         self._first = first_seed + (0 if split == "train" else 2**40)
         self._size = size
@@ -44,7 +60,7 @@ class Episodes:
         return self._size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"seed": self._first + index}
+        return {"seed": self._first + index, **self._given}
 
 
 class GameWorkflow:
@@ -137,7 +153,7 @@ class GameWorkflow:
 
     async def _play(self, environment: AsyncEnvironment, query: Query, agents: Agents) -> Outcome:
         seed = seed_of(query)
-        episode = Episode(environment, agents, self._rules, seed=seed)
+        episode = Episode(environment, agents, job_rules(self._rules, query), seed=seed)
         return await episode.play(
             self._seats if self._seats is not None else tuple(agents),
             seed if self._permute else 0,
