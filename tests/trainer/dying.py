@@ -123,9 +123,23 @@ RESUMING: Mapping[str, Callable[[], None]] = {
 }
 
 
+def _at_update(patch: Callable[[Any, str], None]) -> None:
+    # Imports TorchRL, which the other points need not wait for.
+    from services.trainer.networks.learner import NetworkLearner
+
+    patch(NetworkLearner, "apply")
+
+
+# Of a policy that is a network.
+NETWORKS: Mapping[str, Callable[[], None]] = {
+    "before a network's update": lambda: _at_update(_before),
+    "after a network's update": lambda: _at_update(_after),
+}
+
+
 def _serve(point: str, environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
-    (POINTS | SUSPENDING | RESUMING)[point]()
+    (POINTS | SUSPENDING | RESUMING | NETWORKS)[point]()
     run(make_service, TrainerSettings)
 
 

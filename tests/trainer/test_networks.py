@@ -1,0 +1,250 @@
+"""Policies that are networks in a real trainer: steps, bits, suspension, crashes, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.rollout.columns import Shelf
+from services.rollout.networks.samples import samples_of
+from tests.trainer.doomed import doomed
+from tests.trainer.stage import Trainer, TrainingStage
+from troupe import tensors
+from troupe.job import JobSpec
+from troupe.networks.actor import Actor, Seat
+from troupe.networks.jobs import environment_of
+from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+from troupe.v1 import rollout_pb2 as rollout
+
+QUERIES = ("q0", "q1", "q2")
+MAPPO: dict[str, Any] = {"paradigm": "mappo", "lr": 0.01, "epochs": 2, "minibatches": 2}
+QMIX: dict[str, Any] = {"paradigm": "qmix", "lr": 0.01, "batch": 4, "updates": 2, "buffer": 64}
+
+
+def spec_of(learning: dict[str, Any] = MAPPO, **pipeline: Any) -> JobSpec:
+    """A team on the two-step game: one fragment of 8 episodes per query."""
+    return JobSpec.model_validate(
+        {
+            "name": "test",
+            "environment": {"source": "two_step", "copies": 8},
+            "agents": {"agent_0": {"policy": "solver"}, "agent_1": {"policy": "solver"}},
+            "policies": {"solver": {"network": {"hidden": [8], "learning": learning}}},
+            "pipeline": {"steps": 10, "queries_per_step": 3, "deterministic": True, **pipeline},
+        }
+    )
+
+
+def rows(
+    stage: TrainingStage, spec: JobSpec, ref: pb.WeightsRef, step: int
+) -> dict[str, list[store_pb.Sample]]:
+    """By query what a rollout worker stores of a step that is played with `ref`."""
+    network = spec.policies["solver"].network
+    assert network is not None
+    actor = Actor(environment_of(spec), {"solver": Seat(network, tuple(spec.agents))})
+    actor.load("solver", stage.weights(ref), ref.version)
+    found = {}
+    for number, query in enumerate(QUERIES):
+        ticket = rollout.Ticket(query_id=query, trajectory_id=f"{query}-s{step}-t0")
+        shelf = Shelf(stage.transfer, stage.job_id)
+        played = actor.sample(10 * step + number)
+        found[query] = samples_of(played, trained={"solver"}, ticket=ticket, shelf=shelf)
+    return found
+
+
+async def play(
+    stage: TrainingStage,
+    spec: JobSpec,
+    ref: pb.WeightsRef,
+    step: int = 0,
+    queries: Sequence[str] = QUERIES,
+) -> None:
+    played = rows(stage, spec, ref, step)
+    for query in queries:
+        await stage.append(query, f"{query}-s{step}-t0", played[query], step)
+
+
+async def open_step(stage: TrainingStage, step: int = 0) -> None:
+    await stage.open(step, queries=QUERIES, group_size=1, version=step)
+
+
+async def train(
+    stage: TrainingStage, trainer: Trainer, spec: JobSpec, ref: pb.WeightsRef, step: int
+) -> store_pb.StepCommit:
+    """One step from `ref`."""
+    await open_step(stage, step)
+    await play(stage, spec, ref, step)
+    return await trainer.run(step, ref.version)
+
+
+async def steps(stage: TrainingStage, spec: JobSpec, count: int) -> list[str]:
+    """Checksums of the versions of an undisturbed run in a job of its own."""
+    quiet, trainer = await stage.sibling()
+    refs = [await trainer.bind(spec)]
+    for step in range(count):
+        refs.append((await train(quiet, trainer, spec, refs[-1], step)).weights)
+    return [ref.checksum for ref in refs]
+
+
+@pytest.mark.parametrize("learning", [MAPPO, QMIX])
+async def test_a_step_updates_on_all_of_its_fragments(
+    stage: TrainingStage, learning: dict[str, Any]
+) -> None:
+    spec, trainer = spec_of(learning), await stage.trainer()
+    ref = await trainer.bind(spec)
+    before = stage.weights(ref)
+    commit = await train(stage, trainer, spec, ref, 0)
+    assert (commit.num_samples, commit.weights.version) == (3, 1)
+    assert commit.outcome == store_pb.STEP_OUTCOME_APPLIED
+    assert (commit.metrics["episodes"], commit.metrics["environment_steps"]) == (24, 48)
+    assert commit.metrics["staleness/max"] == 0
+    after = stage.weights(commit.weights)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    audit = await stage.store.AuditTables(store_pb.AuditTablesRequest(job_id=stage.job_id))
+    assert not audit.violations
+    # Engines play with it, and people load it.
+    rows(stage, spec, commit.weights, 1)
+    path = await trainer.checkpoint(1)
+    described = json.loads((path / "config.json").read_text())
+    assert described["agents"] == ["agent_0", "agent_1"]
+    assert described["network"]["learning"]["paradigm"] == learning["paradigm"]
+    assert all(torch.isfinite(t).all() for t in load_file(path / "model.safetensors").values())
+
+
+async def test_the_bits_do_not_depend_on_how_fragments_come(stage: TrainingStage) -> None:
+    checksums = []
+    for size, order in ((32, QUERIES), (1, QUERIES[::-1])):
+        spec = spec_of(QMIX, micro_batch_samples=size)
+        job, trainer = await stage.sibling()
+        ref = await trainer.bind(spec)
+        await open_step(job)
+        await play(job, spec, ref, queries=order)
+        commit = await trainer.run(0, 0)
+        checksums.append((ref.checksum, commit.weights.checksum))
+    assert checksums[0] == checksums[1]
+
+
+@pytest.mark.parametrize("learning", [MAPPO, QMIX])
+async def test_a_step_that_moves_to_another_worker_ends_with_the_same_bits(
+    stage: TrainingStage, learning: dict[str, Any]
+) -> None:
+    spec = spec_of(learning, micro_batch_samples=1)
+    wanted = await steps(stage, spec, 2)
+    here, there = await stage.trainer(), await stage.trainer(worker_id="there")
+    ref = await here.bind(spec)
+    ref = (await train(stage, here, spec, ref, 0)).weights
+    await open_step(stage, 1)
+    await play(stage, spec, ref, 1, QUERIES[:2])
+    running = asyncio.create_task(here.events(1, 1))
+    await here.trained(2)
+    state = await here.suspend()
+    with pytest.raises(TroupeError) as stopped:
+        await running
+    assert stopped.value.kind == "step_suspended"
+    assert (state.claims, state.samples) == (2, 2)
+    await there.resume(spec, state, ref.checksum)
+    await play(stage, spec, ref, 1, QUERIES[2:])
+    commit = await there.run(1, 1)
+    assert commit.num_samples == 3
+    assert commit.weights.checksum == wanted[2]
+
+
+async def test_a_replay_buffer_remembers_committed_steps_only(stage: TrainingStage) -> None:
+    spec = spec_of(QMIX)
+    wanted = await steps(stage, spec, 2)
+    trainer = await stage.trainer()
+    ref = await trainer.bind(spec)
+    ref = (await train(stage, trainer, spec, ref, 0)).weights
+    # A step is computed, and then given up: the update was made, its commit was not.
+    learner = trainer.worker.bindings.find((stage.job_id, "solver")).learner
+    played = rows(stage, spec, ref, 1)
+    claimed = [store_pb.ClaimedSample(sample=one) for some in played.values() for one in some]
+    learner.accumulate(learner.read(claimed, lambda key: np.zeros(0)))
+    assert learner.apply(1).applied
+    trainer.worker.bindings.find((stage.job_id, "solver")).versions.dirty = True
+    commit = await train(stage, trainer, spec, ref, 1)
+    assert commit.weights.checksum == wanted[2]
+    path = next((stage.root / "runs" / stage.job_id / "state" / "solver").glob("v2-*"))
+    kept = load_file(path / "optimizer.safetensors")
+    assert any(name.startswith("buffer.") for name in kept)
+
+
+async def test_an_update_that_breaks_is_skipped_and_leaves_no_trace(
+    stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, trainer = spec_of(), await stage.trainer()
+    ref = await trainer.bind(spec)
+    learner = trainer.worker.bindings.find((stage.job_id, "solver")).learner
+    update = learner._learner.update
+
+    def broken(fragments: Any) -> dict[str, float]:
+        metrics: dict[str, float] = update(fragments) | {"loss": float("nan")}
+        return metrics
+
+    monkeypatch.setattr(learner._learner, "update", broken)
+    commit = await train(stage, trainer, spec, ref, 0)
+    assert commit.outcome == store_pb.STEP_OUTCOME_SKIPPED
+    assert commit.reason == "loss is nan"
+    assert (commit.weights.version, commit.weights.checksum) == (0, ref.checksum)
+    monkeypatch.undo()
+    await open_step(stage, 1)
+    await play(stage, spec, ref, 1)
+    after = await trainer.run(1, 0)
+    # As if it had never been: fragments of the second step are the first of this job.
+    quiet, other = await stage.sibling()
+    first = await other.bind(spec)
+    await open_step(quiet)
+    for query, samples in rows(quiet, spec, first, 1).items():
+        await quiet.append(query, f"{query}-s1-t0", samples)
+    assert (await other.run(0, 0)).weights.checksum == after.weights.checksum
+
+
+async def test_a_fragment_that_is_none_is_refused_by_name(stage: TrainingStage) -> None:
+    spec, trainer = spec_of(), await stage.trainer()
+    ref = await trainer.bind(spec)
+    await open_step(stage)
+    played = rows(stage, spec, ref, 0)
+    bad = played["q1"][0]
+    bad.columns["rewards"].tensor.CopyFrom(tensors.to_proto(np.zeros((1, 8, 2), np.float32)))
+    for query in QUERIES:
+        await stage.append(query, f"{query}-s0-t0", played[query])
+    with pytest.raises(FailedPrecondition) as caught:
+        await trainer.run(0, 0)
+    assert caught.value.kind == "malformed_sample"
+    assert bad.sample_id in str(caught.value)
+
+
+async def test_an_environment_that_cannot_be_made_here_is_refused(stage: TrainingStage) -> None:
+    spec, trainer = spec_of(), await stage.trainer()
+    environment = {"source": "tests.support.arenas:Unmade", "copies": 8}
+    with pytest.raises(InvalidArgument) as caught:
+        await trainer.bind(JobSpec.model_validate(spec.model_dump() | {"environment": environment}))
+    assert (caught.value.field, caught.value.kind) == ("environment.source", "environment_raised")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "point", ["before a network's update", "after a network's update", "after saving"]
+)
+async def test_a_death_leaves_weights_bitwise_the_same(
+    stage: TrainingStage, store_address: str, point: str
+) -> None:
+    spec = spec_of(QMIX)
+    wanted = await steps(stage, spec, 2)
+    async with doomed(stage, store_address, point) as trainer:
+        first = await trainer.bind(spec)
+        with pytest.raises(TroupeError):
+            await train(stage, trainer, spec, first, 0)
+    trainer = await stage.trainer()
+    ref = await trainer.bind(spec, checksum=first.checksum)
+    again = await trainer.run(0, 0)
+    after = await train(stage, trainer, spec, again.weights, 1)
+    assert [ref.checksum, again.weights.checksum, after.weights.checksum] == wanted
