@@ -60,7 +60,7 @@ class Plan:
     real: tuple[int, ...] = (4, 16, 64)
     # Trajectories that were played, and learned from, before.
     before: int = 32
-    by_cores: tuple[int, ...] = (2, 4, 8, 16, 32, 48, 64)
+    by_cores: tuple[int, ...] = (2, 4, 8, 16, 24, 32, 48, 64)
     draws: int = 4
     paced: tuple[int, ...] = (16, 64)
     paced_workers: int = 64
@@ -101,13 +101,14 @@ _PACED_CORES: Final = simulated.HOSTS * simulated.HOST_CORES // 16
 def _small(plan: Plan, cores: int) -> CodingLaw:
     """On few cores: nobody gets more than there are, and a reservation is one core."""
     most = min(CodingLaw().max_cores, cores)
-    return CodingLaw(turns=plan.turns / 2, reward_seconds=60.0, max_cores=most, duty_cores=1)
+    law = CodingLaw(turns=plan.turns / 2, reward_seconds=60.0, max_cores=most, duty_cores=1)
+    return law.scaled(plan.real_scale)
 
 
 async def real(plan: Plan, console: Console) -> dict[str, Any]:
     """On the cores of this machine."""
     cores = len(os.sched_getaffinity(0))
-    law = _small(plan, cores).scaled(plan.real_scale)
+    law = _small(plan, cores)
     modes = [Mode("elastic"), Mode("told", told=True), Mode("fcfs", order=FCFS)]
     modes += [Mode("fixed", cores), Mode("reserved", 1, cores)]
     before = coding(plan.before, law, _SEED + 1)
