@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.chassis.app import Service, run
 from services.chassis.telemetry import Telemetry
 from services.trainer.settings import TrainerSettings
+from troupe.memory import keep_freed_memory
 
 
 def make_service(settings: TrainerSettings, telemetry: Telemetry) -> Service:
@@ -15,4 +16,5 @@ def make_service(settings: TrainerSettings, telemetry: Telemetry) -> Service:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     raise SystemExit(run(make_service, TrainerSettings))

@@ -12,6 +12,7 @@ import torch
 
 from services.trainer.attention import PACKED
 from services.trainer.batching import Costs, Piece, plan
+from services.trainer.crew import twin
 from services.trainer.rows import Row
 from troupe.algorithms import selective_log_softmax
 from troupe.algorithms.linear_loss import Head, LossOf, Scores, linear_loss, linear_scores
@@ -44,6 +45,10 @@ class Forward:
         self.abilities = abilities or abilities_of(model)
         if self.abilities.packs:
             model.config._attn_implementation = PACKED
+
+    def twin(self) -> Forward:
+        """Another over the same weights, for another thread."""
+        return Forward(twin(self.model), self.abilities)
 
     def loss(
         self, piece: Piece, temperatures: torch.Tensor, loss_of: LossOf, *, whole: bool = False

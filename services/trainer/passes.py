@@ -6,15 +6,17 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from services.trainer.batching import Piece, plan
 from services.trainer.columns import TokenColumns
+from services.trainer.crew import Crew, dealt, pays
 from services.trainer.forward import Forward, costs_of
 from services.trainer.layers import arrange
-from services.trainer.peers import Peers, Stopped
+from services.trainer.peers import Peers, Stopped, Turns
 from services.trainer.rows import Row
 from services.trainer.trained_model import TrainedModel
 from troupe.algorithms import TokenStatistics, grpo_loss_sum
@@ -26,6 +28,43 @@ _FORWARD_TOKENS = {"cpu": 1024, "cuda": 16384}
 _BY_SEQUENCE = {"gspo", "sequence_masked"}
 # Logits of one forward pass, in bytes of float32, where they are made all at once.
 _LOGITS_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """What one thread computes with."""
+
+    forward: Forward
+    # Of the first version, where the loss contains a divergence from it.
+    reference: Forward | None
+    # The policy's parameters, and those of a twin that stand for them: same values, own gradients.
+    pairs: tuple[tuple[torch.nn.Parameter, torch.nn.Parameter], ...] = ()
+
+    def twin(self) -> _Seat:
+        """Another over the same weights."""
+        forward = self.forward.twin()
+        named = zip(self.forward.model.parameters(), forward.model.parameters(), strict=True)
+        return _Seat(forward, self.reference and self.reference.twin(), tuple(named))
+
+    def take(self) -> None:
+        """Begin: the policy may have left its memory for another since."""
+        for parameter, own in self.pairs:
+            own.data, own.grad = parameter.data, None
+
+    def give(self) -> None:
+        """End: add the gradients to the policy's."""
+        for parameter, own in self.pairs:
+            if own.grad is not None:
+                before, own.grad = own.grad, None
+                parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+
+
+@dataclass
+class _Share:
+    """What one member of a crew has to tell of its rows, piece after piece."""
+
+    told: list[dict[str, Any]] = field(default_factory=list)
+    problem: str = ""
 
 
 class Passes:
@@ -57,6 +96,29 @@ class Passes:
         return Forward(self._model.module)
 
     @functools.cached_property
+    def _seat(self) -> _Seat:
+        return _Seat(self._forward, self._reference)
+
+    @functools.cached_property
+    def _crew(self) -> Crew | None:
+        """Who computes rows side by side; None where one pass follows the other."""
+        # Sums that depend on nothing else than their rows are laid out by group (units.py).
+        alone = self._peers.size == 1 and not self._job.pipeline.deterministic
+        compiled = self._policy.trainer.compile == "on"  # kernels of a module are its own
+        threads = torch.get_num_threads()
+        return (
+            Crew(threads)
+            if alone and not compiled and pays(self._model.parameters, threads)
+            else None
+        )
+
+    @functools.cached_property
+    def _seats(self) -> list[_Seat]:
+        """One for each of the crew."""
+        assert self._crew is not None
+        return [self._seat, *(self._seat.twin() for _ in range(self._crew.size - 1))]
+
+    @functools.cached_property
     def _layout(self) -> dict[str, Any]:
         """How pieces are planned."""
         abilities = self._forward.abilities
@@ -70,6 +132,8 @@ class Passes:
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
         self._reference = Forward(self._model.frozen_copy(weights), self._forward.abilities)
+        for made in ("_seat", "_seats"):
+            self.__dict__.pop(made, None)
 
     def backward(
         self,
@@ -85,12 +149,69 @@ class Passes:
         """
         mine = self._peers.share(rows)
         rows, advantages = [rows[i] for i in mine], advantages[mine]
-        algorithm, device = self._job.algorithm, self._model.device
-        columns = None
-        if rows:
-            columns = TokenColumns.of(
-                rows, advantages, algorithm.normalize, device=device, dtype=self._model.dtype
-            )
+        if rows and self._crew is not None:
+            return self._side_by_side(self._crew, rows, advantages, statistics, stop)
+        columns = self._columns(rows, advantages) if rows else None
+        turns = self._peers.turns(plan(rows, self._budget, **self._layout), stop)
+        for piece in turns:
+            if piece is None or columns is None:
+                self._take_part()
+                continue
+            loss, told = self._loss(self._seat, piece, columns)
+            turns.problem = _not_finite(loss)
+            # The gradients of a broken step are thrown away, but other ranks wait for this pass.
+            torch.autograd.backward(loss)
+            statistics.add(**told)
+        return turns.problem
+
+    def _side_by_side(
+        self,
+        crew: Crew,
+        rows: list[Row],
+        advantages: torch.Tensor,
+        statistics: TokenStatistics,
+        stop: threading.Event | None,
+    ) -> str:
+        """As `backward`: every member computes rows of its own. The order of sums is fixed."""
+        calls = [
+            functools.partial(self._share, seat, [rows[i] for i in hand], advantages[hand], stop)
+            for seat, hand in zip(self._seats, dealt(rows, crew.size), strict=False)
+        ]
+        shares = crew.run(calls)
+        for seat, share in zip(self._seats, shares, strict=False):
+            seat.give()
+            for told in share.told:
+                statistics.add(**told)
+        return next((share.problem for share in shares if share.problem), "")
+
+    def _share(
+        self, seat: _Seat, rows: list[Row], advantages: torch.Tensor, stop: threading.Event | None
+    ) -> _Share:
+        """What one member computes."""
+        share = _Share()
+        columns = self._columns(rows, advantages)
+        seat.take()
+        for piece in Turns(plan(rows, self._budget, **self._layout), stop):
+            assert piece is not None  # a learner alone
+            loss, told = self._loss(seat, piece, columns)
+            share.told.append(told)
+            share.problem = _not_finite(loss)
+            if share.problem:
+                break
+            torch.autograd.backward(loss)
+        return share
+
+    def _columns(self, rows: list[Row], advantages: torch.Tensor) -> TokenColumns:
+        device, dtype = self._model.device, self._model.dtype
+        return TokenColumns.of(
+            rows, advantages, self._job.algorithm.normalize, device=device, dtype=dtype
+        )
+
+    def _loss(
+        self, seat: _Seat, piece: Piece, columns: TokenColumns
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The summed loss of a piece, differentiable, and what `TokenStatistics` hears of it."""
+        algorithm = self._job.algorithm
         how: dict[str, Any] = {
             "clip_low": algorithm.clip_low,
             "clip_high": algorithm.clip_high,
@@ -100,57 +221,42 @@ class Passes:
         }
         recomputed = algorithm.old_logprobs == "recomputed"
         whole = not _BY_SEQUENCE.isdisjoint((algorithm.loss, self._job.correction))
-        turns = self._peers.turns(plan(rows, self._budget, **self._layout), stop)
-        for piece in turns:
-            if piece is None or columns is None:
-                self._take_part()
-                continue
-            here = piece.to(device)
-            own = columns.at(here.order)
-            own = own.with_reference(self._reference_logprobs(here, own))
+        here = piece.to(self._model.device)
+        own = columns.at(here.order)
+        own = own.with_reference(self._reference_logprobs(seat, here, own))
 
-            def loss_of(
-                logprobs: torch.Tensor,
-                entropy: torch.Tensor,
-                part: slice,
-                own: TokenColumns = own,
-            ) -> torch.Tensor:
-                some = own.at(part)
-                # Before the first update they are what was just computed.
-                old = logprobs.detach() if some.old is None else some.old
-                return grpo_loss_sum(
-                    logprobs,
-                    some.behaviour,
-                    some.advantages,
-                    some.weights,
-                    sequences=some.sequences,
-                    old_logprobs=old if recomputed else None,
-                    reference_logprobs=some.reference,
-                    kl_coefficient=algorithm.kl_coefficient,
-                    entropy=entropy,
-                    entropy_coefficient=algorithm.entropy_coefficient,
-                    **how,
-                )
-
-            with self._autocast():
-                loss, scores = self._forward.loss(here, own.temperatures, loss_of, whole=whole)
-            if not torch.isfinite(loss):
-                turns.problem = f"the loss of a micro-batch is {loss.item()}"
-            # The gradients of a broken step are thrown away, but other ranks wait for this pass.
-            torch.autograd.backward(loss)
-            old = scores.logprobs if own.old is None else own.old
-            statistics.add(
-                loss.detach(),
-                scores.logprobs,
-                own.behaviour,
-                own.advantages,
-                scores.entropy,
-                sequences=own.sequences,
+        def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, part: slice) -> torch.Tensor:
+            some = own.at(part)
+            # Before the first update they are what was just computed.
+            old = logprobs.detach() if some.old is None else some.old
+            return grpo_loss_sum(
+                logprobs,
+                some.behaviour,
+                some.advantages,
+                some.weights,
+                sequences=some.sequences,
                 old_logprobs=old if recomputed else None,
-                reference_logprobs=own.reference,
+                reference_logprobs=some.reference,
+                kl_coefficient=algorithm.kl_coefficient,
+                entropy=entropy,
+                entropy_coefficient=algorithm.entropy_coefficient,
                 **how,
             )
-        return turns.problem
+
+        with self._autocast():
+            loss, scores = seat.forward.loss(here, own.temperatures, loss_of, whole=whole)
+        old = scores.logprobs if own.old is None else own.old
+        return loss, {
+            "loss_sum": loss.detach(),
+            "logprobs": scores.logprobs,
+            "behaviour_logprobs": own.behaviour,
+            "advantages": own.advantages,
+            "entropy": scores.entropy,
+            "sequences": own.sequences,
+            "old_logprobs": old if recomputed else None,
+            "reference_logprobs": own.reference,
+            **how,
+        }
 
     def _take_part(self) -> None:
         """A pass of which nothing is kept, for ranks that have one piece more than this one."""
@@ -158,9 +264,9 @@ class Passes:
         nothing = torch.zeros(1, dtype=torch.int64, device=self._model.device)
         piece = Piece(ids, nothing, nothing, nothing, spans=(1,))
         heat = torch.ones((1, 1), dtype=self._model.dtype, device=self._model.device)
-        if self._reference is not None:
+        if self._seat.reference is not None:
             with self._autocast():
-                self._reference.scores(piece, heat)
+                self._seat.reference.scores(piece, heat)
         with self._autocast():
             loss, _ = self._forward.loss(piece, heat, lambda logprobs, _, __: logprobs.sum() * 0.0)
         torch.autograd.backward(loss)
@@ -185,11 +291,13 @@ class Passes:
                 raise Stopped
             yield piece.to(self._model.device)
 
-    def _reference_logprobs(self, piece: Piece, own: TokenColumns) -> torch.Tensor | None:
-        if self._reference is None or (own.reference is not None and self._peers.size == 1):
+    def _reference_logprobs(
+        self, seat: _Seat, piece: Piece, own: TokenColumns
+    ) -> torch.Tensor | None:
+        if seat.reference is None or (own.reference is not None and self._peers.size == 1):
             return own.reference
         with self._autocast():
-            found = self._reference.scores(piece, own.temperatures).logprobs
+            found = seat.reference.scores(piece, own.temperatures).logprobs
         # Another rank's rows may bring none, and wait for this pass.
         return found if own.reference is None else own.reference
 
@@ -197,3 +305,7 @@ class Passes:
         if self._policy.language_model.dtype == "bfloat16":
             return torch.autocast(self._model.device.type, dtype=torch.bfloat16)
         return contextlib.nullcontext()
+
+
+def _not_finite(loss: torch.Tensor) -> str:
+    return "" if torch.isfinite(loss) else f"the loss of a micro-batch is {loss.item()}"

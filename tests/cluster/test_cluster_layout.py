@@ -65,6 +65,7 @@ def test_numerical_workers_share_the_cores_and_the_others_get_one_thread() -> No
     assert specs["trainer-1"].environment["TROUPE_THREADS"] == "2"
     assert specs["orchestrator"].environment["OMP_NUM_THREADS"] == "1"
     assert specs["orchestrator"].environment["MALLOC_ARENA_MAX"] == "2"
+    assert specs["trainer-1"].environment["MALLOC_ARENA_MAX"] == "3"
 
 
 def test_trainers_may_have_more_threads_than_their_share() -> None:

@@ -239,6 +239,7 @@ def thread_environment(threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # An idle OpenMP thread sleeps instead of taking a neighbour's core.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # glibc keeps an arena per thread: tens of MiB each that are never given back.
-        "MALLOC_ARENA_MAX": "2",
+        # glibc keeps an arena per thread: tens of MiB each that are never given back. Threads that
+        # compute side by side wait for each other where they share one.
+        "MALLOC_ARENA_MAX": str(threads + 1),
     }

@@ -1,0 +1,103 @@
+"""Passes side by side: the same gradient, in an order of sums that never changes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.trainer.crew import Crew, dealt, pays
+from services.trainer.learner import Learner
+from services.trainer.peers import Stopped
+from services.trainer.policy_model import load_model
+from tests.trainer.batches import random_rows
+from tests.trainer.test_passes import SHAPE, gradient, learner_of
+
+
+def side_by_side(tokenizer: Path, members: int) -> tuple[Learner, torch.Tensor]:
+    """With so many members on one thread of torch each: others would wait for cores."""
+    learner = learner_of(tokenizer, {})
+    learner._passes._crew = Crew(members) if members > 1 else None
+    return learner, gradient(learner)
+
+
+def test_passes_side_by_side_give_the_gradient_of_one_after_the_other(
+    tokenizer: Path,
+) -> None:
+    """With a divergence from the first version in the loss, so twins of that are asked too."""
+    _, alone = side_by_side(tokenizer, 1)
+    learner, together = side_by_side(tokenizer, 3)
+    _, again = side_by_side(tokenizer, 3)
+
+    assert len(learner._passes._seats) == 3
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
+    assert torch.equal(together, again)
+
+
+def test_twins_follow_a_policy_to_other_memory(tokenizer: Path) -> None:
+    learner, first = side_by_side(tokenizer, 2)
+    tensors, values = learner.suspended()
+    moved = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in learner.leave():
+        tensor.fill_(float("nan"))
+    learner.adopt(moved, values)
+    learner.discard()
+
+    assert torch.equal(gradient(learner), first)
+
+
+def test_what_the_crew_counts_is_what_one_thread_counts(tokenizer: Path) -> None:
+    found = [side_by_side(tokenizer, count)[0].apply(0).metrics for count in (1, 2)]
+
+    for one, two in zip(*(sorted(metrics.items()) for metrics in found), strict=True):
+        if "seconds" not in one[0]:
+            assert two == (one[0], pytest.approx(one[1], rel=1e-4, abs=1e-6))
+
+
+def test_a_crew_stops_between_passes(tokenizer: Path) -> None:
+    learner, _ = side_by_side(tokenizer, 2)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Stopped):
+        learner.accumulate(random_rows(learner.model, 1, SHAPE), stop)
+
+
+def test_calls_share_the_callers_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        crew = Crew(9)
+        assert crew.run([torch.get_num_threads] * crew.size) == [2, 2, 2, 2]
+        assert torch.get_num_threads() == 4
+        with pytest.raises(ZeroDivisionError):
+            crew.run([torch.get_num_threads, lambda: 1 // 0])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_groups_stay_together_and_members_get_alike_many_tokens(tokenizer: Path) -> None:
+    policy = learner_of(tokenizer, {})._policy
+    rows = random_rows(load_model("solver", policy, 0), 3, SHAPE)
+    hands = dealt(rows, 2)
+
+    assert sorted(i for hand in hands for i in hand) == list(range(len(rows)))
+    groups = [{rows[i].group for i in hand} for hand in hands]
+    assert not groups[0] & groups[1]
+    tokens = [sum(len(rows[i].ids) for i in hand) for hand in hands]
+    largest = max(
+        sum(len(row.ids) for row in rows if row.group == name) for name in {r.group for r in rows}
+    )
+    assert max(tokens) - min(tokens) <= largest
+    assert len(dealt(rows[:1], 4)) == 1
+
+
+def test_a_crew_is_for_small_models_on_several_threads() -> None:
+    small = [torch.nn.Parameter(torch.zeros(1000))]
+    with torch.device("meta"):
+        large = [torch.nn.Parameter(torch.zeros(17 << 20))]
+
+    assert pays(small, 2)
+    assert not pays(small, 1)
+    assert not pays(large, 2)
