@@ -84,7 +84,8 @@ class _Attempts:
         self._start = time.monotonic()
         self._deadline = None if timeout is None else self._start + timeout
         self._count = 0
-        self._rng = random.Random(policy.seed)
+        # Made when first needed: few calls fail, and a seed is a system call.
+        self._rng: random.Random | None = None
 
     def left(self) -> float | None:
         if self._deadline is None:
@@ -96,6 +97,8 @@ class _Attempts:
         self._count += 1
         if not self._policy.retryable(error):
             raise error
+        if self._rng is None:
+            self._rng = random.Random(self._policy.seed)
         delay = self._policy.backoff(self._count, error, self._rng)
         now = time.monotonic()
         late = self._deadline is not None and now + delay >= self._deadline
