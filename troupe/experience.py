@@ -87,7 +87,8 @@ class ExperienceWriter:
             response_deserializer=pb.WriteResponse.FromString,
         )
         self._retry = retry or ClientSettings().retry
-        self._waiting: deque[tuple[bool, _Part]] = deque()
+        self._endings: deque[_Part] = deque()
+        self._fills: deque[_Part] = deque()
         self._flying: set[asyncio.Task[None]] = set()
         self._woken = False
         # Calls are nobody's in particular: their log lines name no trajectory.
@@ -100,7 +101,7 @@ class ExperienceWriter:
 
         Raises `TroupeError`: what AppendTrajectory raises.
         """
-        result: pb.EndingWritten = await self._write(True, request, timeout)
+        result: pb.EndingWritten = await self._write(self._endings, request, timeout)
         return result.response
 
     async def fill(self, request: pb.FillColumnsRequest, timeout: float) -> pb.FillColumnsResponse:
@@ -108,17 +109,17 @@ class ExperienceWriter:
 
         Raises `TroupeError`: what FillColumns raises.
         """
-        result: pb.FillWritten = await self._write(False, request, timeout)
+        result: pb.FillWritten = await self._write(self._fills, request, timeout)
         return result.response
 
-    async def _write(self, ends: bool, request: Message, timeout: float) -> Any:
+    async def _write(self, waiting: deque[_Part], request: Message, timeout: float) -> Any:
         message = request.SerializeToString()
 
         async def attempt(left: float | None) -> _Result | TroupeError:
             seconds = timeout if left is None else left
             loop = asyncio.get_running_loop()
             part = _Part(message, time.monotonic() + seconds, loop.create_future())
-            self._waiting.append((ends, part))
+            waiting.append(part)
             if not self._woken:
                 self._woken = True
                 loop.call_soon(self._send_waiting)
@@ -140,17 +141,11 @@ class ExperienceWriter:
     def _send_waiting(self) -> None:
         """Begin calls while there may be more of them."""
         self._woken = False
-        while self._waiting and len(self._flying) < _CALLS:
-            body, size = _Body(), 0
-            while self._waiting:
-                ends, part = self._waiting[0]
-                if size and size + len(part.message) > _CALL_BYTES:
-                    break
-                self._waiting.popleft()
-                if part.done.done():
-                    continue  # nobody waits for it any more
-                (body.endings if ends else body.fills).append(part)
-                size += len(part.message)
+        while (self._fills or self._endings) and len(self._flying) < _CALLS:
+            body = _Body()
+            # Rows that wait for a column need not wait for the rows of others, too.
+            size = _take(self._fills, body.fills, 0)
+            size = _take(self._endings, body.endings, size)
             if size:
                 task = asyncio.create_task(self._send(body), context=self._context)
                 self._flying.add(task)
@@ -176,3 +171,16 @@ class ExperienceWriter:
         for part, result in zip(parts, results, strict=True):
             if not part.done.done():
                 part.done.set_result(result)
+
+
+def _take(waiting: deque[_Part], into: list[_Part], size: int) -> int:
+    """Move what one call can carry, one part in any case; `size` is what it carries already.
+    Returns what it carries then.
+    """
+    while waiting and not (into and size + len(waiting[0].message) > _CALL_BYTES):
+        part = waiting.popleft()
+        # Else nobody waits for it any more.
+        if not part.done.done():
+            into.append(part)
+            size += len(part.message)
+    return size

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Iterable
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
 # Wire types: of strings, bytes and messages; of numbers; of numbers of 8 and 4 bytes.
 _DELIMITED: Final = 2
 _VARINT: Final = 0
@@ -38,28 +40,54 @@ def repeated(field: int, messages: Iterable[bytes]) -> list[bytes]:
     return parts
 
 
-def spans(data: bytes, start: int, end: int, field: int) -> list[tuple[int, int]]:
-    """Where the strings, bytes or messages of field `field` lie in the message data[start:end],
-    which has been parsed before: nothing is checked.
+def fields(data: bytes, start: int, end: int) -> list[tuple[int, int, int, int]]:
+    """The fields of the message data[start:end], in their order: number, where it begins, and where
+    its string, bytes or message begins (of a number: where it ends) and ends.
+
+    Raises `DecodeError` for what is no message.
     """
     found = []
     at = start
-    while at < end:
-        key, at = _varint_at(data, at)
-        kind = key & 7
-        if kind == _DELIMITED:
-            length, at = _varint_at(data, at)
-            if key >> 3 == field:
-                found.append((at, at + length))
-            at += length
-        elif kind == _VARINT:
-            _, at = _varint_at(data, at)
-        elif kind in _FIXED:
-            at += _FIXED[kind]
-        else:
-            # Groups, which proto3 does not have.
-            return []
+    try:
+        while at < end:
+            begin = at
+            key, at = _varint_at(data, at)
+            kind = key & 7
+            value = at
+            if kind == _DELIMITED:
+                length, value = _varint_at(data, at)
+                at = value + length
+            elif kind == _VARINT:
+                _, at = _varint_at(data, at)
+                value = at
+            elif kind in _FIXED:
+                at += _FIXED[kind]
+                value = at
+            else:
+                # Groups, which proto3 does not have.
+                raise DecodeError(f"a field of kind {kind}")
+            found.append((key >> 3, begin, value, at))
+    except IndexError:
+        at = len(data) + 1
+    if at != end:
+        raise DecodeError("a field is longer than its message")
     return found
+
+
+def split(data: bytes, start: int, end: int, field: int) -> tuple[bytes, list[tuple[int, int]]]:
+    """The message data[start:end] without its field `field`, and where the strings, bytes or
+    messages of that field lie. Raises `DecodeError` for what is no message.
+    """
+    rest: list[bytes] = []
+    found: list[tuple[int, int]] = []
+    kept = start
+    for number, begin, value, behind in fields(data, start, end):
+        if number == field:
+            rest.append(data[kept:begin])
+            found.append((value, behind))
+            kept = behind
+    rest.append(data[kept:end])
+    return b"".join(rest), found
 
 
 def _varint_at(data: bytes, at: int) -> tuple[int, int]:

@@ -6,25 +6,32 @@ script is repeatable, so a call that broke may be sent again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, Protocol
+import contextlib
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any, Final, Protocol, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
 import redis.asyncio as aioredis
 from redis import exceptions
+from redis._parsers import BaseParser
 from redis.asyncio.client import PubSub
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from services.experience_store.lanes import Lanes
-
-Command = Sequence[str | bytes | int | float]
+from services.experience_store.resp import Command, Replies
 
 CLUSTER_SCHEMES: Final = {"redis-cluster": "redis", "rediss-cluster": "rediss"}
 # A client of a cluster learns who serves a slot by being told that another node does.
 _CLUSTER_TRIES: Final = 3
 _NAME: Final = "troupe-experience-store"
+_READ_BYTES: Final = 2**16
+# A listening socket is silent while nothing happens.
+_LISTEN_SECONDS: Final = 1.0
+
+# Channel and message; None once, when the listening has begun.
+Heard: TypeAlias = tuple[bytes, bytes] | None
 
 
 class Connection(Protocol):
@@ -39,8 +46,8 @@ class Connection(Protocol):
     async def info(self) -> dict[str, str]:
         """What the servers say about themselves, by name."""
 
-    def pubsub(self) -> PubSub:
-        """A subscription of its own connection."""
+    def listen(self, pattern: str) -> AsyncGenerator[Heard, None]:
+        """What is published on channels like `pattern`, for ever, on a connection of its own."""
 
     async def close(self) -> None:
         """Give all connections back."""
@@ -91,10 +98,26 @@ class ServerConnection:
         info = await self._redis.execute_command("INFO")
         return {str(name): str(value) for name, value in info.items()}
 
-    def pubsub(self) -> PubSub:
-        """See `Connection.pubsub`."""
-        pubsub: PubSub = self._redis.pubsub()
-        return pubsub
+    async def listen(self, pattern: str) -> AsyncGenerator[Heard, None]:
+        """See `Connection.listen`."""
+        connection: Any = self._pool.make_connection()  # type: ignore[no-untyped-call]
+        replies = Replies(BaseParser.parse_error)
+        try:
+            await connection.connect()
+            await connection.send_command("PSUBSCRIBE", pattern)
+            while True:
+                data = await connection._reader.read(_READ_BYTES)
+                if not data:
+                    raise exceptions.ConnectionError("the server closed the connection")
+                for reply in replies.feed(data):
+                    if isinstance(reply, Exception):
+                        raise reply
+                    if reply[0] == b"pmessage":
+                        yield reply[2], reply[3]
+                    elif reply[0] == b"psubscribe":
+                        yield None
+        finally:
+            await connection.disconnect(nowait=True)
 
     async def close(self) -> None:
         """See `Connection.close`."""
@@ -144,10 +167,23 @@ class ClusterConnection:
         found["redis_version"] = min(versions, key=lambda text: [*map(int, text.split("."))])
         return found
 
-    def pubsub(self) -> PubSub:
-        """See `Connection.pubsub`: what is published at one node is heard at every other."""
+    async def listen(self, pattern: str) -> AsyncGenerator[Heard, None]:
+        """See `Connection.listen`: what is published at one node is heard at every other."""
         pubsub: PubSub = self._redis.pubsub()
-        return pubsub
+        try:
+            await pubsub.psubscribe(pattern)
+            while True:
+                message = await pubsub.get_message(timeout=_LISTEN_SECONDS)
+                if message is None:
+                    continue
+                if message["type"] == "pmessage":
+                    yield message["channel"], message["data"]
+                elif message["type"] == "psubscribe":
+                    yield None
+        finally:
+            # The connection is in an unknown state after a cancelled read: never reuse it.
+            with contextlib.suppress(exceptions.RedisError, OSError):
+                await pubsub.aclose()  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
         """See `Connection.close`."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import structlog
 from redis import exceptions
-from redis.asyncio.client import PubSub
 
-from services.experience_store.connection import CLUSTER_SCHEMES, connect_to
+from services.experience_store.connection import CLUSTER_SCHEMES, Heard, connect_to
+from services.experience_store.resp import Command
 from services.experience_store.scripts import load_scripts
 from troupe.rpc import (
     FailedPrecondition,
@@ -55,7 +55,7 @@ class Call:
     script: str
     base: str
     args: Sequence[str | bytes | int]
-    before: Sequence[Sequence[str | bytes]] = ()
+    before: Sequence[Command] = ()
     """Commands that are sent just ahead of it, on keys of the same slot."""
 
 
@@ -88,7 +88,7 @@ class Database:
 
     async def run_each(self, calls: Sequence[Call]) -> list[list[Any]]:
         """The replies of several scripts, sent together. Each is atomic, together they are not."""
-        commands: list[Sequence[str | bytes | int]] = []
+        commands: list[Command] = []
         places: list[int] = []
         for call in calls:
             commands += call.before
@@ -97,16 +97,14 @@ class Database:
         replies = await self.execute_each(commands, missing_scripts=calls)
         return [list(replies[place]) for place in places]
 
-    async def run_all(
-        self, before: Sequence[Sequence[str | bytes]], calls: Sequence[Call]
-    ) -> list[list[Any]]:
+    async def run_all(self, before: Sequence[Command], calls: Sequence[Call]) -> list[list[Any]]:
         """The replies of several scripts, sent together behind commands on any of their keys: only
         where one server has them all."""
         commands = [*before, *map(self._command, calls)]
         replies = await self.execute_each(commands, missing_scripts=calls)
         return [list(reply) for reply in replies[len(before) :]]
 
-    def _command(self, call: Call) -> Sequence[str | bytes | int]:
+    def _command(self, call: Call) -> Command:
         return ("EVALSHA", self._scripts[call.script].sha, 1, call.base, *call.args)
 
     async def execute(self, *command: str | bytes | int | float) -> Any:
@@ -115,7 +113,7 @@ class Database:
 
     async def execute_each(
         self,
-        commands: Sequence[Sequence[str | bytes | int | float]],
+        commands: Sequence[Command],
         *,
         missing_scripts: Sequence[Call] = (),
     ) -> list[Any]:
@@ -144,7 +142,7 @@ class Database:
         except Unavailable:
             return await self._retries.run(attempt, self._timeout)
 
-    async def _send(self, commands: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
+    async def _send(self, commands: Sequence[Command]) -> list[Any]:
         async with self._slots, asyncio.timeout(self._timeout):
             return await self._connection.send(commands)
 
@@ -202,9 +200,11 @@ class Database:
         except Unavailable:
             return await self._retries.run(attempt, self._timeout)
 
-    def pubsub(self) -> PubSub:
-        """A subscription of its own connection."""
-        return self._connection.pubsub()
+    def listen(self, pattern: str) -> AsyncGenerator[Heard, None]:
+        """What is published on channels like `pattern`, for ever, on a connection of its own; None
+        once the listening has begun. Raises what redis-py raises when Redis is away.
+        """
+        return self._connection.listen(pattern)
 
     async def close(self) -> None:
         """Give all connections back."""

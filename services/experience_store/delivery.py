@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from services.experience_store.records import Record
+from services.experience_store.records import Payload, Record
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.wire import tag, varint
 
@@ -36,14 +36,14 @@ class Delivery:
 
     @staticmethod
     def claimed(
-        claim: str, rows: Iterable[tuple[bytes, Record, int]], rewards: Sequence[Sequence[float]]
+        claim: str, rows: Iterable[tuple[Payload, Record, int]], rewards: Sequence[Sequence[float]]
     ) -> Delivery:
         """Samples: the payload of each, its record, and which of `rewards` are its group's."""
         ends = [
             store_pb.ClaimedSample(group_rewards=values).SerializeToString() for values in rewards
         ]
         outcome = Response.OUTCOME_CLAIMED
-        parts = [Response(outcome=outcome, claim_id=claim).SerializeToString()]
+        parts: list[Payload] = [Response(outcome=outcome, claim_id=claim).SerializeToString()]
         count = 0
         for payload, record, group in rows:
             # Serialized messages behind one another merge when they are parsed.

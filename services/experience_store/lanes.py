@@ -14,14 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from redis import exceptions
+from redis._parsers import BaseParser
 
-Command = Sequence[str | bytes | int | float]
+from services.experience_store.resp import Command, Replies, pack
 
 # Small calls share one lane. Of the others, each goes to the lane that has least to do.
 _BULK_LANES: Final = 3
 _BULK_BYTES: Final = 32 * 2**10
 # Replies of these may be large though they ask in few words.
 _BULK_COMMANDS: Final = frozenset({"HMGET", "HGETALL"})
+# Taken from a connection at once.
+_READ_BYTES: Final = 2**20
 
 
 class Lanes:
@@ -105,9 +108,7 @@ class _Lane:
                         self._connection = connection
                     calls, self._queue = self._queue, []
                     self._flying += calls
-                    packed = self._connection.pack_commands(
-                        [command for call in calls for command in call.commands]
-                    )
+                    packed = pack(command for call in calls for command in call.commands)
                     if self._reader is None:
                         self._reader = asyncio.create_task(self._read(self._connection))
                     if self._alarm is None:
@@ -122,19 +123,24 @@ class _Lane:
 
     async def _read(self, connection: Any) -> None:
         """Hand out replies until nobody waits for one; ends then."""
+        replies = Replies(BaseParser.parse_error)
         try:
             while self._flying:
-                call = self._flying[0]
-                try:
-                    reply = await connection.read_response()
-                except exceptions.ResponseError as error:
-                    reply = error
-                call.replies.append(reply)
-                if len(call.replies) == len(call.commands):
-                    self._flying.popleft()
-                    if not call.done.done():
-                        call.done.set_result(call.replies)
-        except (exceptions.RedisError, OSError) as error:
+                data = await connection._reader.read(_READ_BYTES)
+                if not data:
+                    raise exceptions.ConnectionError("the server closed the connection")
+                for reply in replies.feed(data):
+                    if isinstance(reply, exceptions.ConnectionError):
+                        raise reply
+                    call = self._flying[0]
+                    call.replies.append(reply)
+                    if len(call.replies) == len(call.commands):
+                        self._flying.popleft()
+                        if not call.done.done():
+                            call.done.set_result(call.replies)
+        except OSError as error:
+            await self._break(exceptions.ConnectionError(f"the connection broke: {error}"))
+        except exceptions.RedisError as error:
             await self._break(error)
         finally:
             if self._reader is asyncio.current_task():
@@ -181,7 +187,7 @@ def _is_bulk(commands: Sequence[Command]) -> bool:
         if command[0] in _BULK_COMMANDS:
             return True
         for part in command:
-            if isinstance(part, bytes | str):
+            if isinstance(part, bytes | str | memoryview):
                 size += len(part)
         if size > _BULK_BYTES:
             return True

@@ -29,8 +29,6 @@ COUNTS: Final = "counts"
 DROPPED: Final = "dropped"
 
 _RECONNECT: Final = RetryPolicy(initial_backoff=0.1, max_backoff=2.0)
-# A listening socket is silent while nothing happens; look up now and then to notice a stop.
-_LISTEN_SECONDS: Final = 1.0
 
 
 class Bell:
@@ -145,21 +143,12 @@ class Notices:
             await asyncio.sleep(delay)
 
     async def _listen(self) -> None:
-        pubsub = self._database.pubsub()
-        try:
-            await pubsub.psubscribe(CHANNEL_PATTERN)
-            while True:
-                message = await pubsub.get_message(timeout=_LISTEN_SECONDS)
+        async with contextlib.aclosing(self._database.listen(CHANNEL_PATTERN)) as heard:
+            async for message in heard:
                 if message is None:
-                    continue
-                if message["type"] == "psubscribe":
                     self._connected.set()
                     self.ring_all()
-                elif message["type"] == "pmessage":
-                    job, policy = parse_channel(message["channel"].decode())
-                    step, _, kind = message["data"].decode().partition(" ")
-                    self._ring(job, policy, int(step), kind or COUNTS)
-        finally:
-            # The connection is in an unknown state after a cancelled read: never reuse it.
-            with contextlib.suppress(exceptions.RedisError, OSError):
-                await pubsub.aclose()  # type: ignore[no-untyped-call]
+                    continue
+                job, policy = parse_channel(message[0].decode())
+                step, _, kind = message[1].decode().partition(" ")
+                self._ring(job, policy, int(step), kind or COUNTS)

@@ -7,15 +7,18 @@ Lua reads and writes the same text (lua/policy.lua): fields separated by tabs, i
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import xxhash
 
 from troupe import states
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
+
+# A sample, serialized: a text of its own, or where it lies in the message that it came in.
+Payload: TypeAlias = bytes | memoryview
 
 REWARD: Final = "reward"
 # Why trajectories end that a group did not need (lua/end_trajectory.lua).
@@ -29,6 +32,55 @@ STATE_OF: Final[dict[str, pb.SampleState.ValueType]] = {
     "D": pb.SAMPLE_STATE_DROPPED,
 }
 LETTER_OF: Final[dict[int, str]] = {state: letter for letter, state in STATE_OF.items()}
+_PENDING: Final = LETTER_OF[pb.SAMPLE_STATE_PENDING]
+
+
+class Row(NamedTuple):
+    """A sample on its way into a table: what its record begins with, read once."""
+
+    sample: str
+    policy: str
+    payload: Payload
+    tokens: int
+    turn: int
+    agent: str
+    group: str
+    reward: float | None
+    columns: Sequence[str]
+    """Sorted."""
+    version: str
+    """As in `Record`."""
+
+    @staticmethod
+    def of(sample: store_pb.Sample, payload: Payload | None = None) -> Row:
+        """The row of `sample`, which is `payload` if that is known."""
+        versions = sample.versions
+        columns = sample.columns
+        return Row(
+            sample.sample_id,
+            sample.policy,
+            sample.SerializeToString() if payload is None else payload,
+            sum(sample.prompt_ids.shape) + sum(sample.response_ids.shape),
+            sample.turn,
+            sample.agent,
+            sample.group_id,
+            sample.reward if sample.HasField("reward") else None,
+            sorted(columns) if columns else (),
+            str(min(span.version for span in versions)) if versions else "",
+        )
+
+    def record(self, query: str, trajectory: str, required: Collection[str]) -> str:
+        """Its first `Record`, formatted; `required` are columns besides the reward."""
+        missing = [name for name in required if name not in self.columns]
+        if self.reward is None:
+            missing.append(REWARD)
+        reward = "" if self.reward is None else repr(self.reward)
+        lacks, early = ",".join(sorted(missing)), ",".join(self.columns)
+        # A `Record`, in the order of its fields; written out, as it is once per row.
+        return (
+            f"{_PENDING}\t{self.tokens}\t{len(self.payload)}\t{self.turn}\t{reward}\t{lacks}\t{early}"
+            f"\t\t{query}\t{trajectory}\t{self.agent}\t{self.group}\t\t{self.version}\t0\t\t"
+        )
 
 
 class Record(NamedTuple):

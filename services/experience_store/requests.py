@@ -203,6 +203,9 @@ def check_amend(request: store_pb.AmendStepRequest) -> None:
         )
 
 
+_NO_COLUMNS: Final[Mapping[str, store_pb.Column]] = {}
+
+
 class Fill(NamedTuple):
     """What is to be filled in of one sample, or why it is dropped."""
 
@@ -214,16 +217,21 @@ class Fill(NamedTuple):
 
 def check_fill(where: str, item: store_pb.FillColumnsRequest | store_pb.SampleColumns) -> Fill:
     """One sample's late columns; `where` is put before the names of its fields."""
+    if item.HasField("reward") and not item.drop_reason and not item.columns:
+        # Most are like that.
+        sample, reward = item.sample_id, item.reward
+        if 0 < len(sample) <= ID_LENGTH and sample.isprintable() and math.isfinite(reward):
+            return Fill(sample, reward, _NO_COLUMNS, "")
     check_id(f"{where}sample_id", item.sample_id)
     check_columns(f"{where}columns", item.columns)
-    reward = check_reward(f"{where}reward", item.reward) if item.HasField("reward") else None
-    if bool(item.drop_reason) == (reward is not None or bool(item.columns)):
+    given = check_reward(f"{where}reward", item.reward) if item.HasField("reward") else None
+    if bool(item.drop_reason) == (given is not None or bool(item.columns)):
         raise InvalidArgument(
             "fill the reward or columns, or give a reason to drop the sample; not both",
             field=f"{where}drop_reason",
             value=item.drop_reason,
         )
-    return Fill(item.sample_id, reward, item.columns, clean_reason(item.drop_reason))
+    return Fill(item.sample_id, given, item.columns, clean_reason(item.drop_reason))
 
 
 def check_commit(request: store_pb.CommitStepRequest) -> None:

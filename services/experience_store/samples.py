@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from services.experience_store.database import Call, Database
 from services.experience_store.keys import PolicyKeys
 from services.experience_store.notices import Notices
 from services.experience_store.recent import RecentRows
-from services.experience_store.records import STATE_OF, Record
+from services.experience_store.records import STATE_OF, Payload, Record
 from services.experience_store.requests import Fill
 from services.experience_store.steps import Steps
 from services.experience_store.tables import Tables
@@ -28,6 +29,8 @@ SCAN_LIMIT: Final = 10_000
 # Samples that one script fills: it is done before Redis does anything else.
 FILL_BATCH: Final = 256
 _FREED: Final = frozenset("TD")
+# An outcome, and what belongs to it.
+_Reply: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,7 @@ class Samples:
                     tasks.create_task(fill_all(*table, group))
         return [found[id(call)] for call in calls]
 
-    async def _fill(
-        self, job: str, policy: str, step: int, fills: Sequence[Fill]
-    ) -> list[list[str]]:
+    async def _fill(self, job: str, policy: str, step: int, fills: Sequence[Fill]) -> list[_Reply]:
         """A reply of fill_columns.lua for each."""
         await self._tables.check_policy(job, policy)
         base = PolicyKeys(job, policy).base
@@ -152,7 +153,7 @@ class Samples:
             self._notices.written(job, policy, step)
         return replies
 
-    async def _fill_carried(self, job: str, policy: str, step: int, fill: Fill) -> list[str]:
+    async def _fill_carried(self, job: str, policy: str, step: int, fill: Fill) -> _Reply:
         """The reply of fill_columns.lua where the sample's query was carried to, if it was."""
         # The table may not know yet that queries were carried.
         await self._steps.follow(job, step)
@@ -183,7 +184,7 @@ class Samples:
 
     async def take(
         self, job: str, policy: str, step: int, records: Sequence[tuple[str, Record]]
-    ) -> list[bytes]:
+    ) -> list[Payload]:
         """`payloads` of samples that are claimed, without Redis where they were appended here."""
         recent = self._recent.take(job, policy, records)
         rest = [one for one in records if one[0] not in recent]
@@ -290,7 +291,9 @@ class Samples:
 
 def _values(fills: Sequence[Fill]) -> list[str | bytes | int]:
     """Arguments of fill_columns.lua behind the step."""
-    values: list[str | bytes | int] = []
+    if all(fill.reward is not None and not (fill.columns or fill.drop_reason) for fill in fills):
+        return ["\n".join([f"{fill.sample}\t{fill.reward!r}" for fill in fills])]
+    values: list[str | bytes | int] = [""]
     for fill in fills:
         reward = "" if fill.reward is None else repr(fill.reward)
         values += (fill.sample, reward, fill.drop_reason, len(fill.columns))
@@ -299,13 +302,20 @@ def _values(fills: Sequence[Fill]) -> list[str | bytes | int]:
     return values
 
 
-def _lines(replies: bytes) -> list[list[str]]:
+def _lines(replies: bytes) -> list[_Reply]:
     """The replies of fill_columns.lua: an outcome and what belongs to it, one for each sample."""
-    return [line.split("\t") for line in replies.decode().split("\n")]
+    return [_reply(line) for line in replies.decode().split("\n")]
+
+
+@functools.lru_cache(maxsize=1024)
+def _reply(line: str) -> _Reply:
+    """Most are alike."""
+    outcome, _, rest = line.partition("\t")
+    return outcome, rest
 
 
 def _filled(
-    policy: str, step: int, sample: str, reply: Sequence[str]
+    policy: str, step: int, sample: str, reply: _Reply
 ) -> tuple[pb.SampleState.ValueType, bool]:
     """What a reply of fill_columns.lua says; raises what it refuses."""
     outcome = reply[0]

@@ -25,15 +25,14 @@ from services.experience_store.database import Call, Database
 from services.experience_store.keys import RECORDS, JobKeys, PolicyKeys
 from services.experience_store.notices import Notices
 from services.experience_store.recent import RecentRows
-from services.experience_store.records import REDUNDANT, Ending
-from services.experience_store.rows import Row
+from services.experience_store.records import REDUNDANT, Ending, Payload, Row
 from services.experience_store.steps import Steps, not_open
 from services.experience_store.tables import Table, Tables
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
 from troupe.v1 import experience_store_pb2 as store_pb
 
 # Policy, then what is staged in its table: id and payload of each row, and their records.
-_StagedRows: TypeAlias = list[tuple[str, list[str | bytes]]]
+_StagedRows: TypeAlias = list[tuple[str, list[str | Payload]]]
 _ByPolicy: TypeAlias = dict[str, list[Row]]
 
 
@@ -150,7 +149,7 @@ class Trajectories:
         """End trajectories of one step in one round trip; what became of each of those that won,
         or had won before, by its place. The others are as they were."""
         table, (job, step) = stagings[0].table, (stagings[0].append.job, stagings[0].append.step)
-        before: dict[str, list[Sequence[str | bytes]]] = {policy: [] for policy in table.policies}
+        before: dict[str, list[Sequence[str | Payload]]] = {policy: [] for policy in table.policies}
         args: list[str | bytes | int] = [step, JobKeys(job).base]
         for one in stagings:
             trajectory, ending = one.append.trajectory, one.ending
@@ -299,10 +298,10 @@ def _staging(table: Table, append: Append) -> _Staging:
     return _Staging(append, table, ending, by_policy, rows)
 
 
-def _staged(table: Table, append: Append, rows: Sequence[Row]) -> list[str | bytes]:
+def _staged(table: Table, append: Append, rows: Sequence[Row]) -> list[str | Payload]:
     query, trajectory = append.ending.query, append.trajectory
     records: list[str] = []
-    found: list[str | bytes] = []
+    found: list[str | Payload] = []
     for row in rows:
         # What the record holds too, because it moves, is written over it when it is read.
         record = row.record(query, trajectory, table.required)
@@ -312,8 +311,8 @@ def _staged(table: Table, append: Append, rows: Sequence[Row]) -> list[str | byt
 
 
 def _stage(
-    keys: PolicyKeys, step: int, trajectory: str, ending: Ending, rows: Sequence[str | bytes]
-) -> Sequence[Sequence[str | bytes]]:
+    keys: PolicyKeys, step: int, trajectory: str, ending: Ending, rows: Sequence[str | Payload]
+) -> Sequence[Sequence[str | Payload]]:
     """Commands that put rows where only their ending finds them. They are noted first: whatever
     becomes of us, they are freed with the step."""
     staged = keys.staged(step, trajectory, ending.attempt)

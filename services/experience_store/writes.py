@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.experience_store import requests
 from services.experience_store.meters import Meters
-from services.experience_store.records import Ending
+from services.experience_store.records import Ending, Payload
 from services.experience_store.rows import check_append
 from services.experience_store.samples import SampleFills
 from services.experience_store.store import Store
@@ -23,25 +24,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch:
-    """A WriteRequest, and the samples of each of its endings as they came: to serialize them again
-    takes longer than all else that is done with them."""
+    """A WriteRequest, and where the samples of each of its endings lie in the bytes that came: to
+    parse them, or only to copy them, takes longer than all else that is done with them.
+    """
 
     request_id: str
     endings: Sequence[store_pb.AppendTrajectoryRequest]
-    payloads: Sequence[Sequence[bytes]]
+    """Without their samples."""
+    payloads: Sequence[Sequence[Payload]]
     fills: Sequence[store_pb.FillColumnsRequest]
 
     @staticmethod
     def parse(data: bytes) -> Batch:
         """The batch that `data` is. Raises `DecodeError`."""
-        request = store_pb.WriteRequest.FromString(data)
-        endings = wire.spans(data, 0, len(data), store_pb.WriteRequest.ENDINGS_FIELD_NUMBER)
+        rest, spans = wire.split(data, 0, len(data), store_pb.WriteRequest.ENDINGS_FIELD_NUMBER)
+        request = store_pb.WriteRequest.FromString(rest)
         field = store_pb.AppendTrajectoryRequest.SAMPLES_FIELD_NUMBER
-        payloads = [
-            [data[start:end] for start, end in wire.spans(data, *ending, field)]
-            for ending in endings
-        ]
-        return Batch(request.request_id, request.endings, payloads, request.fills)
+        view = memoryview(data)
+        endings: list[store_pb.AppendTrajectoryRequest] = []
+        payloads: list[list[Payload]] = []
+        for span in spans:
+            ending, samples = wire.split(data, *span, field)
+            endings.append(store_pb.AppendTrajectoryRequest.FromString(ending))
+            payloads.append([view[start:end] for start, end in samples])
+        return Batch(request.request_id, endings, payloads, request.fills)
 
     def parts(self) -> bytes:
         """What it consists of: each part has an id that stands for its contents."""
@@ -59,12 +65,14 @@ class Writes:
     async def end_each(
         self,
         sent: Sequence[store_pb.AppendTrajectoryRequest],
-        payloads: Sequence[Sequence[bytes]] = (),
+        payloads: Sequence[Sequence[Payload]] = (),
     ) -> list[store_pb.AppendTrajectoryResponse | TroupeError]:
         """The answers to these calls, or their errors. `payloads`: the samples of each, serialized,
-        where the caller has them.
+        where the requests came without them.
         """
-        known = payloads or [()] * len(sent)
+        known = payloads or [
+            [sample.SerializeToString() for sample in request.samples] for request in sent
+        ]
         appends = [_of(_append_of, *one) for one in zip(sent, known, strict=True)]
         for number, append in enumerate(appends):
             if isinstance(append, Append):
@@ -110,14 +118,7 @@ class Writes:
             if isinstance(result, TroupeError):
                 answers.append(result)
                 continue
-            (state, accepted), *more = result
-            answers.append(
-                store_pb.FillColumnsResponse(
-                    state=state,
-                    accepted=accepted,
-                    more=[store_pb.SampleFilled(state=s, accepted=a) for s, a in more],
-                )
-            )
+            answers.append(_filled(tuple(result)))
         return answers
 
 
@@ -128,7 +129,20 @@ def _of(read: Callable[..., T], *request: Any) -> T | TroupeError:
         return error
 
 
-def _append_of(request: store_pb.AppendTrajectoryRequest, payloads: Sequence[bytes] = ()) -> Append:
+@functools.lru_cache(maxsize=1024)
+def _filled(
+    results: Sequence[tuple[pb.SampleState.ValueType, bool]],
+) -> store_pb.FillColumnsResponse:
+    """The answer to a fill of so many samples: most are alike. Nobody changes it."""
+    (state, accepted), *more = results
+    return store_pb.FillColumnsResponse(
+        state=state,
+        accepted=accepted,
+        more=[store_pb.SampleFilled(state=s, accepted=a) for s, a in more],
+    )
+
+
+def _append_of(request: store_pb.AppendTrajectoryRequest, payloads: Sequence[Payload]) -> Append:
     requests.check_common(request)
     requests.check_step(request.step)
     requests.check_id("query_id", request.query_id)

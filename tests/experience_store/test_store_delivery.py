@@ -88,6 +88,16 @@ def test_recent_rows_are_bounded_and_leave_once() -> None:
     assert rows.bytes == 5
     rows.forget("j")
     assert rows.bytes == 3
+    # Rows that lie in one message hold all of it until the last of them is gone.
+    message = memoryview(b"12" + b"....")
+    rows.add("j", "p", "1", [("a", message[:1]), ("b", message[1:2])])
+    assert rows.bytes == 3 + 6
+    assert rows.take("j", "p", [("a", old)]) == {"a": b"1"}
+    assert rows.bytes == 3 + 6
+    rows.add("k", "p", "2", [("a", b"1234")])
+    assert rows.bytes == 4 + 6
+    rows.add("k", "p", "3", [("a", b"1")])
+    assert rows.bytes == 5
     none = RecentRows(0)
     none.add("j", "p", "1", [("a", b"1")])
     assert none.bytes == 0

@@ -14,8 +14,22 @@ end
 local now = now_ms()
 expire(now)
 
--- State and reward, in the text of a record.
-local REWARD = '^(.)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)'
+-- State, tokens, size, reward, query, group and origin, in the text of a record.
+local LOOK = '^(.)\t([^\t]*)\t([^\t]*)\t[^\t]*\t([^\t]*)' .. ('\t[^\t]*'):rep(3)
+  .. '\t([^\t]*)' .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)' .. ('\t[^\t]*'):rep(4) .. '\t([^\t]*)$'
+local looks = {}
+local function look(sample, text)
+  local found = looks[sample]
+  if not found then
+    local state, tokens, size, reward, query, group, origin = text:match(LOOK)
+    found = {
+      state = state, tokens = tonumber(tokens), size = tonumber(size), reward = reward,
+      family = origin == '' and query or query .. '@' .. origin, group = group,
+    }
+    looks[sample] = found
+  end
+  return found
+end
 
 -- What the caller needs of samples: their records, and the final rewards of their groups. As few texts:
 -- a reply costs whoever reads it by its elements.
@@ -23,15 +37,15 @@ local function deliver(samples)
   local records, groups, rewards, number_of = {}, {}, {}, {}
   prefetch(samples)
   for index, sample in ipairs(samples) do
-    local query, group = family_of(book[sample])
-    local name = query .. '\t' .. group
+    local own = look(sample, book[sample])
+    local name = own.family .. '\t' .. own.group
     if not number_of[name] then
       local values = {}
-      local _, texts = texts_of(query, group)
-      for _, text in ipairs(texts) do
-        local state, reward = text:match(REWARD)
-        if state ~= 'D' then
-          values[#values + 1] = reward
+      local names, texts = texts_of(own.family, own.group)
+      for place, text in ipairs(texts) do
+        local member = look(names[place], text)
+        if member.state ~= 'D' then
+          values[#values + 1] = member.reward
         end
       end
       rewards[#rewards + 1] = table.concat(values, ',')
@@ -95,7 +109,8 @@ local function unit_of(sample)
     return {sample}
   end
   local unit = {}
-  local names, texts = texts_of(family_of(book[sample]))
+  local own = look(sample, book[sample])
+  local names, texts = texts_of(own.family, own.group)
   for index, name in ipairs(names) do
     if texts[index]:sub(1, 1) == 'R' then
       book[name] = texts[index]
@@ -109,24 +124,25 @@ end
 local function take(unit)
   local more_tokens, more_bytes = tokens, bytes
   for _, sample in ipairs(unit) do
-    local _, own_tokens, own_bytes = book[sample]:match(SIZES)
-    more_tokens = more_tokens + tonumber(own_tokens)
-    more_bytes = more_bytes + tonumber(own_bytes)
+    local own = look(sample, book[sample])
+    more_tokens, more_bytes = more_tokens + own.tokens, more_bytes + own.size
   end
   if #samples > 0 and (#samples + #unit > max_samples or more_bytes > max_bytes
       or (max_tokens > 0 and more_tokens > max_tokens)) then
     return false
   elseif more_bytes > tonumber(ARGV[11]) then
-    local _, group = family_of(book[unit[1]])
-    too_large = {'too_large', group, more_bytes}
+    too_large = {'too_large', looks[unit[1]].group, more_bytes}
     return false
   end
   tokens, bytes = more_tokens, more_bytes
-  for _, sample in ipairs(unit) do
-    advance(sample, 'C')
+  local moved = {}
+  for index, sample in ipairs(unit) do
+    local own = look(sample, book[sample])
+    moved[index] = {sample, own.state, own.tokens, own.size, 'C' .. book[sample]:sub(2)}
     samples[#samples + 1] = sample
     taken[sample] = true
   end
+  advance(moved, 'C')
   return true
 end
 

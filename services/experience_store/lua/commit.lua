@@ -57,16 +57,19 @@ if version >= 0 and (version < latest or (version == latest and ARGV[6] == '1'))
   return finish({'backwards', latest})
 end
 
-local USES = '^.(' .. ('\t[^\t]*'):rep(13) .. '\t)([^\t]*)(.*)$'
+-- Tokens, size, what follows, number of uses, and what follows them.
+local CLAIMED = '^C\t([^\t]*)\t([^\t]*)(\t.*\t)([^\t]*)(\t[^\t]*\t[^\t]*)$'
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
 -- Payloads that are still needed: rows -> field -> true.
 local kept = {}
 prefetch(samples)
+local trained = {}
 for _, sample in ipairs(samples) do
   if to ~= 'D' and most_uses == 1 then
-    -- Nobody uses it again: of its record only the number of uses is read.
-    local before, uses, behind = book[sample]:match(USES)
-    advance(sample, 'T', 'T' .. before .. uses + 1 .. behind)
+    -- Nobody uses it again.
+    local tokens, size, between, uses, behind = book[sample]:match(CLAIMED)
+    local after = 'T\t' .. tokens .. '\t' .. size .. between .. uses + 1 .. behind
+    trained[#trained + 1] = {sample, 'C', tokens, size, after}
   elseif to == 'D' then
     drop(sample, record_of(sample), reason)
   else
@@ -84,6 +87,7 @@ for _, sample in ipairs(samples) do
     end
   end
 end
+advance(trained, 'T')
 local commit = #samples .. '\n' .. ARGV[7]
 redis.call('HSET', COMMITS, STEP_NUMBER, commit)
 if version >= 0 then

@@ -1,7 +1,8 @@
 -- Fills columns of samples, or drops those of which one cannot be had. The first value of a column
 -- stays. Repeatable.
--- ARGV: step, then for each sample: its id, reward (or ''), reason to drop it (or ''), number of
--- columns, and these: column, bytes, column, bytes...
+-- ARGV: step, samples that get a reward and nothing else (lines: its id, TAB, reward), then for each
+-- other sample: its id, reward (or ''), reason to drop it (or ''), number of columns, and these:
+-- column, bytes, column, bytes...
 -- `bytes` is a serialized Sample that holds only this column: put behind the payload it merges.
 if redis.call('EXISTS', STEP) == 0 then
   return {'missing'}
@@ -38,9 +39,9 @@ local REWARDLESS = '^(.)(' .. ('\t[^\t]*'):rep(3) .. '\t)([^\t]*)\t([^\t]*)(\t.*
 local function fill_reward(sample, text, reward)
   local state, sizes, known, missing, rest = text:match(REWARDLESS)
   if state == 'D' or known ~= '' then
-    return {'repeated', state}
+    return 'repeated', state
   elseif state ~= 'P' and state ~= 'R' then
-    return {'final', state}
+    return 'final', state
   end
   if missing == 'reward' then
     missing = ''
@@ -56,29 +57,29 @@ local function fill_reward(sample, text, reward)
   if state == 'P' and missing == '' then
     touch(family_of(text))
   end
-  return {'filled', state}
+  return 'filled', state
 end
 
 -- ARGV[first..last] are the columns.
 local function fill(sample, reward, reason, first, last)
   local text = book[sample]
   if not text then
-    return {'unknown', carried_to(sample)}
+    return 'unknown', carried_to(sample)
   elseif reason == '' and reward ~= '' and last < first then
     return fill_reward(sample, text, reward)
   end
   local record = parse(text)
   local state = record[F.state]
   if state == 'D' then
-    return {'repeated', state}
+    return 'repeated', state
   end
   if reason ~= '' then
     if state ~= 'P' then
-      return {'final', state}
+      return 'final', state
     end
     drop(sample, record, reason)
     touch(family(record), record[F.group])
-    return {'filled', 'D'}
+    return 'filled', 'D'
   end
   local early, late, fresh = set_of(record[F.early]), set_of(record[F.late]), {}
   for index = first, last, 2 do
@@ -88,9 +89,9 @@ local function fill(sample, reward, reason, first, last)
   end
   local rewarded = reward ~= '' and record[F.reward] == ''
   if not rewarded and not next(fresh) then
-    return {'repeated', state}
+    return 'repeated', state
   elseif state ~= 'P' and state ~= 'R' then
-    return {'final', state}
+    return 'final', state
   end
   local missing = set_of(record[F.missing])
   if rewarded then
@@ -113,18 +114,28 @@ local function fill(sample, reward, reason, first, last)
   if state == 'P' then
     touch(family(record), record[F.group])
   end
-  return {'filled', state}
+  return 'filled', state
 end
 
-local samples, places, replies, index = {}, {}, {}, 2
+local samples, outcomes, states = {}, {}, {}
+for sample in ARGV[2]:gmatch('([^\t\n]+)\t') do
+  samples[#samples + 1] = sample
+end
+local plain, places, index = #samples, {}, 3
 while index <= #ARGV do
   samples[#samples + 1], places[#places + 1] = ARGV[index], index
   index = index + 4 + 2 * tonumber(ARGV[index + 3])
 end
 prefetch(samples)
-for number, at in ipairs(places) do
+local number = 0
+for reward in ARGV[2]:gmatch('\t([^\n]*)') do
+  number = number + 1
+  outcomes[number], states[number] = fill(samples[number], reward, '', 1, 0)
+end
+for place, at in ipairs(places) do
   local last = at + 3 + 2 * tonumber(ARGV[at + 3])
-  replies[number] = fill(ARGV[at], ARGV[at + 1], ARGV[at + 2], at + 4, last)
+  outcomes[plain + place], states[plain + place] =
+    fill(ARGV[at], ARGV[at + 1], ARGV[at + 2], at + 4, last)
 end
 for query, groups in pairs(touched) do
   local number = 0
@@ -145,14 +156,14 @@ if waiting then
     -- Nothing may be left to come: then a smaller micro-batch may be claimed, or the step is over.
     changes('claimable')
   end
-  for number, reply in ipairs(replies) do
-    if reply[1] == 'filled' then
-      reply[2] = book[samples[number]]:sub(1, 1)
+  for at, outcome in ipairs(outcomes) do
+    if outcome == 'filled' then
+      states[at] = book[samples[at]]:sub(1, 1)
     end
   end
 end
 -- As one text: a reply costs whoever reads it by its elements.
-for number, reply in ipairs(replies) do
-  replies[number] = table.concat(reply, '\t')
+for at, outcome in ipairs(outcomes) do
+  outcomes[at] = outcome .. '\t' .. states[at]
 end
-return finish({'done', table.concat(replies, '\n')})
+return finish({'done', table.concat(outcomes, '\n')})

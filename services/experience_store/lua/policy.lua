@@ -81,14 +81,29 @@ local function save(sample, record)
   unsaved[sample] = true
 end
 
+-- The records of samples, as texts; false for one that is not in the table. None is read twice.
+local function texts_by_name(samples)
+  local texts, absent, places = {}, {}, {}
+  for index, sample in ipairs(samples) do
+    local text = book[sample] or false
+    texts[index] = text
+    if not text then
+      absent[#absent + 1], places[#places + 1] = sample, index
+    end
+  end
+  for first = 1, #absent, AT_ONCE do
+    local last = math.min(first + AT_ONCE - 1, #absent)
+    for index, text in ipairs(redis.call('HMGET', BOOK, unpack(absent, first, last))) do
+      texts[places[first + index - 1]] = text
+    end
+  end
+  return texts
+end
+
 -- Reads the records of samples that are needed one by one later.
 local function prefetch(samples)
-  for first = 1, #samples, AT_ONCE do
-    local last = math.min(first + AT_ONCE - 1, #samples)
-    for index, text in ipairs(redis.call('HMGET', BOOK, unpack(samples, first, last))) do
-      local sample = samples[first + index - 1]
-      book[sample] = book[sample] or text or nil
-    end
+  for index, text in ipairs(texts_by_name(samples)) do
+    book[samples[index]] = text or nil
   end
 end
 
@@ -196,14 +211,7 @@ local function texts_of(query, group)
     -- Anchored: else every place in it is tried.
     groups[index], names[index] = member:match('^[^\t]*\t([^\t]*)\t(.*)$')
   end
-  local texts = {}
-  for first = 1, #names, AT_ONCE do
-    local last = math.min(first + AT_ONCE - 1, #names)
-    for _, text in ipairs(redis.call('HMGET', BOOK, unpack(names, first, last))) do
-      texts[#texts + 1] = book[names[#texts + 1]] or text
-    end
-  end
-  return names, texts, groups
+  return names, texts_by_name(names), groups
 end
 
 -- {sample, record} for each of `names`.
@@ -311,28 +319,29 @@ local function move(sample, record, to)
   changes('counts')
 end
 
--- move() of a sample that is claimed or trained: of its record only this much is read. `after`: what
--- the record is then, where more changes.
-local SIZES = '^(.)\t([^\t]*)\t([^\t]*)'
-local function advance(sample, to, after)
-  local text = book[sample]
-  local from, tokens, size = text:match(SIZES)
-  if to == 'R' or to == 'D' or not ALLOWED[from][to] then
-    error('sample ' .. sample .. ': ' .. from .. ' -> ' .. to .. ' is not allowed here')
+-- move() of samples that are claimed or trained: of their records only this much is read. `samples`: {sample, state, tokens, size, what the record is then}.
+local function advance(samples, to)
+  local tokens, bytes = 0, 0
+  for _, one in ipairs(samples) do
+    local sample, from = one[1], one[2]
+    if to == 'R' or to == 'D' or not ALLOWED[from][to] then
+      error('sample ' .. sample .. ': ' .. from .. ' -> ' .. to .. ' is not allowed here')
+    end
+    count(from, -1)
+    if from == 'R' then
+      leaving[#leaving + 1] = sample
+      tokens, bytes = tokens + one[3], bytes + one[4]
+    end
+    if to == 'T' then
+      weigh(-one[4])
+    end
+    book[sample] = one[5]
+    unsaved[sample] = true
+    changes('counts')
   end
-  count(from, -1)
-  count(to, 1)
-  if from == 'R' then
-    leaving[#leaving + 1] = sample
-    count('ready_tokens', -tonumber(tokens))
-    count('ready_bytes', -tonumber(size))
-  end
-  if to == 'T' then
-    weigh(-size)
-  end
-  book[sample] = after or to .. text:sub(2)
-  unsaved[sample] = true
-  changes('counts')
+  count(to, #samples)
+  count('ready_tokens', -tokens)
+  count('ready_bytes', -bytes)
 end
 
 -- family() and group of a sample, in the text of its record.

@@ -1,0 +1,134 @@
+"""A row that is read where it lies is the row that protobuf's parser gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.experience_store.plain import PlainRows
+from services.experience_store.records import Row
+from services.experience_store.rows import check_append
+from services.experience_store.writes import Batch
+from tests.support.experience import make_sample
+from troupe import tensors
+from troupe.rpc import InvalidArgument
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+_names = st.text(st.characters(max_codepoint=0x17F, exclude_categories=["C"]), max_size=140)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> store_pb.Sample:
+    query, turn = draw(_names), draw(st.integers(0, 20_000))
+    response = draw(st.integers(0, 300))
+    sample = store_pb.Sample(
+        sample_id=f"{query}_{turn}_t" if draw(st.booleans()) else draw(_names),
+        policy=draw(_names),
+        query_id=query,
+        trajectory_id=draw(st.sampled_from(["t", "other"])),
+        agent=draw(_names),
+        turn=turn,
+        group_id=draw(_names),
+        prompt_ids=tensors.to_proto(np.arange(draw(st.integers(0, 5000)), dtype=np.int32)),
+        response_ids=tensors.to_proto(np.arange(response, dtype=np.int32)),
+        logprobs=tensors.to_proto(np.zeros(response, dtype=np.float32)),
+        versions=[
+            pb.VersionSpan(version=draw(st.integers(-1, 2**40)), start=0, end=response)
+            for _ in range(draw(st.integers(0, 2)))
+        ],
+        reward=draw(st.none() | st.floats()),
+        temperature=draw(st.none() | st.floats(0, 2)),
+        finish_reason=draw(st.sampled_from(["", "stop"])),
+        chain=draw(st.sampled_from(["", "0"])),
+        own_reward=draw(st.booleans()),
+    )
+    if draw(st.integers(0, 5)) == 0:
+        sample.columns["score"].json = "1"
+    if draw(st.integers(0, 5)) == 0:
+        name = draw(st.sampled_from(["prompt_ids", "response_ids", "logprobs"]))
+        tensor = getattr(sample, name)
+        match draw(st.integers(0, 3)):
+            case 0:
+                tensor.data = tensor.data[:-1]
+            case 1:
+                tensor.dtype = pb.DTYPE_INT64
+            case 2:
+                tensor.shape.append(1)
+            case _:
+                tensor.ClearField("checksum")
+    return sample
+
+
+@given(samples())
+def test_what_is_read_is_what_the_parser_reads(sample: store_pb.Sample) -> None:
+    payload = sample.SerializeToString()
+    row = PlainRows(sample.query_id, "t").read(payload)
+    request = store_pb.AppendTrajectoryRequest(
+        query_id=sample.query_id, trajectory_id="t", state=pb.TRAJECTORY_STATE_COMPLETED
+    )
+    if row is not None:
+        assert row == Row.of(sample, payload)
+        # In another order it is for the parser, which finds nothing wrong with it either.
+        turned = (
+            sample.SerializeToString().removeprefix(
+                store_pb.Sample(sample_id=sample.sample_id).SerializeToString()
+            )
+            + store_pb.Sample(sample_id=sample.sample_id).SerializeToString()
+        )
+        assert PlainRows(sample.query_id, "t").read(turned) is None
+        assert check_append(request, [turned]) == [Row.of(sample, turned)]
+
+
+def test_usual_rows_are_plain() -> None:
+    for turn in (0, 1, 127, 128, 16_383):
+        for tokens in (4, 40, 400, 40_000):
+            for reward in (None, 0.5):
+                sample = make_sample("q", turn, "t", reward=reward, tokens=tokens)
+                payload = sample.SerializeToString()
+                assert PlainRows("q", "t").read(payload) == Row.of(sample, payload)
+
+
+@given(samples(), st.data())
+def test_broken_rows_are_refused(sample: store_pb.Sample, data: st.DataObject) -> None:
+    """Cut, or with a byte changed: never read as another row than the parser would."""
+    payload = bytearray(sample.SerializeToString())
+    place = data.draw(st.integers(0, len(payload) - 1))
+    payload[place] ^= data.draw(st.integers(1, 255))
+    broken = bytes(payload[: data.draw(st.integers(place + 1, len(payload)))])
+    row = PlainRows(sample.query_id, "t").read(broken)
+    if row is not None:
+        assert row == Row.of(store_pb.Sample.FromString(broken), broken)
+
+
+def test_a_batch_is_cut_where_its_parts_end() -> None:
+    rows = [make_sample("q", turn, "t") for turn in range(3)]
+    ending = store_pb.AppendTrajectoryRequest(request_id="a", query_id="q", samples=rows)
+    request = store_pb.WriteRequest(
+        request_id="w",
+        endings=[ending, store_pb.AppendTrajectoryRequest(request_id="b")],
+        fills=[store_pb.FillColumnsRequest(request_id="c", reward=1.0)],
+    )
+    text = request.SerializeToString()
+    batch = Batch.parse(text)
+    assert (batch.request_id, list(batch.fills)) == ("w", list(request.fills))
+    assert [one.request_id for one in batch.endings] == ["a", "b"]
+    assert [[*map(bytes, own)] for own in batch.payloads] == [
+        [row.SerializeToString() for row in rows],
+        [],
+    ]
+    for broken in (text[:-1], text + b"\x0b", text[:20]):
+        with pytest.raises(DecodeError):
+            Batch.parse(broken)
+
+
+def test_a_row_that_is_no_message_is_named() -> None:
+    request = store_pb.AppendTrajectoryRequest(
+        query_id="q", trajectory_id="t", state=pb.TRAJECTORY_STATE_COMPLETED
+    )
+    with pytest.raises(InvalidArgument) as refused:
+        check_append(request, [b"\x0a\xff"])
+    assert refused.value.field == "samples[0]"

@@ -1,0 +1,87 @@
+"""What goes to Redis and comes from it is what redis-py would send and read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis import exceptions
+from redis._parsers import BaseParser
+from redis.asyncio import Connection
+
+from services.experience_store.resp import Replies, pack
+
+_parts = st.one_of(
+    st.text(max_size=8),
+    st.binary(max_size=8),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.integers(1, 3).map(lambda number: b"\r\n" * 2048 * number),
+)
+_replies = st.recursive(
+    st.one_of(
+        st.none(),
+        st.integers(),
+        st.binary(max_size=20),
+        st.just(b"$4\r\n" * 500),
+        st.sampled_from(["ERR no", "NOSCRIPT No matching script.", "LOADING wait"]),
+    ),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.lists(_parts, max_size=4), min_size=1, max_size=3))
+def test_commands_are_packed_as_redis_py_packs_them(commands: list[list[Any]]) -> None:
+    named = [("ECHO", *command) for command in commands]
+    assert b"".join(pack(named)) == b"".join(Connection().pack_commands(named))
+
+
+def test_where_a_long_part_lies_is_not_copied() -> None:
+    row = memoryview(b"." * 10_000)[1:9000]
+    assert any(part is row for part in pack([("SET", "a", row)]))
+
+
+@given(st.lists(_replies, max_size=6), st.data())
+def test_replies_are_read_however_they_are_cut(replies: list[Any], data: st.DataObject) -> None:
+    text = b"".join(map(_written, replies))
+    reader, found, at = Replies(BaseParser.parse_error), [], 0
+    while at < len(text):
+        end = at + data.draw(st.integers(1, max(1, len(text) // 3)))
+        found += reader.feed(text[at:end])
+        at = end
+    assert [_shown(reply) for reply in found] == [_shown(reply) for reply in replies]
+
+
+def test_what_is_no_reply_is_refused() -> None:
+    with pytest.raises(exceptions.InvalidResponse):
+        Replies(BaseParser.parse_error).feed(b"HTTP/1.1 400 Bad Request\r\n")
+
+
+def _written(reply: Any) -> bytes:
+    match reply:
+        case None:
+            return b"$-1\r\n"
+        case int():
+            return b":%d\r\n" % reply
+        case bytes():
+            return b"$%d\r\n%b\r\n" % (len(reply), reply)
+        case str():
+            return b"-%b\r\n" % reply.encode()
+        case _:
+            return b"*%d\r\n" % len(reply) + b"".join(map(_written, reply))
+
+
+def _shown(reply: Any) -> Any:
+    """Exceptions are compared by class and text."""
+    match reply:
+        case str():
+            return _shown(BaseParser.parse_error(reply))
+        case Exception():
+            return (type(reply), str(reply))
+        case list():
+            return [_shown(one) for one in reply]
+        case _:
+            return reply
