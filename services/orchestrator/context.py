@@ -17,7 +17,8 @@ from services.orchestrator.workers import WorkerRegistry
 from troupe.job import JobSpec
 from troupe.v1 import orchestrator_pb2 as orch
 
-if TYPE_CHECKING:  # a type of the stubs only
+if TYPE_CHECKING:  # types only
+    from services.orchestrator.populations.store import PopulationStore
     from troupe.v1.experience_store_pb2_grpc import ExperienceStoreAsyncStub
 
 
@@ -30,6 +31,7 @@ class Shared:
     ledger: Ledger
     log: EventLog
     trajectories: RecentTrajectories
+    populations: PopulationStore
     workers: WorkerRegistry
     binder: Binder
     experience: ExperienceStoreAsyncStub

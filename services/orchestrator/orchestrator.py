@@ -16,6 +16,7 @@ from services.orchestrator.generation import Generation
 from services.orchestrator.job_store import JobStore
 from services.orchestrator.jobs import Jobs
 from services.orchestrator.ledger import Ledger
+from services.orchestrator.populations.store import PopulationStore
 from services.orchestrator.recovery import recover
 from services.orchestrator.redis_access import RedisAccess
 from services.orchestrator.settings import OrchestratorSettings
@@ -49,12 +50,14 @@ class Orchestrator:
             name: (address, connect(address, hasty)) for name, address in probed.items()
         }
         workers = WorkerRegistry(settings)
+        store = JobStore(self._redis, log)
         self.shared = Shared(
             settings=settings,
-            store=JobStore(self._redis, log),
+            store=store,
             ledger=Ledger(self._redis),
             log=log,
             trajectories=RecentTrajectories(self._redis, settings.recent_trajectories),
+            populations=PopulationStore(self._redis, store),
             workers=workers,
             binder=Binder(workers),
             experience=ExperienceStoreStub(self._experience),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
 from services.orchestrator.evaluation import EvaluationRunner
+from services.orchestrator.faults import alongside
 from services.orchestrator.manifests import manifest, write_manifest
 from services.orchestrator.records import JobRecord
 from services.orchestrator.sinks import Sinks
@@ -32,12 +34,14 @@ class Progress:
         self._job = crew.job
         self._record = record
         self._sinks = sinks
+        self._population = crew.population
         self._window = Window(crew, record.step, self._finish)
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done."""
-        return self._record.step >= self._job.spec.pipeline.steps
+        """Whether all steps are done, or a population is complete before."""
+        complete = self._population is not None and self._population.stopped
+        return complete or self._record.step >= self._job.spec.pipeline.steps
 
     @property
     def checkpoint_problem(self) -> pb.Problem | None:
@@ -47,13 +51,21 @@ class Progress:
     async def advance(self) -> None:
         """Do all steps up to the next one after which something is due, or those that are open
         after `close`."""
-        await self._window.run(self._next_due())
+        if self.finished:
+            return
+        steps = self._window.run(self._next_due())
+        if self._population is None:
+            await steps
+        else:
+            await alongside(steps, self._population.watch())
 
     def close(self) -> None:
         """Begin no further step."""
         self._window.close()
 
     async def _finish(self, step: int, values: dict[str, float]) -> None:
+        if self._population is not None:
+            values |= self._population.metrics()
         store = self._job.shared.store
         await store.finish_step(self._job.job_id, self._job.epoch, step, values)
         self._record = replace(self._record, step=step + 1)
@@ -64,11 +76,19 @@ class Progress:
         spec, step = self._job.spec, self._record.step
         evaluations = spec.evaluation.every if spec.evaluation.queries else 0
         every = [one for one in (spec.checkpoint.every, evaluations) if one > 0]
-        return min([spec.pipeline.steps, *((step // one + 1) * one for one in every)])
+        due = [(step // one + 1) * one for one in every]
+        if self._population is not None:
+            due.append(self._population.next_due(step))
+        return min([spec.pipeline.steps, *due])
 
     async def catch_up(self) -> bool:
         """Do what is due at this step and not done yet: a checkpoint, an evaluation. True."""
         spec, step = self._job.spec, self._record.step
+        if self._population is not None:
+            began = self._record.started_at or self._record.created_at
+            await self._population.catch_up(
+                step, finished=self.finished, seconds=time.time() - began
+            )
         # Checkpoints first: an evaluation that fails must not cost one.
         if step > 0 and self._due(spec.checkpoint.every) and self._record.checkpointed != step:
             await self._checkpoint()

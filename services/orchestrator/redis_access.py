@@ -79,6 +79,16 @@ class JobKeys:
         """Hash: newest value of every metric."""
         return self._key("latest")
 
+    @property
+    def population(self) -> str:
+        """Hash: pools, payoffs, meta-strategies; what the slots have."""
+        return self._key("population")
+
+    @property
+    def matches(self) -> tuple[str, str]:
+        """Matches of the population: order (list), how they ended (hash)."""
+        return self._key("matches:order"), self._key("matches")
+
     def trajectories(self, kind: str) -> tuple[str, str, str]:
         """Recent trajectories of a kind: order (list), summaries and full ones (hashes)."""
         base = f"trajectories:{kind}"

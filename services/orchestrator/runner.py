@@ -23,6 +23,7 @@ from services.orchestrator.faults import (
     together,
 )
 from services.orchestrator.job_store import Superseded
+from services.orchestrator.populations.population import Population
 from services.orchestrator.progress import Progress
 from services.orchestrator.records import JobRecord
 from services.orchestrator.redis_access import RedisUnavailable
@@ -62,6 +63,7 @@ class JobRunner:
         self._trainers: Trainers | None = None
         self._engines: Engines | None = None
         self._progress: Progress | None = None
+        self._population: Population | None = None
 
     def pause(self) -> None:
         """The job's state has become PAUSING: stop after the step in flight."""
@@ -96,6 +98,8 @@ class JobRunner:
             _log.exception("a fault of the orchestrator", job_id=self._job_id)
             await self._end_failed(Internal(f"{type(error).__name__}: {error}"))
         finally:
+            if self._population is not None:
+                await self._population.close()
             if self._trainers is not None:
                 self._trainers.close()
             if self._sinks is not None:
@@ -139,14 +143,22 @@ class JobRunner:
             return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
         assert self._sinks is not None, "opened by _bind"
         weights = {name: one.weights for name, one in trainers.policies.items()}
-        self._engines = engines = Engines(self._job, weights, trainers.republish)
+        population = await self._unless_paused(self._populate(trainers))
+        if population is None:
+            return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
+        self._population = population[0] if population else None
+        weights |= await self._slots()
+        self._engines = engines = Engines(self._job, weights, self._republish)
         crew = Crew(
             job=self._job,
             trainers=trainers,
             engines=engines,
             dispatch=Dispatch(self._job, engines),
             tables=self._tables,
+            population=self._population,
         )
+        if self._population is not None:
+            self._population.attend(crew.dispatch, engines)
         self._progress = progress = Progress(crew, self._record, self._sinks)
         aside = together(engines.run(), crew.dispatch.run(), crew.tables.run(), self._watch_epoch())
         if not await alongside(self._play(progress, engines), aside):
@@ -190,6 +202,27 @@ class JobRunner:
         self._trainers = Trainers(job, await shared.ledger.entries(self._job_id), self._tables)
         await self._trainers.bind_all(self._patience("bind"))
         return self._trainers
+
+    async def _populate(self, trainers: Trainers) -> list[Population]:
+        """The job's population, if it has one."""
+        if self._job.spec.population is None:
+            return []
+        return [await Population.open(self._job, trainers, self._shared.populations)]
+
+    async def _slots(self) -> dict[str, pb.WeightsRef]:
+        """What the slots of the population serve."""
+        if self._population is None:
+            return {}
+        return await self._population.slots.refs(self._patience("bind"))
+
+    async def _republish(self, policy: str) -> None:
+        """Publish a policy's weights again: they are not where they were."""
+        assert self._trainers is not None, "bound before engines load"
+        if policy in self._job.spec.slots:
+            assert self._population is not None, "it made the slots"
+            await self._population.slots.republish(policy)
+        else:
+            await self._trainers.republish(policy)
 
     async def _watch_epoch(self) -> None:
         """Notice within seconds, not at the next write, that another runner has the job."""

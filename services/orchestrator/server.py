@@ -14,6 +14,8 @@ from services.chassis.telemetry import Telemetry
 from services.orchestrator import audit, checkpoints, directory
 from services.orchestrator.functions_door import FunctionDoor
 from services.orchestrator.orchestrator import Orchestrator
+from services.orchestrator.populations import view
+from services.orchestrator.populations.store import no_population
 from services.orchestrator.records import TERMINAL, JobRecord
 from services.orchestrator.settings import OrchestratorSettings
 from troupe.rpc import InvalidArgument, NotFound
@@ -150,11 +152,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         self, request: orch.ListTrajectoriesRequest, context: Any
     ) -> orch.ListTrajectoriesResponse:
         await self._record(request)
-        if request.page_size < 0:
-            raise InvalidArgument(
-                "must not be negative", field="page_size", value=request.page_size
-            )
-        size = min(request.page_size or _PAGE_SIZE, _MAX_PAGE_SIZE)
+        size = _page_size(request)
         page, token = await self._at.shared.trajectories.page(
             request.job_id, size, request.page_token
         )
@@ -165,6 +163,33 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
     ) -> orch.GetTrajectoryResponse:
         await self._record(request)
         return await self._at.shared.trajectories.get(request.job_id, request.trajectory_id)
+
+    async def GetPopulation(
+        self, request: orch.GetPopulationRequest, context: Any
+    ) -> orch.GetPopulationResponse:
+        record = await self._record(request)
+        found = await view.population(self._at.shared, record)
+        return orch.GetPopulationResponse(population=found)
+
+    async def ListMatches(
+        self, request: orch.ListMatchesRequest, context: Any
+    ) -> orch.ListMatchesResponse:
+        record = await self._record(request)
+        size = _page_size(request)
+        if record.spec().population is None:
+            raise no_population(record.job_id)
+        page, token = await self._at.shared.populations.page(
+            request.job_id, size, request.page_token, request.member_id
+        )
+        return orch.ListMatchesResponse(matches=page, next_page_token=token)
+
+    async def ExportMember(
+        self, request: orch.ExportMemberRequest, context: Any
+    ) -> AsyncIterator[orch.ExportCheckpointResponse]:
+        record = await self._record(request)
+        member = await view.member(self._at.shared, record, request.member_id)
+        async for chunk in checkpoints.export(member):
+            yield chunk
 
     async def ListSamples(
         self, request: es.ListSamplesRequest, context: Any
@@ -275,6 +300,12 @@ def _rows_of(record: JobRecord) -> Iterator[None]:
             value=record.job_id,
             remedy="`troupe jobs audit` tells what became of them." if over else None,
         ) from error
+
+
+def _page_size(request: Any) -> int:
+    if request.page_size < 0:
+        raise InvalidArgument("must not be negative", field="page_size", value=request.page_size)
+    return min(request.page_size or _PAGE_SIZE, _MAX_PAGE_SIZE)
 
 
 def _check_id(request: Any) -> None:

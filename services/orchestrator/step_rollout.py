@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -12,6 +13,7 @@ from services.orchestrator.context import JobContext
 from services.orchestrator.dispatch import Dispatch
 from services.orchestrator.engines import Engines
 from services.orchestrator.faults import Patience, together
+from services.orchestrator.populations.population import Population
 from services.orchestrator.roster import STALE, SURPLUS, Roster
 from services.orchestrator.table_watch import TableWatch
 from services.orchestrator.training import Trainers
@@ -31,6 +33,8 @@ class Crew:
     engines: Engines
     dispatch: Dispatch
     tables: TableWatch
+    # Who plays whom, in a job that says so.
+    population: Population | None = None
     # Steps that each trained policy has committed; those that engines serve the result of.
     committed: dict[str, int] = field(default_factory=dict)
     served: dict[str, int] = field(default_factory=dict)
@@ -57,9 +61,11 @@ class StepRollout:
         self._before = before
         self._will_follow = will_follow
         self.roster = roster
-        self.batch = Batch(
-            roster.step, patience, on_end, floors=roster.versions, ended=roster.ended_now
-        )
+        floors: Mapping[str, int] = roster.versions
+        if crew.population is not None:
+            # A view: versions are known once the roster is open.
+            floors = ChainMap(roster.versions, crew.population.slots.training_floors)
+        self.batch = Batch(roster.step, patience, on_end, floors=floors, ended=roster.ended_now)
         self.after: StepRollout | None = None
         self.joined = 0
         self.carried = 0
@@ -83,8 +89,17 @@ class StepRollout:
         self.seconds = time.monotonic() - began
 
     def _start(self, plans: Collection[admission.QueryPlan]) -> None:
-        groups = [group for plan in plans if (group := train_tickets(plan, self.roster.ended))]
+        groups = [group for plan in plans if (group := self._tickets(plan))]
         self._crew.dispatch.add(self.batch, groups)
+
+    def _tickets(self, plan: admission.QueryPlan) -> list[ro.Ticket]:
+        tickets = train_tickets(plan, self.roster.ended)
+        if (population := self._crew.population) is not None:
+            cast, learners = population.slots.cast_of(plan.index)
+            for ticket in tickets:
+                ticket.cast.update(cast)
+                ticket.learners[:] = learners
+        return tickets
 
     async def _keep(self) -> None:
         """Let queries join and leave until the roster is closed."""

@@ -39,7 +39,9 @@ class Trainers:
         self._job = job
         self.tables = tables
         self.policies = {
-            name: PolicyTrainer(job, self, name, entries.get(name)) for name in job.spec.policies
+            name: PolicyTrainer(job, self, name, entries.get(name))
+            for name in job.spec.policies
+            if name not in job.spec.slots
         }
 
     async def bind_all(self, patience: Patience) -> dict[str, pb.WeightsRef]:
@@ -184,7 +186,7 @@ class PolicyTrainer:
                     await patience.wait(seat.settled())
                     if error.kind == _SUSPENDED or (seat.suspended is not None):
                         continue  # it goes on where it was once it is its turn
-                    self._unbind_after(error)
+                    self.unbind_after(error)
                     if (attempts.count + 1).bit_count() == 1:  # 1, 2, 4, ...
                         await self._job.warn(f"training of {self.policy}, step {step + 1}: {error}")
                     await attempts.failed(error)
@@ -217,7 +219,7 @@ class PolicyTrainer:
                     saved = await worker.trainer.SaveCheckpoint(request, timeout=patience.left)
                     return await at_hand(self._job, worker, request, saved, patience.left)
             except TroupeError as error:
-                self._unbind_after(error)
+                self.unbind_after(error)
                 await attempts.failed(error)
 
     async def release(self, seconds: float) -> None:
@@ -337,7 +339,7 @@ class PolicyTrainer:
         found = await self._job.shared.experience.GetStep(request)
         return next((one for one in found.commits if one.policy == self.policy), None)
 
-    def _unbind_after(self, error: TroupeError) -> None:
+    def unbind_after(self, error: TroupeError) -> None:
         """Forget the binding if it is gone, or if the worker says that there is none."""
         if self.worker is not None and isinstance(error, Unavailable):
             self._victims.note(self.worker)

@@ -13,8 +13,8 @@ from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
-# Evaluations are kept apart, so that training does not push them out.
-_KINDS: Final = ("train", "evaluate")
+# Kept apart, so that training does not push evaluations and matches out.
+_KINDS: Final = ("train", "evaluate", "match")
 # Below it compression is not worth its time; above it even the compressed one is cut.
 _COMPRESS_BYTES: Final = 16 * 2**10
 _LARGEST_BYTES: Final = 256 * 2**10
@@ -75,9 +75,12 @@ class RecentTrajectories:
         self._redis = redis
         self._cap = cap
 
-    def buffer(self, job_id: str, step: int, *, evaluation: bool) -> TrajectoryBuffer:
-        """Collects what one step ends, and writes it in batches."""
-        return TrajectoryBuffer(self, job_id, step, evaluation, self._cap)
+    def buffer(
+        self, job_id: str, step: int, *, evaluation: bool, match: bool = False
+    ) -> TrajectoryBuffer:
+        """Collects what one step ends, and writes it in batches. A `match` evaluates, too."""
+        kind = "match" if match else "evaluate" if evaluation else "train"
+        return TrajectoryBuffer(self, job_id, step, kind, self._cap)
 
     async def keep(self, job_id: str, kind: str, found: list[orch.GetTrajectoryResponse]) -> None:
         """Store trajectories, oldest first; the surplus goes."""
@@ -163,12 +166,12 @@ class TrajectoryBuffer:
     """Ended trajectories of one step that are not written yet; no more than are kept anyway."""
 
     def __init__(
-        self, recent: RecentTrajectories, job_id: str, step: int, evaluation: bool, cap: int
+        self, recent: RecentTrajectories, job_id: str, step: int, kind: str, cap: int
     ) -> None:
         self._recent = recent
         self._job_id = job_id
         self._step = step
-        self._evaluation = evaluation
+        self._kind = kind
         self._cap = cap
         self._events: OrderedDict[str, ro.TrajectoryEvent] = OrderedDict()
 
@@ -183,10 +186,9 @@ class TrajectoryBuffer:
         events, self._events = self._events, OrderedDict()
         found = [
             orch.GetTrajectoryResponse(
-                summary=summarize(event, step=self._step, evaluation=self._evaluation),
+                summary=summarize(event, step=self._step, evaluation=self._kind != "train"),
                 turns=event.turns,
             )
             for event in events.values()
         ]
-        kind = "evaluate" if self._evaluation else "train"
-        await self._recent.keep(self._job_id, kind, found)
+        await self._recent.keep(self._job_id, self._kind, found)

@@ -68,6 +68,9 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self.moves: list[tuple[str, str]] = []
         self.calls: Counter[str] = Counter()
         self.ran: list[str] = []
+        self.tickets: list[ro.Ticket] = []
+        # By policy: where the weights are that it serves.
+        self.keys: dict[str, str] = {}
         # Trajectories whose streams were cancelled, and those that somebody asked to abort.
         self.aborted = 0
         self.abort_calls: list[ro.AbortTrajectoriesRequest] = []
@@ -120,6 +123,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 for number in range(one.engine.replicas)
             }
         self.versions[request.job_id] = {one.policy: one.version for one in request.weights}
+        self.keys.update((one.policy, one.key) for one in request.weights)
         return ro.PrepareJobResponse()
 
     async def UpdateWeights(
@@ -130,6 +134,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             raise self.script.update_errors.pop()
         weights = request.weights
         self._job(weights.job_id)[weights.policy] = weights.version
+        self.keys[weights.policy] = weights.key
         return ro.UpdateWeightsResponse()
 
     async def MoveEngine(
@@ -237,6 +242,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         events: asyncio.Queue[ro.TrajectoryEvent],
     ) -> None:
         self.ran.append(ticket.trajectory_id)
+        self.tickets.append(ticket)
         script, spec = self.script, self.specs[request.job_id]
         event = ro.TrajectoryEvent(query_id=ticket.query_id, trajectory_id=ticket.trajectory_id)
         event.state = pb.TRAJECTORY_STATE_RUNNING
@@ -258,7 +264,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             event.state, event.reason = pb.TRAJECTORY_STATE_FAILED, reason
         samples = []
         for turn, (agent, agent_spec) in enumerate(spec.agents.items()):
-            policy = agent_spec.policy
+            policy = ticket.cast.get(agent, agent_spec.policy)
             event.turns.add(
                 agent=agent,
                 policy=policy,
@@ -270,7 +276,8 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 generate_seconds=script.seconds,
                 versions=[pb.VersionSpan(version=versions.get(policy, 0), start=0, end=2)],
             )
-            if spec.policies[policy].trainable and reason is None:
+            learns = not ticket.learners or policy in ticket.learners
+            if spec.policies[policy].trainable and learns and reason is None:
                 sample = make_sample(
                     ticket.query_id, turn, ticket.trajectory_id, policy=policy, agent=agent
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -15,7 +16,14 @@ import xxhash
 
 from services.chassis.settings import ServiceSettings
 from tests.support.fake_worker import FakeWorker
-from troupe.rpc import NotFound, ResourceExhausted, TroupeError, Unavailable, new_id
+from troupe.rpc import (
+    FailedPrecondition,
+    NotFound,
+    ResourceExhausted,
+    TroupeError,
+    Unavailable,
+    new_id,
+)
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -158,6 +166,44 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         (path / "model.safetensors").write_bytes(b"weights" * 300_000)
         (path / "config.json").write_text("{}")
         return tr.SaveCheckpointResponse(path=str(path), num_bytes=1)
+
+    async def KeepMember(
+        self, request: tr.KeepMemberRequest, context: Any
+    ) -> tr.KeepMemberResponse:
+        self.calls["KeepMember"] += 1
+        if self.bound[request.job_id, request.policy].version != request.version:
+            raise FailedPrecondition("it is gone", kind="version_not_kept")
+        folder = self._member(request)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.safetensors").write_text(request.checksum)
+        return tr.KeepMemberResponse(path=str(folder), num_bytes=len(request.checksum))
+
+    async def PublishMember(
+        self, request: tr.PublishMemberRequest, context: Any
+    ) -> tr.PublishMemberResponse:
+        self.calls["PublishMember"] += 1
+        if not self._member(request).is_dir():
+            raise NotFound(
+                f"the weights of member {request.policy}@{request.version} are gone",
+                kind="member_gone",
+                field="member",
+                value=f"{request.policy}@{request.version}",
+            )
+        weights = weights_of(request.job_id, request.policy, request.version)
+        weights.key = f"{request.job_id}/{request.policy}/member@{request.version}"
+        return tr.PublishMemberResponse(weights=weights)
+
+    async def DropMember(
+        self, request: tr.DropMemberRequest, context: Any
+    ) -> tr.DropMemberResponse:
+        self.calls["DropMember"] += 1
+        if request.files:
+            shutil.rmtree(self._member(request), ignore_errors=True)
+        return tr.DropMemberResponse()
+
+    def _member(self, request: Any) -> Path:
+        job = self.settings.data_dir / request.job_id
+        return Path(job / "members" / request.policy / f"v{request.version}")
 
     async def Release(self, request: tr.ReleaseRequest, context: Any) -> tr.ReleaseResponse:
         self.calls["Release"] += 1

@@ -1,0 +1,1 @@
+"""Populations of a job: pools of frozen versions, matches between them, who meets whom next."""

@@ -1,0 +1,263 @@
+"""Whom each learner meets next: `population.algorithm` of a job over its payoffs.
+
+Functions of the specification and the state alone: who takes a job over decides the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from services.orchestrator.populations.state import (
+    CANDIDATE,
+    SETTLED,
+    Mixture,
+    PopulationState,
+    Solution,
+    live,
+)
+from troupe.job import JobSpec, PopulationSpec
+from troupe.job.pools import Pool, Pools
+from troupe.populations import NotZeroSum, pfsp, solve
+from troupe.populations.games import Array, Profile, member_values, values
+from troupe.populations.opponents import (
+    LeagueRules,
+    is_due,
+    league_opponents,
+    past_selves,
+)
+from troupe.populations.opponents import Member as LeagueMember
+from troupe.rpc import FailedPrecondition
+
+
+def sections(spec: JobSpec) -> tuple[PopulationSpec, Pools]:
+    """The population of a job that has one."""
+    assert spec.population is not None, "the job has one"
+    assert spec.pools is not None, "the job has one"
+    return spec.population, spec.pools
+
+
+def solve_pools(spec: JobSpec, state: PopulationState, visible: dict[str, list[int]]) -> Profile:
+    """The meta-strategy of each player over the `visible` places of its pool.
+
+    Raises FailedPrecondition of kind "not_zero_sum" or "no_meta_strategy", naming the field.
+    """
+    population, pools = sections(spec)
+    places = [visible[pools.pool_of(agent).name] for agent in pools.agents]
+    if all(len(one) == 1 for one in places):
+        return [np.ones(1) for _ in places]
+    try:
+        return solve(population.meta_solver, state.table.tensor(places))
+    except NotZeroSum as error:
+        raise FailedPrecondition(
+            str(error),
+            kind="not_zero_sum",
+            field="population.meta_solver",
+            value=population.meta_solver,
+            remedy="Choose another solver, or mend the workflow's rewards if the game is zero-sum.",
+        ) from error
+    except (ValueError, ImportError, ArithmeticError) as error:
+        raise FailedPrecondition(
+            f"no meta-strategy can be found: {error}",
+            kind="no_meta_strategy",
+            field="population.meta_solver",
+            value=population.meta_solver,
+            remedy="Choose another solver.",
+        ) from error
+
+
+def measured(spec: JobSpec) -> bool:
+    """Whether there will be payoffs at all."""
+    population, _ = sections(spec)
+    return population.matches.least > 0 or population.game is not None
+
+
+def settle_due(spec: JobSpec, state: PopulationState) -> list[str]:
+    """The learners whose candidates become members for good."""
+    population, pools = sections(spec)
+    fresh = [name for name in pools.learners if state.newest(name).state == CANDIDATE]
+    if population.algorithm == "pipeline_psro":
+        # The lowest of each pool: whose candidate is the oldest since it was settled last.
+        lowest = {levels(pool, state)[0] for pool in pools.pools}
+        return [name for name in fresh if name in lowest]
+    if population.algorithm != "league":
+        return fresh
+    rules, league = _rules(population), _league(pools, state)
+    wins = _live_wins(pools, state)
+    found = []
+    for name in fresh:
+        learner = next(one for one in league if one.name == name)
+        since = state.iteration - state.settled_at.get(name, 0)
+        if is_due(learner, league, wins, since, rules):
+            found.append(name)
+    return found
+
+
+def levels(pool: Pool, state: PopulationState) -> list[str]:
+    """`pipeline_psro`: the learners of a pool, the lowest first: who was settled longest ago."""
+    return sorted(
+        pool.learners, key=lambda name: (state.settled_at.get(name, 0), pool.learners.index(name))
+    )
+
+
+def mixtures(spec: JobSpec, state: PopulationState) -> dict[str, dict[str, Mixture]]:
+    """Whom each learner meets: probabilities over members and live learners, by pool."""
+    population, pools = sections(spec)
+    if pools.together:
+        return {}
+    settled = {pool.name: state.places(pool.name, SETTLED) for pool in pools.pools}
+    common: dict[str, Mixture] = {}
+    if population.algorithm == "psro":
+        common = by_pool(pools, state, settled, solve_pools(spec, state, settled))
+    found = {}
+    for learner in pools.learners:
+        own: dict[str, Mixture] = {}
+        for pool in pools.pools:
+            if population.algorithm == "psro":
+                own[pool.name] = common[pool.name]
+            elif population.algorithm == "pipeline_psro":
+                own[pool.name] = _below(spec, state, learner)[pool.name]
+            elif population.algorithm == "league":
+                own[pool.name] = _league_mixture(population, pools, pool, state, learner)
+            else:
+                own[pool.name] = _past(population, state, pool.name, learner)
+        found[learner] = own
+    return found
+
+
+def solution(spec: JobSpec, state: PopulationState, step: int) -> Solution:
+    """The meta-strategy over all settled members, and what the newest of them brought."""
+    _, pools = sections(spec)
+    settled = {pool.name: state.places(pool.name, SETTLED) for pool in pools.pools}
+    if not measured(spec):
+        return Solution(state.iteration, step, {}, [], {})
+    profile = solve_pools(spec, state, settled)
+    places = [settled[pools.pool_of(agent).name] for agent in pools.agents]
+    payoffs = state.table.tensor(places)
+    found = by_pool(pools, state, settled, profile)
+    gains = _gains(pools, state, settled, payoffs)
+    return Solution(state.iteration, step, found, values(payoffs, profile).tolist(), gains)
+
+
+def by_pool(
+    pools: Pools, state: PopulationState, visible: dict[str, list[int]], profile: Profile
+) -> dict[str, Mixture]:
+    """A profile by agent as mixtures by pool; where agents share one, their mean."""
+    found = {}
+    for pool in pools.pools:
+        rows = [profile[pools.agents.index(agent)] for agent in pool.agents]
+        mean = np.mean(rows, axis=0)
+        names = [state.pools[pool.name][at] for at in visible[pool.name]]
+        found[pool.name] = {
+            name: float(share) for name, share in zip(names, mean, strict=True) if share > 0
+        }
+    return found
+
+
+def _gains(
+    pools: Pools, state: PopulationState, settled: dict[str, list[int]], payoffs: Array
+) -> dict[str, float]:
+    """By pool, what its newest members get beyond the mixture that was solved last, against it."""
+    if not state.history:
+        return {}
+    before = []
+    for agent in pools.agents:
+        pool = pools.pool_of(agent).name
+        shares = state.history[-1].mixtures.get(pool, {})
+        names = [state.pools[pool][at] for at in settled[pool]]
+        before.append(np.array([shares.get(name, 0.0) for name in names]))
+    if any(one.sum() <= 0 for one in before):
+        return {}
+    before = [one / one.sum() for one in before]
+    found: dict[str, float] = {}
+    for player, agent in enumerate(pools.agents):
+        pool = pools.pool_of(agent).name
+        each = member_values(payoffs, before, player)
+        newest = [
+            gain
+            for at, gain in zip(settled[pool], each, strict=True)
+            if state.members[state.pools[pool][at]].iteration == state.iteration
+        ]
+        if newest:
+            gain = float(max(newest) - each @ before[player])
+            found[pool] = max(found.get(pool, gain), gain)
+    return found
+
+
+def _past(population: PopulationSpec, state: PopulationState, pool: str, learner: str) -> Mixture:
+    names = [state.pools[pool][at] for at in state.places(pool, SETTLED)]
+    if population.algorithm == "fictitious":
+        shares = past_selves(len(names), delta=population.delta)
+    else:
+        rates, newest = state.win_rates(), state.newest(learner).member_id
+        wins = [rates.get((newest, name), 0.5) for name in names]
+        shares = pfsp(wins, weighting=population.weighting)
+    return {name: float(share) for name, share in zip(names, shares, strict=True) if share > 0}
+
+
+def _below(spec: JobSpec, state: PopulationState, learner: str) -> dict[str, Mixture]:
+    """`pipeline_psro`: settled members, and the newest candidates of the levels below."""
+    _, pools = sections(spec)
+    visible = {}
+    for pool in pools.pools:
+        order = levels(pool, state)
+        mine = order.index(learner) if learner in order else len(order)
+        below = set(order[:mine])
+        visible[pool.name] = [
+            at
+            for at in state.places(pool.name, SETTLED, CANDIDATE)
+            if (one := state.members[state.pools[pool.name][at]]).state == SETTLED
+            or one.learner in below
+        ]
+    return by_pool(pools, state, visible, solve_pools(spec, state, visible))
+
+
+def _league_mixture(
+    population: PopulationSpec, pools: Pools, pool: Pool, state: PopulationState, learner: str
+) -> Mixture:
+    league = _league(pools, state)
+    me = next(one for one in league if one.name == learner)
+    shares = league_opponents(me, league, _live_wins(pools, state), _rules(population))
+    # Who cannot play here is for other pools.
+    found = {live(name): shares.get(name, 0.0) for name in pool.learners}
+    found |= {name: shares.get(name, 0.0) for name in state.pools[pool.name]}
+    total = sum(found.values())
+    if not total:
+        newest = state.pools[pool.name][state.places(pool.name, SETTLED)[-1]]
+        return {newest: 1.0}
+    return {name: share / total for name, share in found.items() if share > 0}
+
+
+def _league(pools: Pools, state: PopulationState) -> list[LeagueMember]:
+    members = [
+        LeagueMember(name, learner.kind, frozen=False) for name, learner in pools.learners.items()
+    ]
+    for one in state.members.values():
+        if one.state == SETTLED:
+            kind = pools.learners[one.learner].kind
+            members.append(LeagueMember(one.member_id, kind, frozen=True, parent=one.learner))
+    return members
+
+
+def _live_wins(pools: Pools, state: PopulationState) -> dict[tuple[str, str], float]:
+    """Win rates in which learners stand for their newest versions."""
+    rates = state.win_rates()
+    names = {state.newest(learner).member_id: learner for learner in pools.learners}
+    found = dict(rates)
+    for (one, other), rate in rates.items():
+        for a in (one, names.get(one)):
+            for b in (other, names.get(other)):
+                if a is not None and b is not None:
+                    found[a, b] = rate
+    return found
+
+
+def _rules(population: PopulationSpec) -> LeagueRules:
+    league = population.league
+    return LeagueRules(
+        self_play=league.self_play,
+        forgotten=league.forgotten,
+        weighting=population.weighting,
+        exploiter_hopeless=league.exploiter_hopeless,
+        freeze_at=league.freeze_at,
+        freeze_after=league.freeze_after,
+    )

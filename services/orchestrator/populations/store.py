@@ -1,0 +1,105 @@
+"""The durable part of populations, in the orchestrator's Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from services.orchestrator.job_store import JobStore
+from services.orchestrator.populations.state import PopulationState
+from services.orchestrator.redis_access import JobKeys, RedisAccess
+from troupe.rpc import InvalidArgument, NotFound
+from troupe.v1 import orchestrator_pb2 as orch
+
+
+class PopulationStore:
+    """Records and matches by job. Who has lost a job to another orchestrator writes nothing."""
+
+    def __init__(self, redis: RedisAccess, jobs: JobStore) -> None:
+        self._redis = redis
+        self._jobs = jobs
+
+    async def load(self, job_id: str) -> PopulationState | None:
+        """The population as it was last saved; None before that."""
+        found = await self._redis.call("HGETALL", JobKeys(job_id).population)
+        if not found:
+            return None
+        return PopulationState.from_fields({k.decode(): v.decode() for k, v in found.items()})
+
+    async def save(self, job_id: str, epoch: int, state: PopulationState) -> None:
+        """Replace all of it. Raises `Superseded`."""
+        await self._write(job_id, epoch, state.to_fields())
+
+    async def save_slots(self, job_id: str, epoch: int, state: PopulationState) -> None:
+        """Replace what is said of slots. Raises `Superseded`."""
+        await self._write(job_id, epoch, state.slot_fields())
+
+    async def _write(self, job_id: str, epoch: int, fields: list[str]) -> None:
+        keys = JobKeys(job_id)
+        keys_used = [keys.record, keys.population]
+        if await self._redis.run("population", keys_used, [str(epoch), *fields]) != b"written":
+            await self._jobs.check_epoch(job_id, epoch)
+
+    async def add_matches(self, job_id: str, epoch: int, matches: Mapping[str, orch.Match]) -> None:
+        """Keep how matches ended, by trajectory id. Raises `Superseded`."""
+        if not matches:
+            return
+        keys = JobKeys(job_id)
+        args = [part for name, one in matches.items() for part in (name, one.SerializeToString())]
+        if await self._redis.run("matches", [keys.record, *keys.matches], [str(epoch), *args]) != (
+            b"written"
+        ):
+            await self._jobs.check_epoch(job_id, epoch)
+
+    async def matches(self, job_id: str, names: Collection[str]) -> dict[str, orch.Match]:
+        """Those of the named matches that have ended."""
+        if not names:
+            return {}
+        found = await self._redis.call("HMGET", JobKeys(job_id).matches[1], *names)
+        return {
+            name: orch.Match.FromString(one)
+            for name, one in zip(names, found, strict=True)
+            if one is not None
+        }
+
+    async def page(
+        self, job_id: str, size: int, token: str, member_id: str = ""
+    ) -> tuple[list[orch.Match], str]:
+        """Up to `size` matches, newest first, after the match `token`; the next token.
+
+        Raises InvalidArgument for a token of another list.
+        """
+        order, kept = JobKeys(job_id).matches
+        names = [one.decode() for one in await self._redis.call("LRANGE", order, 0, -1)][::-1]
+        if token:
+            if token not in names:
+                raise InvalidArgument(
+                    "is not a page of this list",
+                    field="page_token",
+                    value=token,
+                    remedy="Start from the first page.",
+                )
+            names = names[names.index(token) + 1 :]
+        page: list[orch.Match] = []
+        while names and len(page) < size:
+            some, names = names[:size], names[size:]
+            found = await self._redis.call("HMGET", kept, *some)
+            for at, data in enumerate(found):
+                match = orch.Match.FromString(data)
+                if member_id and member_id not in match.members.values():
+                    continue
+                page.append(match)
+                if len(page) == size:
+                    names = [*some[at + 1 :], *names]
+                    break
+        return page, page[-1].trajectory_id if names and page else ""
+
+
+def no_population(job_id: str) -> NotFound:
+    """Of a job that has none."""
+    return NotFound(
+        f"job {job_id} has no population",
+        kind="no_population",
+        field="job_id",
+        value=job_id,
+        remedy="Give its specification a `population:` section.",
+    )

@@ -1,0 +1,168 @@
+"""A job's population as users see it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Final
+
+from services.chassis.folders import files_below
+from services.orchestrator.context import Shared
+from services.orchestrator.populations.decisions import sections
+from services.orchestrator.populations.state import (
+    CANDIDATE,
+    RETIRED,
+    SETTLED,
+    Member,
+    PopulationState,
+)
+from services.orchestrator.populations.store import no_population
+from services.orchestrator.records import JobRecord, timestamp
+from troupe.rpc import NotFound
+from troupe.v1 import orchestrator_pb2 as orch
+
+_STATES: Final = {
+    CANDIDATE: orch.MEMBER_STATE_CANDIDATE,
+    SETTLED: orch.MEMBER_STATE_SETTLED,
+    RETIRED: orch.MEMBER_STATE_RETIRED,
+}
+
+
+async def population(shared: Shared, record: JobRecord) -> orch.Population:
+    """Pools, payoffs and meta-strategies of a job; before it has begun, what it will have.
+
+    Raises NotFound of kind "no_population".
+    """
+    spec = record.spec()
+    if spec.population is None:
+        raise no_population(record.job_id)
+    section, pools = sections(spec)
+    found = orch.Population(
+        algorithm=section.algorithm,
+        symmetric=pools.symmetric,
+        agents=pools.agents,
+        activity=shared.log.activity(record.job_id),
+        pools=[
+            orch.PopulationPool(name=pool.name, agents=pool.agents, learners=pool.learners)
+            for pool in pools.pools
+        ],
+    )
+    state = await shared.populations.load(record.job_id)
+    if state is None:
+        return found
+    found.iteration = state.iteration
+    found.stopped = state.stopped
+    found.matches_played = state.played
+    for pool in found.pools:
+        pool.members.extend(_member(state.members[name]) for name in state.pools[pool.name])
+    found.cells.extend(_cells(state))
+    found.history.extend(_solutions(state))
+    found.slots.extend(_slots(state, {s: p.name for p in pools.pools for s in p.slots}))
+    return found
+
+
+async def member(shared: Shared, record: JobRecord, member_id: str) -> orch.Checkpoint:
+    """Where the files of a member are.
+
+    Raises NotFound of kind "member_not_found" (there never was one) or "member_gone".
+    """
+    if record.spec().population is None:
+        raise no_population(record.job_id)
+    state = await shared.populations.load(record.job_id)
+    known = {} if state is None else state.members
+    if member_id not in known:
+        raise NotFound(
+            f"job {record.job_id} has no such member",
+            kind="member_not_found",
+            field="member_id",
+            value=member_id,
+            remedy=f"There are: {', '.join(known) or 'none yet'}.",
+        )
+    one = known[member_id]
+    path = record.directory / "members" / one.learner / f"v{one.version}"
+    if not await asyncio.to_thread(path.is_dir):
+        retired = one.state == RETIRED
+        raise NotFound(
+            f"the weights of member {member_id} are "
+            + ("not kept: a newer version took its place" if retired else f"not in {path}"),
+            kind="member_gone",
+            field="member_id",
+            value=member_id,
+            remedy="Export a settled member."
+            if retired
+            else "Restore the directory, or give trainers and orchestrator one data_dir "
+            "(TROUPE_DATA_DIR).",
+        )
+    return orch.Checkpoint(
+        policy=one.learner,
+        version=one.version,
+        path=str(path),
+        num_bytes=sum(file.stat().st_size for file in files_below(path)),
+    )
+
+
+def _member(one: Member) -> orch.PopulationMember:
+    return orch.PopulationMember(
+        member_id=one.member_id,
+        learner=one.learner,
+        kind=one.kind,
+        version=one.version,
+        step=one.step,
+        iteration=one.iteration,
+        checksum=one.checksum,
+        parent=one.parent,
+        state=_STATES[one.state],
+        num_bytes=one.num_bytes,
+        frozen_at=timestamp(one.frozen_at),
+    )
+
+
+def _cells(state: PopulationState) -> list[orch.PayoffCell]:
+    found = []
+    for key, cell in sorted(state.table.cells.items()):
+        one = orch.PayoffCell(
+            members=key, mean=cell.mean.tolist(), matches=cell.matches, exact=cell.exact
+        )
+        if math.isfinite(width := cell.half_width()):
+            one.half_width = width
+            one.variance.extend(cell.variance.tolist())
+        found.append(one)
+    return found
+
+
+def _solutions(state: PopulationState) -> list[orch.MetaStrategy]:
+    return [
+        orch.MetaStrategy(
+            iteration=one.iteration,
+            step=one.step,
+            mixtures=[
+                orch.Mixture(pool=pool, probabilities=mixture)
+                for pool, mixture in one.mixtures.items()
+            ],
+            values=one.values,
+            gains=one.gains.values(),
+            nash_conv=one.nash_conv,
+        )
+        for one in state.history
+    ]
+
+
+def _slots(state: PopulationState, training: dict[str, str]) -> list[orch.OpponentSlot]:
+    """Every slot; `training`: the pool of those that training draws from."""
+    shares: dict[str, float] = dict.fromkeys(state.slots, 0.0)
+    drawn = [] if state.casting is None else list(state.casting.shares.values())
+    for pools in drawn:
+        for mixture in pools.values():
+            for slot, share in mixture.items():
+                if slot in shares:
+                    shares[slot] += share / len(drawn)
+    return [
+        orch.OpponentSlot(
+            policy=slot,
+            pool=training.get(slot, slot.rpartition("--")[0]),
+            member_id=member_id,
+            version=version,
+            probability=shares[slot],
+        )
+        for slot, (member_id, version) in state.slots.items()
+    ]

@@ -1,0 +1,256 @@
+"""Populations: pools grow, payoffs fill, opponents are drawn, and a resume changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import Cluster, job_yaml
+from troupe.rpc import NotFound
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2 as ro
+
+MATCHES = {"least": 4}
+
+
+def game(name: str = "game", **over: Any) -> str:
+    """A symmetric game of two, one learner, two iterations of two steps."""
+    changes = {
+        "agents": {"alice": {"policy": "player"}, "bob": {"policy": "player"}},
+        "pipeline__steps": 4,
+        "pipeline__queries_per_step": 4,
+        "population": {"algorithm": "psro", "iteration_steps": 2, "matches": MATCHES},
+    }
+    return job_yaml(name, policies=["player"], **(changes | over))
+
+
+def version_of(cluster: Cluster, policy: str) -> int:
+    """Of the member that a slot serves, or of the learner."""
+    return int(cluster.rollouts[0].keys[policy].rpartition("@")[2])
+
+
+def newer_wins(cluster: Cluster, *, zero_sum: bool = True) -> None:
+    """Payoffs that say who meets whom: whoever has learned more gets 1, and a little luck."""
+
+    def reward(ticket: ro.Ticket) -> dict[str, float]:
+        alice, bob = (
+            version_of(cluster, ticket.cast.get(agent, "player")) for agent in ("alice", "bob")
+        )
+        luck = (ticket.seed % 1000) / 10_000 - 0.05
+        gets = float(alice > bob) - float(alice < bob) + luck
+        return {"alice": gets, "bob": -gets if zero_sum else 1.0}
+
+    for worker in cluster.rollouts:
+        worker.script.reward = reward
+
+
+async def population(cluster: Cluster, job_id: str) -> orch.Population:
+    request = orch.GetPopulationRequest(job_id=job_id)
+    return (await cluster.api.GetPopulation(request)).population
+
+
+async def matches(cluster: Cluster, job_id: str, **what: Any) -> list[orch.Match]:
+    found, token = [], ""
+    while True:
+        page = await cluster.api.ListMatches(
+            orch.ListMatchesRequest(job_id=job_id, page_size=7, page_token=token, **what)
+        )
+        found += page.matches
+        if not (token := page.next_page_token):
+            return found
+
+
+def lasting(found: orch.Population) -> orch.Population:
+    """What must not depend on when things happened."""
+    kept = orch.Population()
+    kept.CopyFrom(found)
+    kept.ClearField("activity")
+    for pool in kept.pools:
+        for member in pool.members:
+            member.ClearField("frozen_at")
+    for slot in kept.slots:
+        slot.ClearField("version")
+    return kept
+
+
+async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> None:
+    newer_wins(cluster)
+    job_id = await cluster.submit(game())
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    await cluster.check_accounts(job_id, 4, ["player"])
+    found = await population(cluster, job_id)
+    (pool,) = found.pools
+    assert [(m.member_id, m.parent, m.step, m.iteration) for m in pool.members] == [
+        ("player@0", "", 0, 0),
+        ("player@2", "player@0", 2, 1),
+        ("player@4", "player@2", 4, 2),
+    ]
+    assert {m.state for m in pool.members} == {orch.MEMBER_STATE_SETTLED}
+    # All pairs, those with themselves included, each four times.
+    assert [tuple(cell.members) for cell in found.cells] == [
+        (0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2),
+    ]  # fmt: skip
+    assert {cell.matches for cell in found.cells} == {4}
+    assert found.matches_played == 24
+    assert found.cells[1].mean[1] == pytest.approx(1.0, abs=0.05)
+    # Whoever is newest is best against everybody.
+    assert [dict(one.mixtures[0].probabilities) for one in found.history] == [
+        {"player@0": 1.0},
+        {"player@2": 1.0},
+        {"player@4": 1.0},
+    ]
+    assert found.history[1].gains[0] == pytest.approx(1.0, abs=0.1)
+    # Training: the learner on one side, a member on the other, in turn on either.
+    train = [t for t in cluster.rollouts[0].tickets if t.purpose == ro.Ticket.PURPOSE_TRAIN]
+    assert {tuple(ticket.learners) for ticket in train} == {("player",)}
+    sides = [[a for a, p in sorted(t.cast.items()) if p == "player"] for t in train]
+    assert sorted({tuple(side) for side in sides}) == [("alice",), ("bob",)]
+    by_query: dict[str, set[str]] = {}
+    for ticket in train:
+        by_query.setdefault(ticket.query_id, set()).add(str(sorted(ticket.cast.items())))
+    assert all(len(casts) == 1 for casts in by_query.values()), "a group shares its cast"
+
+
+async def test_matches_are_listed_and_can_be_watched(cluster: Cluster) -> None:
+    newer_wins(cluster)
+    job_id = await cluster.submit(game())
+    await cluster.wait(job_id)
+    found = await matches(cluster, job_id)
+    assert len(found) == 24 == len({one.trajectory_id for one in found})
+    assert found[0].iteration == 2
+    assert set(found[-1].members.values()) == {"player@0"}
+    own = await matches(cluster, job_id, member_id="player@4")
+    assert len(own) == 12
+    watched = await cluster.api.GetTrajectory(
+        orch.GetTrajectoryRequest(job_id=job_id, trajectory_id=own[0].trajectory_id)
+    )
+    assert {turn.policy for turn in watched.turns} <= {"all--0", "all--1"}
+    # Both sat on both sides.
+    mixed = [one for one in own if len(set(one.members.values())) == 2]
+    assert {one.members["alice"] for one in mixed} >= {"player@4", "player@2"}
+    files = [
+        chunk.path
+        async for chunk in cluster.api.ExportMember(
+            orch.ExportMemberRequest(job_id=job_id, member_id="player@2")
+        )
+    ]
+    assert files == ["model.safetensors"]
+    with pytest.raises(NotFound) as caught:
+        async for _ in cluster.api.ExportMember(
+            orch.ExportMemberRequest(job_id=job_id, member_id="player@9")
+        ):
+            pass
+    assert caught.value.kind == "member_not_found"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_a_killed_orchestrator_changes_nothing(cluster: Cluster, apart: bool) -> None:
+    """Payoffs, meta-strategies and casts are those of an undisturbed run, to the bit."""
+    newer_wins(cluster)
+    section = {"algorithm": "psro", "iteration_steps": 1, "matches": {"least": 6}}
+    section |= {"evaluation_slots": 2 if apart else 0, "redraw_steps": 1}
+    quiet = await cluster.submit(game("quiet", population=section))
+    assert (await cluster.wait(quiet)).state == pb.JOB_STATE_SUCCEEDED
+    expected = await population(cluster, quiet)
+    cluster.rollouts[0].script.seconds = 0.02
+    troubled = await cluster.submit(game("troubled", population=section))
+    seen = set()
+    for number in range(3, 40, 7):
+
+        async def played(count: int = number) -> bool:
+            tickets = cluster.rollouts[0].tickets
+            return sum(t.purpose == ro.Ticket.PURPOSE_MATCH for t in tickets) >= count
+
+        cluster.rollouts[0].tickets.clear()
+        for _ in range(500):
+            if await played() or (await cluster.job(troubled)).state == pb.JOB_STATE_SUCCEEDED:
+                break
+            await asyncio.sleep(0.01)
+        seen.add((await cluster.job(troubled)).step)
+        await cluster.stop_orchestrator()
+        await cluster.start_orchestrator()
+    job = await cluster.wait(troubled, seconds=60)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert len(seen) > 1, "it was killed in more than one iteration"
+    found = await population(cluster, troubled)
+    assert lasting(found) == lasting(expected)
+    ended = await matches(cluster, troubled)
+    assert len(ended) == found.matches_played == len({one.trajectory_id for one in ended})
+
+
+async def test_an_evaluator_that_dies_leaves_no_half_match(cluster: Cluster) -> None:
+    newer_wins(cluster)
+    first = cluster.rollouts[0]
+    first.script.break_after, first.script.die = 3, True
+    job_id = await cluster.submit(game())
+    await asyncio.sleep(0.5)
+    second = await cluster.add_rollout()
+    second.keys, second.script.reward = first.keys, first.script.reward
+    cluster.rollouts[0] = second
+    second.keys = {}
+    newer_wins(cluster)
+    job = await cluster.wait(job_id, seconds=40)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    found = await population(cluster, job_id)
+    assert {cell.matches for cell in found.cells} == {4}
+    cluster.rollouts.append(first)
+
+
+async def test_a_member_whose_weights_are_gone_is_named(cluster: Cluster) -> None:
+    newer_wins(cluster)
+    text = game(population={"iteration_steps": 1, "matches": MATCHES}, pipeline__steps=6)
+    cluster.rollouts[0].script.seconds = 0.1
+    job_id = await cluster.submit(text)
+    await cluster.until(job_id, lambda job: job.step >= 1)
+    shutil.rmtree(cluster.directory / job_id / "members")
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_FAILED
+    assert job.problem.kind == "member_gone"
+    assert job.problem.value.startswith("player@")
+
+
+async def test_a_game_that_is_not_zero_sum_is_told_to_the_solver_of_those(
+    cluster: Cluster,
+) -> None:
+    newer_wins(cluster, zero_sum=False)
+    section = {"iteration_steps": 1, "matches": MATCHES, "meta_solver": "zero_sum_nash"}
+    job_id = await cluster.submit(game(population=section))
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_FAILED
+    assert (job.problem.kind, job.problem.field) == ("not_zero_sum", "population.meta_solver")
+
+
+async def test_payoffs_that_say_nothing_are_an_equilibrium(cluster: Cluster) -> None:
+    for worker in cluster.rollouts:
+        worker.script.reward = lambda ticket: {"alice": 0.0, "bob": 0.0}
+    stop = {"improvement": 0.0, "patience": 1}
+    section = {"iteration_steps": 1, "matches": MATCHES, "stop": stop}
+    job_id = await cluster.submit(game(population=section))
+    job = await cluster.wait(job_id)
+    assert job.state == pb.JOB_STATE_SUCCEEDED
+    # Nobody gains anything: it is over before all steps are.
+    assert job.step == 1
+    assert "0 more" in (await population(cluster, job_id)).stopped
+
+
+async def test_matches_that_fail_too_often_fail_the_job(cluster: Cluster) -> None:
+    def fail(ticket: ro.Ticket) -> str | None:
+        return "the game broke" if ticket.purpose == ro.Ticket.PURPOSE_MATCH else None
+
+    newer_wins(cluster)
+    cluster.rollouts[0].script.fail = fail
+    job = await cluster.wait(await cluster.submit(game()))
+    assert (job.state, job.problem.kind) == (pb.JOB_STATE_FAILED, "too_many_failed_matches")
+    assert "the game broke" in job.problem.message
+
+
+async def test_a_job_without_a_population_says_so(cluster: Cluster) -> None:
+    job_id = await cluster.submit(job_yaml())
+    with pytest.raises(NotFound) as caught:
+        await population(cluster, job_id)
+    assert caught.value.kind == "no_population"
