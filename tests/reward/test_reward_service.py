@@ -356,3 +356,14 @@ async def appears(path: Path, seconds: float = 8) -> None:
     end = time.monotonic() + seconds
     while not await asyncio.to_thread(path.exists):
         assert time.monotonic() < end, f"{path} did not appear"
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+async def test_an_expected_time_that_is_none_is_refused(client: Client, seconds: float) -> None:
+    await client.register("score")
+    arguments = {"answer": "4", "expected": "4"}
+    with pytest.raises(InvalidArgument, match="not a number of seconds") as caught:
+        await client.invoke("score", arguments, expected_seconds=seconds)
+    assert caught.value.field == "expected_seconds"
+    told = await client.invoke("score", arguments, expected_seconds=3.0)
+    assert json.loads(told.result_json) == 1.0
