@@ -19,7 +19,8 @@ TARGET = ROOT / "deploy" / "requirements"
 # Rollout imports users' workflows and tasks, reward their functions: both carry the examples'
 # packages. The reward workers stay free of torch.
 LOCKS = {
-    "orchestrator": ["orchestrator"],
+    # Populations are decided upon there; open_spiel is among the examples' packages.
+    "orchestrator": ["orchestrator", "populations", "examples"],
     "experience-store": ["experience-store"],
     "rollout": ["rollout", "examples"],
     "trainer": ["trainer", "examples", "networks"],
