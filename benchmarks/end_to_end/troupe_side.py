@@ -58,6 +58,8 @@ def job(name: str, models: list[Path], work: Work, *, waves: int = 1, **pipeline
                         "max_grad_norm": work.max_grad_norm,
                     },
                     "engine": {"max_running": work.samples // waves, "max_context": 64},
+                    # A micro-batch, 1,040 tokens with prompts shared, is one pass.
+                    "trainer": {"forward_tokens": 2048},
                 }
                 for n, model in zip(names, models, strict=True)
             },
