@@ -57,10 +57,11 @@ TASKS: Final = {
             {
                 "learning": {
                     "paradigm": "mappo",
-                    "lr": 1e-3,
+                    "lr": 2e-3,
+                    "gamma": 0.9,
                     "epochs": 5,
                     "minibatches": 2,
-                    "entropy_coefficient": 0.01,
+                    "entropy_coefficient": 0.003,
                 }
             },
             copies=64,
@@ -77,11 +78,13 @@ TASKS: Final = {
             {
                 "learning": {
                     "paradigm": "maddpg",
-                    "actor_lr": 1e-3,
-                    "critic_lr": 3e-3,
-                    "batch": 512,
-                    "updates": 4,
+                    "actor_lr": 2e-3,
+                    "critic_lr": 4e-3,
+                    "gamma": 0.9,
+                    "batch": 256,
+                    "updates": 8,
                     "warmup": 4000,
+                    "standardize_rewards": True,
                 }
             },
             copies=16,

@@ -52,7 +52,8 @@ EVERY = [
 def test_a_learner_goes_on_from_its_state_bit_for_bit(
     paradigm: str, kind: str, parameters: str
 ) -> None:
-    spec = network(paradigm, kind, parameters)
+    more = {"standardize_rewards": True} if paradigm == "maddpg" else {}
+    spec = network(paradigm, kind, parameters, **more)
     learner = make_learner(spec, SPACES, AGENTS, seed=1)
     before = learner.published()
     # More than the buffer holds, so that its end has come round to its beginning.

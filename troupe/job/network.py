@@ -100,6 +100,9 @@ class DeterministicSpec(Section):
     """Of the Gumbel-softmax."""
     noise: float = Field(default=0.1, ge=0)
     """Continuous actions: standard deviation of what actors add, in halves of the range."""
+    standardize_rewards: bool = False
+    """The critic learns of rewards less their mean, over their standard deviation, of all that came
+    so far. Only where all episodes are equally long: elsewhere it is another game."""
     regularization: float = Field(default=1e-3, ge=0)
     """Weight of the squared logits in the policy's loss (the authors' code)."""
     max_grad_norm: float = Field(default=0.5, gt=0)

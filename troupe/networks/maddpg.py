@@ -10,6 +10,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torch.nn import functional
+from torchrl.modules import RunningValueNorm
 from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.utils import ValueEstimators
 
@@ -103,8 +104,12 @@ class DeterministicLearner:
         self._follow = SoftUpdate(self._loss, tau=learning.tau)
         generator = torch.Generator()
         self._replay = Replay(learning.buffer, learning.batch, generator)
+        modules: dict[str, nn.Module] = {"acting": self._acting, "critic": critic}
+        self._rewards = None
+        if learning.standardize_rewards:
+            modules["rewards"] = self._rewards = RunningValueNorm(shape=1)
         self._owned = Belongings(
-            {"acting": self._acting, "critic": critic},
+            modules,
             {
                 "acting": torch.optim.Adam(self._acting.parameters(), lr=learning.actor_lr),
                 "critic": torch.optim.Adam(critic.parameters(), lr=learning.critic_lr),
@@ -134,7 +139,10 @@ class DeterministicLearner:
                 remedy="Take dqn or ppo.",
             )
         for fragment in fragments:
-            self._replay.extend(_transitions(fragment))
+            transitions = _transitions(fragment)
+            self._replay.extend(transitions)
+            if self._rewards is not None:
+                self._rewards.update(transitions["rewards"].unsqueeze(-1))
         returns = np.concatenate([fragment.returns() for fragment in fragments])
         metrics = {"return": float(returns.mean()), "buffer": float(len(self._replay))}
         if len(self._replay) >= max(1, self._learning.warmup):
@@ -175,6 +183,8 @@ class DeterministicLearner:
 
     def _batch(self, items: Tensors) -> TensorDict:
         reward = items["rewards"].unsqueeze(-1)
+        if self._rewards is not None:
+            reward = self._rewards.normalize(reward)
         terminated = items["terminated"][:, None, None].expand_as(reward)
         actions = items["actions"]
         if not self._spaces.continuous:
