@@ -1,0 +1,1 @@
+"""Small networks on vectorised environments: particles that spread, and a game for two."""
