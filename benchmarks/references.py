@@ -22,7 +22,7 @@ _CHECK: Final = """
 import sys
 from importlib.metadata import PackageNotFoundError, version
 try:
-    sys.exit(any(version(p.split("==")[0]) != p.split("==")[1] for p in sys.argv[1:]))
+    sys.exit(any(version(p.split("==")[0].split("[")[0]) != p.split("==")[1] for p in sys.argv[1:]))
 except PackageNotFoundError:
     sys.exit(1)
 """
@@ -32,14 +32,14 @@ class ReferenceUnavailable(Exception):
     """The reference's packages cannot be installed here; says what pip says."""
 
 
-def reference_python(packages: Sequence[str], directory: Path) -> Path:
+def reference_python(packages: Sequence[str], directory: Path, apart: str = "") -> Path:
     """The interpreter of an environment that has `packages` and else what this one has.
 
     `packages` are pins (`name==version`). The environment is at `TROUPE_REFERENCE_DIR`, or at
-    `directory` when that is not set; what is there already is used. Raises
-    `ReferenceUnavailable`.
+    `directory` when that is not set; what is there already is used. `apart` names one of its own
+    below that, for packages that suffer no others beside them. Raises `ReferenceUnavailable`.
     """
-    root = Path(os.environ.get("TROUPE_REFERENCE_DIR") or directory)
+    root = Path(os.environ.get("TROUPE_REFERENCE_DIR") or directory) / apart
     root.mkdir(parents=True, exist_ok=True)
     binary = root / "bin" / "python"
     # Two runs may share the directory: the second one finds it made.

@@ -1,11 +1,13 @@
 """PSRO with exact best responses and payoffs against OpenSpiel's, on Kuhn and Leduc poker.
 
-    python -m benchmarks.psro [--quick] [--json]
+    python -m benchmarks.psro [--quick] [--json] [--learned]
 
 Both sides run here, one after the other, on one thread: pools that begin with the uniform policy
 and grow by a best response per player, Nash equilibria of the meta-game by linear programming,
 payoffs and best responses exact. Seconds are of CPU, of the whole run from the game's name on;
 imports, and measuring NashConv where PSRO itself does not need it, are not counted.
+
+`--learned`: best responses that a DQN learns on both sides, too (`benchmarks.psro.learned`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.command import options_of
+from benchmarks.psro.learned import TREE, compare
 from benchmarks.references import ReferenceUnavailable, reference_python
 from troupe.populations.psro import ExactPsro
 from troupe.populations.tree import SequenceForm
@@ -83,11 +86,14 @@ def row(name: str, side: str, level: float, point: Point | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run both, print a table and the JSON object."""
-    options = options_of(__doc__, arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with_learned = "--learned" in given
+    options = options_of(__doc__, [one for one in given if one != "--learned"])
     levels = (3.0,) if options.quick else (1.0, 0.42, 0.157)
     with tempfile.TemporaryDirectory(prefix="psro-") as directory:
         try:
-            python = reference_python(PACKAGES, Path(directory))
+            packages = (*PACKAGES, TREE) if with_learned else PACKAGES
+            python = reference_python(packages, Path(directory))
         except ReferenceUnavailable as error:
             raise SystemExit(str(error)) from None
         lines = [f"{'game':12} {'side':10} {'NashConv':>9} {'iteration':>10} {'CPU seconds':>13}"]
@@ -99,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             ):
                 found[game, side] = run
                 lines += [row(game, side, level, first(run, level)) for level in goals]
+        learned_lines, learned = compare(python, options.quick) if with_learned else ([], {})
     goal = levels[0] if options.quick else 0.42
     seconds = {
         side: point.seconds if (point := first(found["leduc_poker", side], goal)) else None
@@ -110,9 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "cpu_seconds": seconds["Troupe"],
         "openspiel_cpu_seconds": seconds["OpenSpiel"],
         "leduc_goal": goal,
+        **learned,
     }
     if not options.json:
-        print("\n".join(lines), file=sys.stdout)
+        print("\n".join([*lines, *learned_lines]), file=sys.stdout)
     print(json.dumps(result))
     return result
 

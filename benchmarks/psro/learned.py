@@ -1,0 +1,121 @@
+"""PSRO with learned best responses beside OpenSpiel's: DQN on both sides, exact payoffs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Final
+
+import psutil
+import torch
+
+from troupe.networks.spec import NetworkSpec, QLearningSpec
+from troupe.populations.learned import LearnedPsro, Oracle
+
+# Its DQN in PyTorch, beside what its linear program needs.
+TREE: Final = "dm-tree==0.1.10"
+# Those of OpenSpiel's example; ours plays as many games at once as make an update.
+EPISODES: Final = 10_000
+GAMES: Final = {"kuhn_poker": (0.1, 24, 512), "leduc_poker": (1.5, 60, 1024)}
+_ITERATIONS: Final = 60
+_RUN_SECONDS: Final = 7200.0
+
+
+@dataclass(frozen=True)
+class Learned:
+    """How far one side came, and what that took."""
+
+    nash_conv: float
+    """The least of all iterations."""
+    iteration: int
+    cpu: float
+    wall: float
+
+
+def oracle(updates: int, copies: int) -> Oracle:
+    """Networks as OpenSpiel's, of two hidden layers of 64."""
+    learning = QLearningSpec(
+        lr=2e-3,
+        gamma=1.0,
+        buffer=20_000,
+        batch=512,
+        updates=8,
+        tau=0.05,
+        epsilon=(1.0, 0.1),
+        epsilon_episodes=copies * updates // 2,
+    )
+    return Oracle(NetworkSpec(hidden=(64, 64), learning=learning), copies, updates)
+
+
+def ours(game: str, target: float, updates: int, copies: int, seconds: float) -> Learned:
+    """Troupe's, both players' best responses beside each other in processes of one thread."""
+    context = get_context("spawn")
+    with ProcessPoolExecutor(
+        2, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        began, clock = _cpu(), time.perf_counter()
+        best = None
+        psro = LearnedPsro(game, oracle(updates, copies), seed=1, workers=pool.map)
+        for one in psro.run(_ITERATIONS):
+            cpu, wall = _cpu() - began, time.perf_counter() - clock
+            if best is None or one.nash_conv < best.nash_conv:
+                best = Learned(one.nash_conv, one.number, cpu, wall)
+            if one.nash_conv <= target or cpu > seconds:
+                break
+    assert best is not None
+    return best
+
+
+def openspiels(python: Path, game: str, target: float, episodes: int, seconds: float) -> Learned:
+    """OpenSpiel's, until `target` or until so many CPU seconds are over."""
+    module = "benchmarks.psro.openspiel_learned"
+    command = [str(python), "-m", module, game, str(target), str(seconds), str(episodes), "1"]
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_RUN_SECONDS,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    if run.returncode:
+        raise SystemExit(f"OpenSpiel's PSRO failed: {run.stderr.strip()[-500:]}")
+    points = [json.loads(line) for line in run.stdout.splitlines()]
+    best = min(points, key=lambda one: float(one["nash_conv"]))
+    return Learned(best["nash_conv"], best["iteration"], best["seconds"], best["wall"])
+
+
+def compare(python: Path, quick: bool) -> tuple[list[str], dict[str, float]]:
+    """Lines of a table, and the benchmark's keys."""
+    lines = [
+        f"{'game':12} {'side':10} {'NashConv':>9} {'iteration':>10} {'CPU s':>8} {'wall s':>8}"
+    ]
+    found: dict[str, float] = {}
+    for game, (target, updates, copies) in GAMES.items():
+        if quick and game != "kuhn_poker":
+            continue
+        seconds = 10.0 if quick else 600.0
+        own = ours(game, target, updates, copies, seconds)
+        theirs = openspiels(python, game, target, 500 if quick else EPISODES, seconds)
+        short = game.removesuffix("_poker")
+        for side, key, one in (("Troupe", "", own), ("OpenSpiel", "openspiel_", theirs)):
+            lines.append(
+                f"{game:12} {side:10} {one.nash_conv:>9.3f} {one.iteration:>10} {one.cpu:>8.1f} "
+                f"{one.wall:>8.1f}"
+            )
+            found[f"{key}{short}_learned_nashconv"] = one.nash_conv
+            found[f"{key}{short}_learned_seconds"] = one.cpu
+            found[f"{key}{short}_learned_wall_seconds"] = one.wall
+    return lines, found
+
+
+def _cpu() -> float:
+    """Seconds of CPU of this process and those below it."""
+    me = psutil.Process()
+    return sum(sum(one.cpu_times()[:2]) for one in [me, *me.children(recursive=True)])

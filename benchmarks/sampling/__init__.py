@@ -1,0 +1,1 @@
+"""Environment steps per second of small networks, beside RLlib and Sample Factory."""

@@ -1,0 +1,101 @@
+"""Troupe's sampling: `python -m benchmarks.sampling.ours WORLD WORKERS COPIES SECONDS`.
+
+WORKERS processes with COPIES copies each, one torch thread a process; an actor plays whole episodes
+of all copies. What is counted has come back to the driver as the bytes of fragments.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.sampling.clock import report
+from benchmarks.sampling.worlds import AGENTS, CALL, STEPS
+from troupe.networks.actor import Actor, Seat
+from troupe.networks.environments.openspiel import GameCopies
+from troupe.networks.fragments import Fragment
+from troupe.networks.learning import make_learner
+from troupe.networks.spec import NetworkSpec
+from troupe.networks.vector import Actions, Observed, Stepped, VectorEnvironment, make_environment
+
+_JOIN_SECONDS = 20.0
+
+
+class Leduc(GameCopies):
+    """As `worlds.Leduc`: all moves are offered, and one that is not legal is a call."""
+
+    def reset(self, seed: int) -> Observed:
+        """A new game in every copy."""
+        return self._offered(super().reset(seed))
+
+    def step(self, actions: Actions) -> Stepped:
+        """Move the first player, then all others."""
+        may = np.take_along_axis(self._may[:, 0], np.asarray(actions, np.int64), axis=1)
+        stepped = super().step(np.where(may, actions, CALL))
+        return stepped._replace(observed=self._offered(stepped.observed))
+
+    def _offered(self, observed: Observed) -> Observed:
+        assert observed.legal is not None
+        self._may = observed.legal
+        return observed._replace(legal=None)
+
+
+def environment(world: str, copies: int) -> VectorEnvironment:
+    """So many copies of it."""
+    if world == "leduc":
+        return Leduc(copies)
+    return make_environment("simple_spread", copies, agents=AGENTS, steps=STEPS)
+
+
+def work(world: str, copies: int, seed: int, out: Connection) -> None:
+    """Play until nobody reads any more."""
+    torch.set_num_threads(1)
+    played, spec = environment(world, copies), NetworkSpec(hidden=(64, 64), activation="tanh")
+    actor = Actor(played, {"p": Seat(spec, played.agents)})
+    learner = make_learner(spec, played.spaces, played.agents, 0)
+    actor.load("p", learner.published(), 0)
+    try:
+        while True:
+            seed += 1
+            out.send_bytes(actor.sample(seed).fragments["p"].to_bytes())
+    except (BrokenPipeError, ConnectionResetError):
+        return
+
+
+def main() -> None:
+    """Measure and report."""
+    world, workers, copies, seconds = sys.argv[1], *map(int, sys.argv[2:4]), float(sys.argv[4])
+    context = multiprocessing.get_context("spawn")
+    processes, ends = [], []
+    for number in range(workers):
+        end, out = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(world, copies, number << 32, out))
+        process.start()
+        out.close()
+        processes.append(process)
+        ends.append(end)
+    for end in ends:  # everybody plays
+        end.recv_bytes()
+
+    def collect() -> int:
+        ready: list[Any] = wait(ends)
+        return sum(Fragment.from_bytes(end.recv_bytes()).steps for end in ready)
+
+    try:
+        report(collect, seconds / 2, seconds)
+    finally:
+        for end in ends:
+            end.close()
+        for process in processes:
+            process.join(_JOIN_SECONDS)
+            if process.is_alive():
+                process.kill()
+
+
+if __name__ == "__main__":
+    main()
