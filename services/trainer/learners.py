@@ -45,10 +45,7 @@ def make_learner(
     """
     source = spec.policies[policy]
     if source.network is not None:
-        # Imports TorchRL, which takes seconds.
-        from services.trainer.networks.learner import NetworkLearner
-
-        return NetworkLearner(spec, policy), None
+        return _network_learner(spec, policy), None
     paced = source.paced is not None
     gang = source.trainable and not paced and source.trainer.gang > 1
     model: Any
@@ -77,6 +74,19 @@ def make_learner(
         assert gangs is not None, "a worker has them"
         return GangLearner(gangs, f"{job_id}/{policy}", spec, policy, options), tokenizer
     return Learner(model, spec, policy, device=device, **options), tokenizer
+
+
+def _network_learner(spec: JobSpec, policy: str) -> NetworkLearner:
+    try:  # imports TorchRL, which takes seconds
+        from services.trainer.networks.learner import NetworkLearner
+    except ModuleNotFoundError as error:
+        raise FailedPrecondition(
+            f"this trainer cannot train networks: {error}",
+            kind="networks_not_installed",
+            field=f"policies.{policy}.network",
+            remedy="Install troupe[networks] where the trainer runs.",
+        ) from error
+    return NetworkLearner(spec, policy)
 
 
 def _check_size(policy: str, model: Any, trainable: bool, room: int, ranks: int) -> None:

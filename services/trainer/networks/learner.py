@@ -30,6 +30,11 @@ from troupe.v1 import experience_store_pb2 as store_pb
 
 # How the library calls what is no optimizer, target, buffer, generator or count.
 _WEIGHTS: Final = "weights."
+# Metrics of every policy, by what paradigms call them.
+_SAME: Final = {
+    "loss/policy": ("loss_objective", "loss", "loss_actor"),
+    "grad_norm": ("grad_norm", "grad_norm/acting"),
+}
 
 
 class NetworkModel:
@@ -112,7 +117,7 @@ class NetworkLearner:
         began = time.perf_counter()
         made = self._own.update([row.fragment for row in rows])
         reason = _broken(made, self._own.published())
-        metrics = metrics_of(rows, version) | {f"learning/{n}": v for n, v in made.items()}
+        metrics = metrics_of(rows, version) | _named(made)
         metrics["train/seconds"] = time.perf_counter() - began
         metrics["train/micro_batches"] = 1.0
         self.discard()
@@ -186,6 +191,15 @@ class NetworkLearner:
         seed = policy_seed(self._job.seed, self._name)
         table = self.table
         return make_learner(network, table.spaces, table.agents, seed)
+
+
+def _named(made: Mapping[str, float]) -> dict[str, float]:
+    """What a paradigm reports, its loss and norm also by the names that language models have."""
+    found = {f"learning/{name}": value for name, value in made.items()}
+    for name, own in _SAME.items():
+        if (value := next((made[one] for one in own if one in made), None)) is not None:
+            found[name] = value
+    return found
 
 
 def _broken(metrics: Mapping[str, float], published: Tensors) -> str:
