@@ -1,0 +1,1 @@
+"""A small language model learns Kuhn poker from itself, from its past, and by PSRO."""
