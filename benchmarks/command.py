@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,17 +16,24 @@ _END_SECONDS: Final = 20.0
 
 
 def options_of(
-    doc: str | None, arguments: Sequence[str] | None, *, parts: Sequence[str] = ()
+    doc: str | None,
+    arguments: Sequence[str] | None,
+    *,
+    parts: Sequence[str] = (),
+    flags: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
     """`quick` and `json`, as `arguments` or the command line say; `doc` is the module's.
 
-    With `parts`, what can be run alone, `only` is the one that is asked for, or None.
+    With `parts`, what can be run alone, `only` is the one that is asked for, or None. `flags`: what
+    else can be asked for, by name, and its help.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     if parts:
         parser.add_argument("--only", choices=parts, help="a part of it")
+    for name, said in (flags or {}).items():
+        parser.add_argument(f"--{name}", action="store_true", help=said)
     return parser.parse_args(arguments)
 
 

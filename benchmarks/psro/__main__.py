@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.command import options_of
-from benchmarks.psro.learned import TREE, compare
 from benchmarks.references import ReferenceUnavailable, reference_python
 from troupe.populations.psro import ExactPsro
 from troupe.populations.tree import SequenceForm
 
 # What OpenSpiel's linear program needs.
 PACKAGES: Final = ("cvxpy==1.7.3", "ecos==2.0.14")
+# And its DQN in PyTorch.
+TREE: Final = "dm-tree==0.1.10"
 _ITERATIONS: Final = 400
 _RUN_SECONDS: Final = 1800.0
 
@@ -86,13 +87,12 @@ def row(name: str, side: str, level: float, point: Point | None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run both, print a table and the JSON object."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    with_learned = "--learned" in given
-    options = options_of(__doc__, [one for one in given if one != "--learned"])
+    flags = {"learned": "best responses that a DQN learns on both sides, too"}
+    options = options_of(__doc__, arguments, flags=flags)
     levels = (3.0,) if options.quick else (1.0, 0.42, 0.157)
     with tempfile.TemporaryDirectory(prefix="psro-") as directory:
         try:
-            packages = (*PACKAGES, TREE) if with_learned else PACKAGES
+            packages = (*PACKAGES, TREE) if options.learned else PACKAGES
             python = reference_python(packages, Path(directory))
         except ReferenceUnavailable as error:
             raise SystemExit(str(error)) from None
@@ -105,7 +105,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             ):
                 found[game, side] = run
                 lines += [row(game, side, level, first(run, level)) for level in goals]
-        learned_lines, learned = compare(python, options.quick) if with_learned else ([], {})
+        learned: dict[str, float] = {}
+        if options.learned:
+            # Needs torch, unlike the rest.
+            from benchmarks.psro.learned import compare
+
+            more, learned = compare(python, options.quick)
+            lines += ["", *more]
     goal = levels[0] if options.quick else 0.42
     seconds = {
         side: point.seconds if (point := first(found["leduc_poker", side], goal)) else None
@@ -120,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         **learned,
     }
     if not options.json:
-        print("\n".join([*lines, *learned_lines]), file=sys.stdout)
+        print("\n".join(lines), file=sys.stdout)
     print(json.dumps(result))
     return result
 

@@ -18,10 +18,9 @@ import torch
 from troupe.networks.spec import NetworkSpec, QLearningSpec
 from troupe.populations.learned import LearnedPsro, Oracle
 
-# Its DQN in PyTorch, beside what its linear program needs.
-TREE: Final = "dm-tree==0.1.10"
-# Those of OpenSpiel's example; ours plays as many games at once as make an update.
+# OpenSpiel's, of each best response: as its example.
 EPISODES: Final = 10_000
+# By game: the goal, updates of each of our best responses, games at once.
 GAMES: Final = {"kuhn_poker": (0.1, 24, 512), "leduc_poker": (1.5, 60, 1024)}
 _ITERATIONS: Final = 60
 _RUN_SECONDS: Final = 7200.0
