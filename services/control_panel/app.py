@@ -14,7 +14,14 @@ from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sse_starlette import EventSourceResponse
 
-from services.control_panel import functions_api, jobs_api, problems, tables_api, views
+from services.control_panel import (
+    functions_api,
+    jobs_api,
+    populations_api,
+    problems,
+    tables_api,
+    views,
+)
 from services.control_panel.events import cluster_events
 from services.control_panel.upstream import Upstream
 from troupe import __version__
@@ -51,6 +58,7 @@ def create_app(
     app.include_router(jobs_api.router)
     app.include_router(tables_api.router)
     app.include_router(functions_api.router)
+    app.include_router(populations_api.router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 
     @app.middleware("http")

@@ -17,6 +17,7 @@ import xxhash
 from google.rpc import code_pb2
 from grpc_status import rpc_status
 
+from tests.support.fake_population import FakePopulation
 from tests.support.fake_tables import FakeTables
 from troupe import states
 from troupe.job import parse_job
@@ -28,7 +29,7 @@ from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
 S = common_pb2.JobState
 
 
-class FakeOrchestrator(FakeTables, pb_grpc.OrchestratorServicer):
+class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer):
     """Keeps jobs and their event logs in memory; `calls` lists (method, request)."""
 
     def __init__(self) -> None:

@@ -13,6 +13,16 @@ from troupe.client.function_records import (
 )
 from troupe.client.functions import AsyncFunctions
 from troupe.client.handle import AsyncJobHandle
+from troupe.client.population_records import (
+    Match,
+    Member,
+    MemberRating,
+    MetaStrategy,
+    PayoffCell,
+    Pool,
+    Population,
+    Slot,
+)
 from troupe.client.records import (
     Checkpoint,
     Generation,
@@ -52,13 +62,21 @@ __all__ = [
     "JobHandle",
     "JobState",
     "LogLine",
+    "Match",
+    "Member",
+    "MemberRating",
+    "MetaStrategy",
     "MetricsLogged",
     "MetricsRow",
     "Notice",
+    "PayoffCell",
     "PolicyAudit",
+    "Pool",
+    "Population",
     "Result",
     "Sample",
     "Service",
+    "Slot",
     "StateChanged",
     "TableSummary",
     "Tables",

@@ -9,6 +9,7 @@ from pathlib import Path
 from troupe.client import export as exporting
 from troupe.client.errors import JobCancelled, JobFailed
 from troupe.client.events import Event
+from troupe.client.population_records import Match, Population
 from troupe.client.records import (
     Checkpoint,
     Generation,
@@ -168,6 +169,42 @@ class AsyncJobHandle:
             pb.GetTrajectoryRequest(job_id=self.id, trajectory_id=trajectory_id)
         )
         return Trajectory.of(reply.summary, tuple(Turn.of(turn) for turn in reply.turns))
+
+    async def population(self) -> Population:
+        """Pools, payoffs, meta-strategies and ratings of a job with a `population` section."""
+        reply = await self._stub.GetPopulation(pb.GetPopulationRequest(job_id=self.id))
+        return Population.of(reply.population)
+
+    async def matches(self, member: str = "", limit: int = _PAGE) -> list[Match]:
+        """The newest `limit` matches between members, or those in which `member` played.
+
+        A match is a trajectory: `trajectory(match.trajectory_id)` has what was said, while it is
+        kept.
+        """
+        found: list[Match] = []
+        token = ""
+        while len(found) < limit:
+            reply = await self._stub.ListMatches(
+                pb.ListMatchesRequest(
+                    job_id=self.id,
+                    member_id=member,
+                    page_size=min(_PAGE, limit - len(found)),
+                    page_token=token,
+                )
+            )
+            found += [Match.of(match) for match in reply.matches]
+            token = reply.next_page_token
+            if not token:
+                break
+        return found[:limit]
+
+    async def export_member(self, member: str, to: str | Path) -> Path:
+        """Copy the weights of one member of a pool into the new directory `to`, as `export` does.
+
+        Raises `NotFound` for a member that never was, or whose weights are not kept.
+        """
+        request = pb.ExportMemberRequest(job_id=self.id, member_id=member)
+        return await exporting.receive(self._stub.ExportMember(request), to)
 
     async def tables(self) -> Tables:
         """What the experience store holds of the job, by policy and state."""

@@ -16,6 +16,7 @@ from troupe.client.cluster_records import Cluster
 from troupe.client.events import Event
 from troupe.client.handle import AsyncJobHandle
 from troupe.client.loop import LoopThread
+from troupe.client.population_records import Match, Population
 from troupe.client.records import (
     Checkpoint,
     Generation,
@@ -100,6 +101,18 @@ class JobHandle:
     def trajectory(self, trajectory_id: str) -> Trajectory:
         """One trajectory with the conversation between the agents."""
         return self._loop.run(self._handle.trajectory(trajectory_id))
+
+    def population(self) -> Population:
+        """Pools, payoffs, meta-strategies and ratings of a job with a `population` section."""
+        return self._loop.run(self._handle.population())
+
+    def matches(self, member: str = "", limit: int = 100) -> list[Match]:
+        """The newest `limit` matches between members, or those in which `member` played."""
+        return self._loop.run(self._handle.matches(member, limit))
+
+    def export_member(self, member: str, to: str | Path) -> Path:
+        """Copy the weights of one member of a pool into the new directory `to`."""
+        return self._loop.run(self._handle.export_member(member, to))
 
     def tables(self) -> Tables:
         """What the experience store holds of the job, by policy and state."""

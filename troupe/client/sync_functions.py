@@ -47,6 +47,7 @@ class Functions:
         version: str | None = None,
         trajectory_id: str = "",
         invocation_id: str | None = None,
+        expected_seconds: float = 0.0,
         timeout: float = _SECONDS,
     ) -> Any:
         """The value that a call returns. Raises `InvocationFailed`."""
@@ -57,6 +58,7 @@ class Functions:
                 version=version,
                 trajectory_id=trajectory_id,
                 invocation_id=invocation_id,
+                expected_seconds=expected_seconds,
                 timeout=timeout,
             )
         )

@@ -52,7 +52,7 @@ export function advice(message, remedy) {
   return `${message}${/[.!?]$/.test(message) ? "" : "."} ${remedy}`;
 }
 
-// A call of the REST interface. Throws an Error whose message names field and remedy.
+// A call of the REST interface. Throws an Error whose message names field and remedy, with `kind`.
 export async function api(path, options = {}) {
   const headers = { ...(options.headers ?? {}) };
   const token = sessionStorage.getItem("troupe-token");
@@ -68,7 +68,9 @@ export async function api(path, options = {}) {
   const body = await reply.json();
   if (!reply.ok) {
     const field = body.field ? `${body.field}${body.value ? ` = ${body.value}` : ""}: ` : "";
-    throw new Error(`${field}${advice(body.detail ?? reply.statusText, body.remedy)}`);
+    const error = new Error(`${field}${advice(body.detail ?? reply.statusText, body.remedy)}`);
+    error.kind = body.title;
+    throw error;
   }
   return body;
 }

@@ -3,6 +3,7 @@ import { Chart } from "./charts.js";
 import { drawEngines, drawPolicies, drawServices } from "./cluster.js";
 import { advice, api, byId, duration, el, number, toast } from "./dom.js";
 import { drawFunctions } from "./functions.js";
+import { drawPopulation } from "./population.js";
 import { audit, drawSamples } from "./samples.js";
 import { Viewer } from "./trajectories.js";
 
@@ -149,6 +150,11 @@ function choose(id) {
   on("end", () => stream.close());
   viewer.refresh(id).catch(() => {});
   drawSamples(id).catch(() => {});
+  drawPopulation(id, watchMatch).catch(() => {});
+}
+
+function watchMatch(id) {
+  viewer.open(id).then(() => byId("conversation").scrollIntoView({ behavior: "smooth", block: "center" })).catch((error) => toast(error.message));
 }
 
 // --- the cluster ----------------------------------------------------------------------------
@@ -202,6 +208,7 @@ setInterval(() => {
   if (!chosen) return;
   viewer.refresh(chosen).catch(() => {});
   drawSamples(chosen).catch(() => {});
+  drawPopulation(chosen, watchMatch).catch(() => {});
 }, 4000);
 
 // --- what a person does ---------------------------------------------------------------------

@@ -16,6 +16,7 @@ from troupe.client.cli.failures import explain
 from troupe.client.cli.functions import app as functions
 from troupe.client.cli.jobs import app as jobs
 from troupe.client.cli.policies import generate
+from troupe.client.cli.population import app as population
 from troupe.client.cli.samples import app as samples
 from troupe.client.cli.specification import app as specification
 from troupe.client.cli.train import train
@@ -34,6 +35,7 @@ app.command("status")(status)
 app.add_typer(jobs, name="jobs")
 app.add_typer(functions, name="functions")
 app.add_typer(samples, name="samples")
+app.add_typer(population, name="population")
 app.command("generate")(generate)
 app.command("export")(export)
 app.add_typer(specification, name="job")

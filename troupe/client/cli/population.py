@@ -1,0 +1,206 @@
+"""`troupe population ...`: pools, payoffs and matches of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from troupe.client.aio import AsyncClient
+from troupe.client.cli import options
+from troupe.client.cli.connection import call
+from troupe.client.cli.formats import duration, number, size, sparkline
+from troupe.client.population_records import Match, MetaStrategy, Pool, Population
+
+app = typer.Typer(help="Look at pools of policies and their matches.", no_args_is_help=True)
+JobId = Annotated[str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")]
+# More columns than this are a matrix for a picture (the panel has one), not for a terminal.
+_COLUMNS = 12
+
+
+@app.command()
+def show(
+    job_id: JobId,
+    as_json: options.AsJson = False,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Show pools with their members, what they got against each other, and whom learners meet."""
+
+    async def ask(client: AsyncClient) -> Population:
+        return await client.job(job_id).population()
+
+    found = call(ask, address=cluster, data_dir=data_dir)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found), indent=2, default=str))
+        return
+    console = Console()
+    for line in _facts(found):
+        console.print(line, highlight=False, soft_wrap=True)
+    for pool in found.pools:
+        console.print(_members(found, pool))
+    if (matrix := _payoffs(found)) is not None:
+        console.print(matrix)
+
+
+@app.command()
+def matches(
+    job_id: JobId,
+    member: Annotated[str, typer.Option(help="Only those in which this member played.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 30,
+    as_json: options.AsJson = False,
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """List matches between members, newest first."""
+
+    async def ask(client: AsyncClient) -> list[Match]:
+        return await client.job(job_id).matches(member, limit)
+
+    found = call(ask, address=cluster, data_dir=data_dir)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in found], default=str))
+        return
+    console = Console()
+    if not found:
+        console.print("no matches")
+        return
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("match", "iteration", "who got what", "state", "took"):
+        grid.add_column(column)
+    for one in found:
+        players = (
+            f"{agent} {member} {number(one.payoffs.get(agent))}"
+            for agent, member in one.members.items()
+        )
+        state = f"{one.state}: {one.reason}" if one.reason else one.state
+        grid.add_row(
+            escape(one.trajectory_id),
+            str(one.iteration),
+            escape(", ".join(players)),
+            escape(state),
+            duration(one.seconds),
+        )
+    console.print(grid)
+
+
+@app.command()
+def export(
+    job_id: JobId,
+    member: Annotated[
+        str, typer.Argument(metavar="MEMBER", show_default=False, help="As `show` names it.")
+    ],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", show_default=False, help="New directory.")
+    ],
+    cluster: options.ClusterAddress = None,
+    data_dir: options.DataDir = None,
+) -> None:
+    """Copy the weights of one member into DIR, where transformers and SGLang load them."""
+
+    async def ask(client: AsyncClient) -> Path:
+        return await client.job(job_id).export_member(member, directory)
+
+    target = call(ask, address=cluster, data_dir=data_dir)
+    Console().print(f"exported {member} to {target}", highlight=False, soft_wrap=True)
+
+
+def _facts(found: Population) -> list[str]:
+    game = "symmetric" if found.symmetric else f"of {len(found.pools)} pools"
+    due = f", {found.matches_due:,} due" if found.matches_due else ""
+    lines = [
+        f"{found.algorithm}, {game}, iteration {found.iteration}, "
+        f"{found.matches_played:,} matches played{due}"
+    ]
+    if curve := [one.nash_conv for one in found.history if one.nash_conv is not None]:
+        lines.append(f"NashConv {number(curve[0])} -> {number(curve[-1])}  {sparkline(curve)}")
+    if found.history and (gains := found.history[-1].gains):
+        told = ", ".join(
+            f"{pool.name} {number(gain)}" for pool, gain in zip(found.pools, gains, strict=False)
+        )
+        lines.append(f"newest members gained {told}")
+    for slot in found.slots:
+        share = f" in {slot.probability:.0%} of its games" if slot.probability else ""
+        lines.append(f"{escape(slot.policy)} plays {escape(slot.member_id)}{share}")
+    if found.stopped:
+        lines.append(f"complete: {escape(found.stopped)}")
+    elif found.activity:
+        lines.append(escape(found.activity))
+    return lines
+
+
+def _members(found: Population, pool: Pool) -> Table:
+    solved = found.history[-1] if found.history else None
+    ratings = {one.member_id: one for one in found.ratings}
+    title = f"{pool.name} ({', '.join(pool.agents)})"
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=escape(title), title_justify="left")
+    for column in ("member", "state", "from"):
+        grid.add_column(column)
+    for column in ("after step", "share", "rating", "matches", "weights"):
+        grid.add_column(column, justify="right")
+    for one in pool.members:
+        rating = ratings.get(one.id)
+        kind = "" if one.kind in ("", "main") else f" ({one.kind.replace('_', ' ')})"
+        grid.add_row(
+            escape(one.id) + kind,
+            one.state,
+            escape(one.parent) or "-",
+            str(one.step),
+            _share(solved, pool, one.id),
+            f"{rating.mean:.1f} ± {rating.deviation:.1f}" if rating else "-",
+            str(rating.matches) if rating else "0",
+            size(one.num_bytes),
+        )
+    return grid
+
+
+def _share(solved: MetaStrategy | None, pool: Pool, member_id: str) -> str:
+    if solved is None:
+        return "-"
+    share = solved.mixtures.get(pool.name, {}).get(member_id, 0.0)
+    return f"{share:.1%}" if share else "-"
+
+
+def _payoffs(found: Population) -> Table | None:
+    """What the first agent's members get; only where two play."""
+    if len(found.agents) != 2 or not found.cells:
+        return None
+    row_pool, column_pool = (found.pool_of(agent) for agent in found.agents)
+    kept = {
+        pool.name: [at for at, one in enumerate(pool.members) if one.state != "retired"]
+        for pool in (row_pool, column_pool)
+    }
+    columns = kept[column_pool.name][-_COLUMNS:]
+    rows = kept[row_pool.name][-_COLUMNS:]
+    title = f"what {found.agents[0]} gets"
+    if len(columns) < len(kept[column_pool.name]) or len(rows) < len(kept[row_pool.name]):
+        title += f" (the newest {_COLUMNS}; --json has all)"
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    grid.add_column("")
+    for at in columns:
+        grid.add_column(escape(column_pool.members[at].id), justify="right")
+    for row in rows:
+        cells = [payoff(found, row, column) for column in columns]
+        grid.add_row(escape(row_pool.members[row].id), *cells)
+    return grid
+
+
+def payoff(found: Population, row: int, column: int) -> str:
+    """The first agent's mean in one cell of two players, with its confidence; a dot: unplayed."""
+    for cell in found.cells:
+        if cell.members == (row, column):
+            at = 0
+        elif found.symmetric and cell.members == (column, row):
+            at = 1
+        else:
+            continue
+        sure = "" if cell.exact or cell.half_width is None else f" ± {number(cell.half_width)}"
+        return f"{number(cell.mean[at])}{sure}"
+    return "."
