@@ -122,8 +122,9 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         requests.check_id("request_id", request.request_id)
         # Neither needs the other: who fills columns has heard that the rows are here.
         async with asyncio.TaskGroup() as group:
-            ended = group.create_task(self._writes.end_each(request.endings, request.payloads))
+            # Columns are little work, and somebody may wait for rows to be complete.
             filled = group.create_task(self._writes.fill_each(request.fills))
+            ended = group.create_task(self._writes.end_each(request.endings, request.payloads))
         return store_pb.WriteResponse(
             endings=[
                 store_pb.EndingWritten(error=to_status(one).SerializeToString())
