@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.faults import Patience
 from services.orchestrator.jobs import Jobs
+from services.orchestrator.populations import on_demand
 from services.orchestrator.records import JobRecord
 from services.orchestrator.room import make_room
 from services.orchestrator.training import Trainers
@@ -17,6 +18,9 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
+if TYPE_CHECKING:  # most jobs have none
+    from services.orchestrator.populations.population import Population
+
 # Loading a finished job's policies and starting its engines.
 _PREPARE_SECONDS: Final = 600.0
 _RETRY_AFTER_MS: Final = 1000
@@ -24,6 +28,15 @@ AnswerT = TypeVar("AnswerT")
 _ACTIVE: Final = frozenset(
     {pb.JOB_STATE_SUBMITTED, pb.JOB_STATE_STARTING, pb.JOB_STATE_RUNNING, pb.JOB_STATE_PAUSING}
 )
+
+
+async def slot_weights(
+    job: JobContext, trainers: Trainers, patience: Patience
+) -> dict[str, pb.WeightsRef]:
+    """What the slots of a population served last."""
+    found = await on_demand("population")
+    population: Population = await found.Population.open(job, trainers, job.shared.populations)
+    return await population.slots.refs(patience)
 
 
 class Generation:
@@ -117,7 +130,7 @@ class Generation:
         record = await shared.store.get(record.job_id)
         entries = await shared.ledger.entries(record.job_id)
         spec = record.spec()
-        if record.state in _ACTIVE or set(entries) != set(spec.policies):
+        if record.state in _ACTIVE or set(entries) != set(spec.policies) - set(spec.slots):
             raise FailedPrecondition(
                 f"job {record.job_id} is {record.state_name} and has no weights to serve yet",
                 kind="no_weights",
@@ -136,6 +149,8 @@ class Generation:
         trainers = Trainers(job, entries)
         try:
             weights = await trainers.bind_all(patience)
+            if spec.slots:
+                weights |= await slot_weights(job, trainers, patience)
             request = ro.PrepareJobRequest(
                 request_id=new_id("prepare"),
                 job_id=record.job_id,

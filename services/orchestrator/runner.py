@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import structlog
 
@@ -23,7 +23,7 @@ from services.orchestrator.faults import (
     together,
 )
 from services.orchestrator.job_store import Superseded
-from services.orchestrator.populations.population import Population
+from services.orchestrator.populations import on_demand
 from services.orchestrator.progress import Progress
 from services.orchestrator.records import JobRecord
 from services.orchestrator.redis_access import RedisUnavailable
@@ -36,6 +36,9 @@ from troupe.rpc import FailedPrecondition, Internal, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
+
+if TYPE_CHECKING:  # most jobs have none
+    from services.orchestrator.populations.population import Population
 
 T = TypeVar("T")
 
@@ -207,7 +210,8 @@ class JobRunner:
         """The job's population, if it has one."""
         if self._job.spec.population is None:
             return []
-        return [await Population.open(self._job, trainers, self._shared.populations)]
+        found = await on_demand("population")
+        return [await found.Population.open(self._job, trainers, self._shared.populations)]
 
     async def _slots(self) -> dict[str, pb.WeightsRef]:
         """What the slots of the population serve."""

@@ -14,7 +14,7 @@ from services.chassis.telemetry import Telemetry
 from services.orchestrator import audit, checkpoints, directory
 from services.orchestrator.functions_door import FunctionDoor
 from services.orchestrator.orchestrator import Orchestrator
-from services.orchestrator.populations import view
+from services.orchestrator.populations import on_demand
 from services.orchestrator.populations.store import no_population
 from services.orchestrator.records import TERMINAL, JobRecord
 from services.orchestrator.settings import OrchestratorSettings
@@ -168,6 +168,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         self, request: orch.GetPopulationRequest, context: Any
     ) -> orch.GetPopulationResponse:
         record = await self._record(request)
+        view = await on_demand("view")
         found = await view.population(self._at.shared, record)
         return orch.GetPopulationResponse(population=found)
 
@@ -187,6 +188,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         self, request: orch.ExportMemberRequest, context: Any
     ) -> AsyncIterator[orch.ExportCheckpointResponse]:
         record = await self._record(request)
+        view = await on_demand("view")
         member = await view.member(self._at.shared, record, request.member_id)
         async for chunk in checkpoints.export(member):
             yield chunk

@@ -6,19 +6,21 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from services.orchestrator.batch import Batch
 from services.orchestrator.context import JobContext
 from services.orchestrator.dispatch import Dispatch
 from services.orchestrator.engines import Engines
 from services.orchestrator.faults import Patience, together
-from services.orchestrator.populations.population import Population
 from services.orchestrator.roster import STALE, SURPLUS, Roster
 from services.orchestrator.table_watch import TableWatch
 from services.orchestrator.training import Trainers
 from troupe.scheduling import admission, rosters
 from troupe.v1 import rollout_pb2 as ro
+
+if TYPE_CHECKING:  # most jobs have none
+    from services.orchestrator.populations.population import Population
 
 # The store says when something changed; this is for what it could not say.
 _LOOK_SECONDS: Final = 1.0

@@ -71,7 +71,10 @@ def test_a_league_has_learners_that_no_agent_names() -> None:
         ({"slots": 1}, "population.slots: 1 cannot serve a match of 2 players"),
         ({"learners": {"nobody": {}}}, "population.learners.nobody: is no trained policy"),
         ({"learners": {"player": {"kind": "main_exploiter"}}}, "exploiters are of a league"),
-        ({"stop": {"nash_conv": 0.1}}, "stop.nash_conv: is known only of games"),
+        (
+            {"stop": {"improvement": 0.1}, "algorithm": "self_play", "matches": {"least": 0}},
+            "stop.improvement: is known of payoffs",
+        ),
         ({"matches": {"least": 0}}, "`psro` chooses opponents by payoffs"),
         ({"learners": {"player": {"agents": ["carol"]}}}, "'carol' is no player"),
         ({"engine": {"urls": ["http://a:1"] * 1}, "slots": 2}, "cannot be shared out evenly"),

@@ -80,7 +80,7 @@ def lasting(found: orch.Population) -> orch.Population:
 async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> None:
     newer_wins(cluster)
     job_id = await cluster.submit(game())
-    job = await cluster.wait(job_id)
+    job = await cluster.wait(job_id, seconds=60)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     await cluster.check_accounts(job_id, 4, ["player"])
     found = await population(cluster, job_id)
@@ -105,6 +105,13 @@ async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> N
         {"player@4": 1.0},
     ]
     assert found.history[1].gains[0] == pytest.approx(1.0, abs=0.1)
+    ratings = {one.member_id: one.mean for one in found.ratings}
+    assert ratings["player@0"] < ratings["player@2"] < ratings["player@4"]
+    # People may talk to it, and to what a slot serves, after it has ended.
+    for policy in ("player", "all--0"):
+        await cluster.api.GeneratePolicy(
+            orch.GeneratePolicyRequest(job_id=job_id, policy=policy, input_ids=[1]), timeout=20
+        )
     # Training: the learner on one side, a member on the other, in turn on either.
     train = [t for t in cluster.rollouts[0].tickets if t.purpose == ro.Ticket.PURPOSE_TRAIN]
     assert {tuple(ticket.learners) for ticket in train} == {("player",)}
@@ -119,7 +126,7 @@ async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> N
 async def test_matches_are_listed_and_can_be_watched(cluster: Cluster) -> None:
     newer_wins(cluster)
     job_id = await cluster.submit(game())
-    await cluster.wait(job_id)
+    await cluster.wait(job_id, seconds=60)
     found = await matches(cluster, job_id)
     assert len(found) == 24 == len({one.trajectory_id for one in found})
     assert found[0].iteration == 2
@@ -155,7 +162,7 @@ async def test_a_killed_orchestrator_changes_nothing(cluster: Cluster, apart: bo
     section = {"algorithm": "psro", "iteration_steps": 1, "matches": {"least": 6}}
     section |= {"evaluation_slots": 2 if apart else 0, "redraw_steps": 1}
     quiet = await cluster.submit(game("quiet", population=section))
-    assert (await cluster.wait(quiet)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(quiet, seconds=60)).state == pb.JOB_STATE_SUCCEEDED
     expected = await population(cluster, quiet)
     cluster.rollouts[0].script.seconds = 0.02
     troubled = await cluster.submit(game("troubled", population=section))
@@ -194,7 +201,7 @@ async def test_an_evaluator_that_dies_leaves_no_half_match(cluster: Cluster) -> 
     cluster.rollouts[0] = second
     second.keys = {}
     newer_wins(cluster)
-    job = await cluster.wait(job_id, seconds=40)
+    job = await cluster.wait(job_id, seconds=60)
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     found = await population(cluster, job_id)
     assert {cell.matches for cell in found.cells} == {4}
@@ -208,7 +215,7 @@ async def test_a_member_whose_weights_are_gone_is_named(cluster: Cluster) -> Non
     job_id = await cluster.submit(text)
     await cluster.until(job_id, lambda job: job.step >= 1)
     shutil.rmtree(cluster.directory / job_id / "members")
-    job = await cluster.wait(job_id)
+    job = await cluster.wait(job_id, seconds=60)
     assert job.state == pb.JOB_STATE_FAILED
     assert job.problem.kind == "member_gone"
     assert job.problem.value.startswith("player@")
@@ -220,7 +227,7 @@ async def test_a_game_that_is_not_zero_sum_is_told_to_the_solver_of_those(
     newer_wins(cluster, zero_sum=False)
     section = {"iteration_steps": 1, "matches": MATCHES, "meta_solver": "zero_sum_nash"}
     job_id = await cluster.submit(game(population=section))
-    job = await cluster.wait(job_id)
+    job = await cluster.wait(job_id, seconds=60)
     assert job.state == pb.JOB_STATE_FAILED
     assert (job.problem.kind, job.problem.field) == ("not_zero_sum", "population.meta_solver")
 
@@ -231,7 +238,7 @@ async def test_payoffs_that_say_nothing_are_an_equilibrium(cluster: Cluster) -> 
     stop = {"improvement": 0.0, "patience": 1}
     section = {"iteration_steps": 1, "matches": MATCHES, "stop": stop}
     job_id = await cluster.submit(game(population=section))
-    job = await cluster.wait(job_id)
+    job = await cluster.wait(job_id, seconds=60)
     assert job.state == pb.JOB_STATE_SUCCEEDED
     # Nobody gains anything: it is over before all steps are.
     assert job.step == 1
@@ -244,7 +251,7 @@ async def test_matches_that_fail_too_often_fail_the_job(cluster: Cluster) -> Non
 
     newer_wins(cluster)
     cluster.rollouts[0].script.fail = fail
-    job = await cluster.wait(await cluster.submit(game()))
+    job = await cluster.wait(await cluster.submit(game()), seconds=60)
     assert (job.state, job.problem.kind) == (pb.JOB_STATE_FAILED, "too_many_failed_matches")
     assert "the game broke" in job.problem.message
 

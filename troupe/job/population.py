@@ -45,9 +45,6 @@ class LearnerSpec(Section):
     kind: LearnerKind = "main"
     """`league`: what it is for. `main`: to beat everybody; `main_exploiter`: to find what the main
     agents are weak against; `league_exploiter`: what everybody is weak against."""
-    restart: Literal["continue", "base"] = "continue"
-    """What it goes on from once a version of it is settled. `base`: its first weights again, as a
-    new version, with a fresh optimizer."""
 
 
 class MatchesSpec(Section):
@@ -81,9 +78,6 @@ class StopSpec(Section):
     """When a population is good enough, besides `pipeline.steps`. Looked at after every iteration;
     the first that holds ends the job."""
 
-    nash_conv: float | None = Field(default=None, ge=0)
-    """The agents together would gain at most so much by best responses in the whole game; needs
-    `population.game`."""
     improvement: float | None = Field(default=None, ge=0)
     """New members get at most so much more than what was played before, in every pool, in
     `patience` iterations one after another."""
@@ -147,24 +141,21 @@ class PopulationSpec(Section):
     """`league`: its shares and thresholds."""
     matches: MatchesSpec = MatchesSpec()
     """How many matches fill the payoff table."""
-    game: str | None = None
-    """OpenSpiel name of the game that the workflow plays, where its tree is small enough to walk
-    ("kuhn_poker"): payoffs and NashConv are then computed from the members' log-probs, exactly."""
     stop: StopSpec = StopSpec()
     """When it is good enough."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        if self.stop.nash_conv is not None and self.game is None:
-            raise ValueError(
-                "stop.nash_conv: is known only of games that OpenSpiel has; set `game`, or stop on "
-                "`improvement`"
-            )
         measured = self.algorithm in ("prioritized", "psro", "pipeline_psro", "league")
-        if measured and self.matches.least == 0 and self.game is None:
+        if measured and self.matches.least == 0:
             raise ValueError(
                 f"matches.least: `{self.algorithm}` chooses opponents by payoffs, and without "
                 "matches there are none; set it to 2 or more"
+            )
+        if self.stop.improvement is not None and self.matches.least == 0:
+            raise ValueError(
+                "stop.improvement: is known of payoffs, and without matches there are none; set "
+                "matches.least to 2 or more"
             )
         if self.matches.least == 1 or self.matches.most < self.matches.least:
             raise ValueError(

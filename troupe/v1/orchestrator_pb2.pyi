@@ -1424,8 +1424,8 @@ class MetaStrategy(_message.Message):
     step: _builtins.int
     """Optimizer steps that were done."""
     nash_conv: _builtins.float
-    """What the agents together would gain by best responses in the whole game; absent unless
-    `population.game` names it.
+    """What the agents together would gain by best responses in the whole game; absent where that is
+    not known.
     """
     @_builtins.property
     def mixtures(self) -> _containers.RepeatedCompositeFieldContainer[Global___Mixture]:

@@ -1,1 +1,26 @@
 """Populations of a job: pools of frozen versions, matches between them, who meets whom next."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from typing import Any
+
+from troupe.rpc import FailedPrecondition
+
+
+async def on_demand(module: str) -> Any:
+    """A module of this package. Most jobs have no population, and the libraries that solve games
+    take a while to come: in a thread, since others do not wait for that.
+
+    Raises FailedPrecondition of kind "populations_missing".
+    """
+    try:
+        return await asyncio.to_thread(importlib.import_module, f"{__name__}.{module}")
+    except ImportError as error:
+        raise FailedPrecondition(
+            f"a population needs {error.name}",
+            kind="populations_missing",
+            field="population",
+            remedy="pip install 'troupe[populations]' where the orchestrator runs.",
+        ) from error

@@ -24,6 +24,7 @@ from services.orchestrator.populations.store import PopulationStore
 from services.orchestrator.records import timestamp
 from troupe.populations import Precision, matches_due, seats
 from troupe.populations.payoffs import Members
+from troupe.populations.ratings import rated
 from troupe.populations.slots import match_waves, visible_cells
 from troupe.rpc import FailedPrecondition, ResourceExhausted
 from troupe.scheduling import admission
@@ -213,6 +214,9 @@ class Matches:
             state.table.record(one.cell, by_member)
             state.played += 1
             self._count_wins(members, match)
+            names = list(members.values())
+            paid = [match.payoffs[agent] for agent in members]
+            state.ratings |= rated(state.ratings, names, paid)
 
     def _agents_of(self, one: Planned) -> list[str]:
         """The agent that each player of the cell was."""

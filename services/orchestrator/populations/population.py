@@ -128,8 +128,6 @@ class Population:
         if state.history:
             newest = state.history[-1]
             found |= {f"population/gain/{pool}": gain for pool, gain in newest.gains.items()}
-            if newest.nash_conv is not None:
-                found["population/nash_conv"] = newest.nash_conv
         return found
 
     async def _measure(self) -> None:
@@ -192,10 +190,6 @@ class Population:
 
     def _stop_reason(self, seconds: float) -> str:
         stop, state = self._population.stop, self.state
-        newest = state.history[-1]
-        found = newest.nash_conv
-        if stop.nash_conv is not None and found is not None and found <= stop.nash_conv:
-            return f"NashConv {found:.4g} is at most {stop.nash_conv:g}"
         if stop.improvement is not None and len(state.history) > stop.patience:
             last = state.history[-stop.patience :]
             gains = [gain for one in last for gain in one.gains.values()]

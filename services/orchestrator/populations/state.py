@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from troupe.populations.payoffs import Members, PayoffTable
+from troupe.populations.ratings import Rating
 
 FORMAT: Final = 1
 CANDIDATE: Final = "candidate"
@@ -58,7 +59,6 @@ class Solution:
     """By player."""
     gains: dict[str, float]
     """By pool: what the newest members get beyond what was played before."""
-    nash_conv: float | None = None
 
 
 @dataclass
@@ -93,6 +93,8 @@ class PopulationState:
     """Matches of each cell that have ended, however."""
     wins: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """Of a member against another: won, drawn, played."""
+    ratings: dict[str, Rating] = field(default_factory=dict)
+    """By member."""
     played: int = 0
     slots: dict[str, tuple[str, int]] = field(default_factory=dict)
     """The member in each slot, and how often one was loaded there."""
@@ -130,6 +132,7 @@ class PopulationState:
             "history": [asdict(one) for one in self.history],
             "attempts": [[list(key), count] for key, count in sorted(self.attempts.items())],
             "wins": [[*pair, *counts] for pair, counts in sorted(self.wins.items())],
+            "ratings": {name: asdict(one) for name, one in sorted(self.ratings.items())},
             "played": self.played,
             "settled_at": self.settled_at,
             "stopped": self.stopped,
@@ -159,6 +162,7 @@ class PopulationState:
             history=[Solution(**one) for one in rest["history"]],
             attempts={tuple(key): count for key, count in rest["attempts"]},
             wins={(one, other): counts for one, other, *counts in rest["wins"]},
+            ratings={name: Rating(**one) for name, one in rest["ratings"].items()},
             played=rest["played"],
             slots={slot: (one, n) for slot, (one, n) in json.loads(fields["slots"]).items()},
             casting=None if casting is None else Casting(**casting),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 from services.orchestrator.job_store import JobStore
-from services.orchestrator.populations.state import PopulationState
+from services.orchestrator.populations import on_demand
 from services.orchestrator.redis_access import JobKeys, RedisAccess
 from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import orchestrator_pb2 as orch
+
+if TYPE_CHECKING:  # most jobs have none: libraries that solve games are imported for those that do
+    from services.orchestrator.populations.state import PopulationState
 
 
 class PopulationStore:
@@ -23,7 +27,9 @@ class PopulationStore:
         found = await self._redis.call("HGETALL", JobKeys(job_id).population)
         if not found:
             return None
-        return PopulationState.from_fields({k.decode(): v.decode() for k, v in found.items()})
+        fields = {name.decode(): value.decode() for name, value in found.items()}
+        state: PopulationState = (await on_demand("state")).PopulationState.from_fields(fields)
+        return state
 
     async def save(self, job_id: str, epoch: int, state: PopulationState) -> None:
         """Replace all of it. Raises `Superseded`."""

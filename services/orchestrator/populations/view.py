@@ -57,6 +57,12 @@ async def population(shared: Shared, record: JobRecord) -> orch.Population:
         pool.members.extend(_member(state.members[name]) for name in state.pools[pool.name])
     found.cells.extend(_cells(state))
     found.history.extend(_solutions(state))
+    found.ratings.extend(
+        orch.MemberRating(
+            member_id=name, mean=one.mean, deviation=one.deviation, matches=one.matches
+        )
+        for name, one in state.ratings.items()
+    )
     found.slots.extend(_slots(state, {s: p.name for p in pools.pools for s in p.slots}))
     return found
 
@@ -141,7 +147,6 @@ def _solutions(state: PopulationState) -> list[orch.MetaStrategy]:
             ],
             values=one.values,
             gains=one.gains.values(),
-            nash_conv=one.nash_conv,
         )
         for one in state.history
     ]
