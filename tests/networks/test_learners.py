@@ -100,6 +100,20 @@ def test_what_is_refused_moves_nothing() -> None:
         network("maddpg", kind="rnn")
 
 
+@pytest.mark.parametrize("paradigm", ["ppo", "mappo", "dqn", "vdn", "qmix", "maddpg"])
+def test_nothing_is_learned_of_what_is_not_legal(paradigm: str) -> None:
+    more = {"regularization": 0.0} if paradigm == "maddpg" else {}
+    learner = make_learner(network(paradigm, **more), SPACES, AGENTS, seed=1)
+    turns = paradigm in ("ppo", "mappo", "dqn")
+    before = learner.published()["policy.members.0.head.bias"]
+    for seed in range(3):
+        metrics = learner.update([fragment(seed, [4, 6, 1], turns=turns, masked=True)])
+        assert np.isfinite(list(metrics.values())).all()
+    after = learner.published()["policy.members.0.head.bias"]
+    assert (after[:2] != before[:2]).all()
+    assert after[2] == before[2]
+
+
 @pytest.mark.parametrize("paradigm", ["ppo", "mappo"])
 def test_padding_and_the_cut_of_fragments_change_nothing(paradigm: str) -> None:
     """One epoch in one minibatch: a step is a function of the set of episodes."""

@@ -17,15 +17,18 @@ from troupe.rpc.errors import InvalidArgument
 SPACES = Spaces(observation=1, state=1, actions=3, steps=6)
 
 
-def fragment(seed: int, lengths: list[int], agents: int = 2, turns: bool = False) -> Fragment:
-    """Random episodes; observations and states are the time."""
+def fragment(
+    seed: int, lengths: list[int], agents: int = 2, turns: bool = False, masked: bool = False
+) -> Fragment:
+    """Random episodes; observations and states are the time. `masked`: the last action is never
+    legal."""
     random = np.random.default_rng(seed)
     copies, steps = len(lengths), max(lengths)
     time = np.arange(steps + 1, dtype=np.float32)[:, None, None, None]
     arrays: dict[str, Any] = {
         "observations": np.tile(time, (1, copies, agents, 1)),
         "state": np.tile(time[:, 0], (1, copies, 1)),
-        "actions": random.integers(0, 3, (steps, copies, agents)),
+        "actions": random.integers(0, 2 if masked else 3, (steps, copies, agents)),
         "log_probs": random.normal(size=(steps, copies, agents)).astype(np.float32),
         "rewards": random.normal(size=(steps, copies, agents)).astype(np.float32),
         "lengths": np.array(lengths, np.int32),
@@ -33,6 +36,9 @@ def fragment(seed: int, lengths: list[int], agents: int = 2, turns: bool = False
     }
     if turns:
         arrays["acting"] = random.random((steps, copies, agents)) < 0.5
+    if masked:
+        legal = np.array([True, True, False])
+        arrays["legal"] = np.tile(legal, (steps + 1, copies, agents, 1))
     return Fragment("p", 0, tuple(f"agent_{i}" for i in range(agents)), arrays)
 
 

@@ -33,7 +33,8 @@ class _Actions(TensorDictModuleBase):  # type: ignore[misc]
 
     def __init__(self, acting: ActingNetwork, temperature: float) -> None:
         super().__init__()
-        self.in_keys = ["observations", "noise"]
+        # The loss hands on nothing that is not named here; `legal` may be missing.
+        self.in_keys = ["observations", "noise", "legal"]
         self.out_keys = ["logits", "action"]
         self.acting = acting
         self._temperature = temperature

@@ -1,0 +1,20 @@
+"""`benchmarks.networks` runs every task and says what it came to."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.quick import quick_run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_it_runs() -> None:
+    found = quick_run("networks")
+    assert found.keys() == {"mappo", "maddpg", "qmix", "vdn"}
+    for row in found.values():
+        assert len(row["plateaus"]) == 1
+        assert row["steps"] > 0
+    # Two updates are not enough for anything that counts.
+    assert not found["mappo"]["reached"]
+    assert not found["maddpg"]["reached"]
