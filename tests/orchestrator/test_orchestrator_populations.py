@@ -155,7 +155,7 @@ async def test_matches_are_listed_and_can_be_watched(cluster: Cluster) -> None:
     assert caught.value.kind == "member_not_found"
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_a_killed_orchestrator_changes_nothing(cluster: Cluster, apart: bool) -> None:
     """Payoffs, meta-strategies and casts are those of an undisturbed run, to the bit."""
     newer_wins(cluster)
