@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -79,6 +80,17 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel, tmp_path:
         await expect(row).to_contain_text("20 ms / 20 ms")
         await expect(row.locator("svg")).to_have_attribute("aria-label", "4x with 4 cores")
         await expect(page.locator("#functions-pool")).to_contain_text("1 of 2 workers run calls")
+
+        # The population: payoffs, whom the learner meets, who descends from whom, a match to read.
+        await expect(page.locator("#population-facts")).to_contain_text("NashConv 0.5")
+        met = page.locator("#payoffs tbody tr").nth(1).locator("td")
+        await expect(met.first).to_have_text("0.5")
+        await expect(met.first).to_have_attribute("title", re.compile("computed"))
+        await expect(met.last).to_have_text("·")
+        await expect(page.locator("#members")).to_contain_text("27.5 ± 2.2")
+        await expect(page.locator("#chart-mixture")).to_have_attribute("data-points", "2")
+        await page.click("[data-match=m0x1-t2]")
+        await expect(page.locator("#conversation h2")).to_contain_text("t2")
 
         # Numbers of samples are shown for as long as there are any.
         await expect(page.locator("#samples tbody tr")).to_have_count(1)

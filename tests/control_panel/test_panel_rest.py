@@ -151,3 +151,18 @@ async def test_samples_and_their_audit(panel: Panel) -> None:
     audit = (await panel.http.get(f"/api/jobs/{job_id}/audit")).json()
     assert audit["violations"] == []
     assert audit["tables"]["policies"][0]["trained"] == 44
+
+
+async def test_a_population_and_its_matches(panel: Panel) -> None:
+    found = (await panel.http.get("/api/jobs/mine/population")).json()
+    assert found["pools"][0]["members"][1]["member_id"] == "player@5"
+    assert found["pools"][0]["members"][1]["state"] == "settled"
+    assert found["history"][1]["mixtures"][0]["probabilities"] == {
+        "player@0": 0.25,
+        "player@5": 0.75,
+    }
+    page = (await panel.http.get("/api/jobs/mine/matches?limit=2&member=player@5")).json()
+    assert [one["trajectory_id"] for one in page["matches"]] == ["m0x1-t0", "m0x1-t1"]
+    assert page["next_page"] == "2"
+    none = await panel.http.get("/api/jobs/plain/population")
+    assert (none.status_code, none.json()["title"]) == (404, "no_population")

@@ -213,7 +213,8 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
         self, request: pb.GetTrajectoryRequest, context: Any
     ) -> pb.GetTrajectoryResponse:
         await self._note("GetTrajectory", request, context)
-        reply = pb.GetTrajectoryResponse(summary=_trajectory(int(request.trajectory_id[1:])))
+        number = int(request.trajectory_id.rpartition("t")[2])
+        reply = pb.GetTrajectoryResponse(summary=_trajectory(number))
         turn = reply.turns.add(agent="solver", policy="solver", turn=0, response="4", reward=0.5)
         turn.messages.add(role="user", content="2+2")
         return reply

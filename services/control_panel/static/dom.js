@@ -14,6 +14,16 @@ export function el(tag, props = {}, ...children) {
   return node;
 }
 
+const drawn = new WeakMap();
+
+// Whether `node` is to be drawn again, since `data` is not what it shows.
+export function changed(node, data) {
+  const text = JSON.stringify(data);
+  if (drawn.get(node) === text) return false;
+  drawn.set(node, text);
+  return true;
+}
+
 const PALETTE = ["#4c8dff", "#f2934a", "#3fb68b", "#c678dd", "#e05c6b", "#56b6c2", "#b5973b", "#8a94a6"];
 const colours = new Map();
 

@@ -1,6 +1,6 @@
 // Pools of a job: payoffs as a heat map, meta-strategies over time, ratings and lineage, matches.
 import { Chart } from "./charts.js";
-import { api, byId, el, number } from "./dom.js";
+import { api, byId, changed, el, number } from "./dom.js";
 
 const chart = new Chart(byId("chart-mixture"), { x: "iteration", range: [0, 1] });
 let shown = null;
@@ -27,6 +27,7 @@ export async function drawPopulation(job, watch) {
   if (job !== shown) return;
   byId("population").hidden = false;
   byId("population-facts").textContent = facts(found);
+  if (!changed(byId("population"), [job, found, played])) return;
   const ratings = new Map(found.ratings.map((one) => [one.member_id, one]));
   byId("members").tBodies[0].replaceChildren(...found.pools.flatMap((pool) => lineage(pool).map((one) => memberRow(found, pool, one, ratings))));
   byId("payoffs").replaceChildren(...payoffs(found));

@@ -1,5 +1,5 @@
 // The list of recent trajectories and the conversation between the agents of one.
-import { api, byId, colour, duration, el, number } from "./dom.js";
+import { api, byId, changed, colour, duration, el, number } from "./dom.js";
 
 export class Viewer {
   constructor() {
@@ -13,7 +13,10 @@ export class Viewer {
       this.selected = null;
     }
     const { trajectories } = await api(`/api/jobs/${job}/trajectories?limit=60`);
-    byId("trajectory-list").replaceChildren(...trajectories.map((item) => this.row(item)));
+    // Rows that are there already stay: somebody may be about to click one.
+    if (changed(byId("trajectory-list"), [job, trajectories])) {
+      byId("trajectory-list").replaceChildren(...trajectories.map((item) => this.row(item)));
+    }
     if (!this.selected && trajectories.length) await this.open(trajectories[0].trajectory_id);
   }
 
