@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 
 from services.reward.logs import Lines
+from tests.reward.test_reward_scaling import until
 from tests.reward.test_reward_service import Client, appears, client_of
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, new_id
 from troupe.v1 import reward_pb2 as pb
@@ -171,17 +172,18 @@ async def test_what_died_is_begun_again_as_often_as_declared(
 
 
 async def test_a_functions_own_queue_is_limited(client: Client) -> None:
-    await client.register("sleeps", max_queued=2, max_concurrency=1)
+    await client.register("sleeps", max_queued=20, max_concurrency=1)
     with pytest.raises(InvalidArgument, match="may ever wait"):
-        await client.stub.InvokeBatch(batch(client, "sleeps", [{"seconds": 0}] * 3))
+        await client.stub.InvokeBatch(batch(client, "sleeps", [{"seconds": 0}] * 21))
     calls = [
         asyncio.create_task(client.invoke("sleeps", {"seconds": 60}, invocation_id=f"limited {i}"))
-        for i in range(3)
+        for i in range(21)
     ]
-    await asyncio.sleep(0.2)
+    await until(client, lambda listed: listed.pool.queued == 20)
     request = batch(client, "sleeps", [{"seconds": 0}])
     with pytest.raises(ResourceExhausted) as full:
-        await client.stub.InvokeBatch(request, timeout=0.1)
+        # To come again after all that waits: later than this, so that nobody tries.
+        await client.stub.InvokeBatch(request, timeout=5)
     assert full.value.retry_after_ms
     gone = pb.DeleteFunctionRequest(
         request_id=new_id(), name="sleeps", version=client.versions["sleeps"]
