@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from services.rollout.columns import INLINE_BYTES
+from services.rollout.networks import arena
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
 from tests.rollout.test_rollout_aborting import abort, until
@@ -190,7 +191,10 @@ async def test_a_broken_environment_fails_its_trajectory(
     assert not await house.samples("big")
 
 
-async def test_an_environment_that_does_not_stop_is_not_asked_again(house: House) -> None:
+async def test_an_environment_that_does_not_stop_is_not_asked_again(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "STUCK_SECONDS", 0.0)
     limits = {"turn_seconds": 5, "trajectory_seconds": 0.3}
     await _prepare(house, _spec("Waits", limits=limits))
     await house.open_step(queries=2, group_size=1)

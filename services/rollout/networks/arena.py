@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import structlog
 
@@ -23,6 +24,8 @@ from troupe.workflow.environments.errors import EnvironmentFault, FaultReason
 
 log = structlog.get_logger(__name__)
 
+# A step that takes longer after its episode was given up may never end.
+STUCK_SECONDS: Final = 5.0
 # Who plays which agents: (policy, agents), sorted.
 Seating = tuple[tuple[str, tuple[str, ...]], ...]
 
@@ -118,8 +121,8 @@ class Arena:
         self._free = asyncio.Semaphore(places)
         self._most = places
         self._idle = [_Table(_Interruptible(first))]
-        # Of calls that nobody waits for any more: their environments have not stopped yet.
-        self._left: set[asyncio.Future[Any]] = set()
+        # Calls that nobody waits for any more, whose environments have not stopped yet: since when.
+        self._left: dict[asyncio.Future[Any], float] = {}
         self._closed = False
 
     @classmethod
@@ -149,30 +152,26 @@ class Arena:
     ) -> Played:
         """One whole episode of every copy, with these weights by policy.
 
-        When it is cancelled the environment stops after the step that it is in. Raises
-        `EnvironmentFault` for what the environment raises, and as soon as too many do not stop;
-        `WorkflowError` for what the job's networks cannot play.
+        When it is cancelled the environment stops after the step that it is in, and has its place
+        until then. Raises `EnvironmentFault` for what the environment raises, and where all places
+        are of environments that do not stop; `WorkflowError` for what the job's networks cannot
+        play.
         """
-        if len(self._left) >= self._most:
-            raise self._fault(
-                "deadline",
-                f"{len(self._left)} of them are still in a step, long after they were to stop",
-                remedy="Let `step` end, or restart the rollout worker.",
-            )
-        async with self._free:
-            stop = threading.Event()
-            play = partial(self._play, seating, served, seed, explore, stop)
-            playing = asyncio.ensure_future(asyncio.to_thread(play))
-            try:
-                played = await asyncio.shield(playing)
-            except EnvironmentFault:
-                COUNTERS.count("faults", self._source)
-                raise
-            finally:
-                if not playing.done():
-                    stop.set()
-                    self._left.add(playing)
-                    playing.add_done_callback(self._stopped)
+        self._refuse_if_stuck()
+        await self._free.acquire()
+        stop = threading.Event()
+        play = partial(self._play, seating, served, seed, explore, stop)
+        playing = asyncio.ensure_future(asyncio.to_thread(play))
+        playing.add_done_callback(self._stopped)
+        try:
+            played = await asyncio.shield(playing)
+        except EnvironmentFault:
+            COUNTERS.count("faults", self._source)
+            raise
+        finally:
+            if not playing.done():
+                stop.set()
+                self._left[playing] = time.monotonic()
         COUNTERS.count("resets", self._source, len(played.lengths))
         COUNTERS.count("steps", self._source, int(played.lengths.sum()))
         return played
@@ -183,8 +182,19 @@ class Arena:
         while self._idle:
             self._idle.pop().close()
 
+    def _refuse_if_stuck(self) -> None:
+        now = time.monotonic()
+        stuck = sum(now - since >= STUCK_SECONDS for since in self._left.values())
+        if stuck >= self._most:
+            raise self._fault(
+                "deadline",
+                f"{stuck} of them are still in a step, long after they were to stop",
+                remedy="Let `step` end, or restart the rollout worker.",
+            )
+
     def _stopped(self, playing: asyncio.Future[Any]) -> None:
-        self._left.discard(playing)
+        self._free.release()
+        self._left.pop(playing, None)
         if not playing.cancelled():
             playing.exception()  # seen
 
