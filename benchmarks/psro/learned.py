@@ -18,8 +18,8 @@ import torch
 from troupe.networks.spec import NetworkSpec, QLearningSpec
 from troupe.populations.learned import LearnedPsro, Oracle
 
-# OpenSpiel's, of each best response: as its example.
-EPISODES: Final = 10_000
+# OpenSpiel's, of each best response: a fifth of its example's, with which it gets there sooner.
+EPISODES: Final = 2_000
 # By game: the goal, updates of each of our best responses, games at once.
 GAMES: Final = {"kuhn_poker": (0.1, 24, 512), "leduc_poker": (1.5, 60, 1024)}
 _ITERATIONS: Final = 60

@@ -24,7 +24,7 @@ from benchmarks.references import ReferenceUnavailable, reference_python
 
 RLLIB: Final = ("ray[rllib]==2.60.0",)
 SAMPLE_FACTORY: Final = ("sample-factory==2.1.1",)
-# More copies in a worker make neither peer faster with environments of one copy each.
+# Of the peers' environments, which are one copy each, in a worker.
 _PEER_COPIES: Final = 16
 _COPIES: Final = {"spread": 256, "leduc": 512}
 _RUN_SECONDS: Final = 900.0
