@@ -1,0 +1,97 @@
+"""PSRO of a tiny language model on Kuhn poker: real engines and steps, a killed orchestrator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from examples.games.model import make_model
+from tests.e2e.conftest import House
+from troupe.rpc import connect
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+JOB = Path(__file__).parents[2] / "examples" / "games" / "job.yaml"
+
+
+def job(model: Path) -> str:
+    """The example's job as a small PSRO."""
+    spec = yaml.safe_load(JOB.read_text())
+    spec["policies"]["player"]["model"]["path"] = str(model)
+    spec["pipeline"] |= {"steps": 4, "queries_per_step": 4, "group_size": 4, "deterministic": True}
+    spec["evaluation"] = {}
+    spec["logging"] = {"tensorboard": False}
+    spec["population"] = {
+        "algorithm": "psro",
+        "iteration_steps": 2,
+        "matches": {"least": 12},
+    }
+    return yaml.safe_dump(spec)
+
+
+async def population(api: Any, job_id: str) -> orch.Population:
+    found: orch.Population = (
+        await api.GetPopulation(orch.GetPopulationRequest(job_id=job_id), timeout=30)
+    ).population
+    return found
+
+
+async def enough(api: Any, job_id: str, played: int) -> bool:
+    return (await population(api, job_id)).matches_played >= played
+
+
+async def another(house: House, pid: int) -> bool:
+    return house.pid("orchestrator") != pid
+
+
+async def until(good: Callable[[], Awaitable[bool]]) -> None:
+    """It is another process that changes: there is no event to wait for."""
+    async with asyncio.timeout(120):
+        while not await good():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_a_population_survives_the_orchestrator(house: House, tmp_path: Path) -> None:
+    text = job(make_model(tmp_path / "model"))
+    quiet = await house.client.submit(text)
+    record = await quiet.wait(timeout=400)
+    assert record.state == "succeeded", record
+    async with connect(house.cluster.state.orchestrator_address) as channel:
+        api = OrchestratorStub(channel)
+        expected = await population(api, quiet.id)
+        (pool,) = expected.pools
+        assert [one.member_id for one in pool.members] == ["player@0", "player@2", "player@4"]
+        assert {cell.matches for cell in expected.cells} == {12}
+        assert len(expected.history) == 3
+        # Zero-sum, so that what one side gets the other one loses.
+        assert all(abs(sum(cell.mean)) < 1e-9 for cell in expected.cells)
+        path = house.data_dir / quiet.id / "members" / "player" / "v2"
+        assert AutoModelForCausalLM.from_pretrained(path).config.hidden_size == 48
+
+        troubled = await house.client.submit(text)
+        # In the first round of matches, and in that of the next iteration.
+        for played in (0, 12):
+            await until(lambda least=played: enough(api, troubled.id, least))
+            pid = house.pid("orchestrator")
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda old=pid: another(house, old))
+        record = await troubled.wait(timeout=400)
+        assert record.state == "succeeded", record
+        found = await population(api, troubled.id)
+        assert list(found.cells) == list(expected.cells)
+        assert list(found.history) == list(expected.history)
+        assert [m.checksum for m in found.pools[0].members] == [
+            one.checksum for one in pool.members
+        ]
+    audit = await troubled.audit()
+    assert not audit.violations, audit
