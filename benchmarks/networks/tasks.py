@@ -88,8 +88,8 @@ TASKS: Final = {
                 }
             },
             copies=16,
-            updates=2500,
-            every=125,
+            updates=1000,
+            every=50,
             published=-141.70,
             margin=1.74,
             source=_PAPOUDAKIS,

@@ -218,18 +218,24 @@ def test_qmix_finds_what_a_sum_of_values_cannot(paradigm: str, finds: int) -> No
 
 
 @pytest.mark.slow
-def test_continuous_actions_are_learned() -> None:
-    """One agent moves to one side: simple_spread would take minutes."""
-    for paradigm in ("ppo", "maddpg"):
-        environment = make_environment("gymnasium", 8, id="MountainCarContinuous-v0", steps=20)
-        learner = make_learner(network(paradigm), environment.spaces, environment.agents, seed=1)
-        actor = Actor(environment, {"p": Seat(network(paradigm), environment.agents)})
-        actor.load("p", learner.published(), 0)
-        fragment = actor.sample(0).fragments["p"]
-        assert fragment["actions"].shape == (20, 8, 1, 1)
-        before = float(actor.evaluate([1]).mean())
-        for version in range(1, 40):
-            learner.update([actor.sample(version).fragments["p"]])
-            actor.load("p", learner.published(), version)
-        # Moving costs, and nobody reaches the hill in 20 steps: it learns to stand still.
-        assert abs(float(actor.evaluate([1]).mean())) < max(0.1, 0.5 * abs(before))
+@pytest.mark.parametrize(
+    ("paradigm", "more"),
+    [
+        ("ppo", {"lr": 3e-3}),
+        ("maddpg", {"batch": 64, "buffer": 4000, "actor_lr": 3e-3, "critic_lr": 1e-2}),
+    ],
+)
+def test_continuous_actions_are_learned(paradigm: str, more: dict[str, Any]) -> None:
+    """Moving costs, and nobody reaches the hill in 20 steps: one learns to stand still."""
+    spec = network(paradigm, **more)
+    environment = make_environment("gymnasium", 8, id="MountainCarContinuous-v0", steps=20)
+    learner = make_learner(spec, environment.spaces, environment.agents, seed=1)
+    actor = Actor(environment, {"p": Seat(spec, environment.agents)})
+    returns = []
+    for version in range(60):
+        actor.load("p", learner.published(), version)
+        played = actor.sample(version)
+        returns.append(float(played.returns.mean()))
+        learner.update([played.fragments["p"]])
+    assert played.fragments["p"]["actions"].shape == (20, 8, 1, 1)
+    assert abs(np.mean(returns[-5:])) < 0.65 * abs(np.mean(returns[:5]))
