@@ -65,7 +65,7 @@ TASKS: Final = {
                 }
             },
             copies=64,
-            updates=1000,
+            updates=1300,
             every=50,
             published=-133.54,
             margin=3.08,
