@@ -63,7 +63,7 @@ def row(name: str, curve: Curve) -> str:
     lowest = min(value for _, value in curve.population) if curve.population else None
     lowest = min(curve.newest.values()) if lowest is None else lowest
     return (
-        f"{name:12} {curve.newest[0]:>10.3f} {curve.final:>9.3f} {lowest:>9.3f} "
+        f"{name:12} {curve.newest.get(0, float('nan')):>10.3f} {curve.final:>9.3f} {lowest:>9.3f} "
         f"{tail(curve):>12.3f} {curve.illegal[max(curve.illegal)]:>9.3f} {max(curve.newest):>6} "
         f"{len(curve.newest):>7} {curve.seconds:>8.0f}"
     )
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     curves = asyncio.run(run(names, quick=options.quick))
     first = next(iter(curves.values()))
     result = {
-        "untrained": round(first.newest[0], 4),
+        "untrained": round(first.newest[0], 4) if 0 in first.newest else None,
         **{name: round(curve.final, 4) for name, curve in curves.items()},
     }
     if not options.json:

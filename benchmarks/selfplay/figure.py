@@ -25,7 +25,8 @@ def draw(curves: Mapping[str, Curve]) -> str:
         drawn = " ".join(at(step, value) for step, value in points)
         return f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
-    third = next(iter(curves.values())).newest[0] / 3
+    newest_of = next(iter(curves.values())).newest
+    third = newest_of[min(newest_of)] / 3
     goal, end = at(0, third), at(steps, third)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
