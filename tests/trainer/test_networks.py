@@ -144,7 +144,10 @@ async def test_a_step_that_moves_to_another_worker_ends_with_the_same_bits(
     await open_step(stage, 1)
     await play(stage, spec, ref, 1, QUERIES[:2])
     running = asyncio.create_task(here.events(1, 1))
-    await here.trained(2)
+    async with asyncio.timeout(60):
+        # Until it has begun, its samples are those of the step before.
+        while not any((s.step, s.samples) == (1, 2) for s in await here.statuses()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     state = await here.suspend()
     with pytest.raises(TroupeError) as stopped:
         await running
