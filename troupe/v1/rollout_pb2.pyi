@@ -751,6 +751,145 @@ class ScoredContinuation(_message.Message):
 Global___ScoredContinuation: _TypeAlias = ScoredContinuation  # noqa: Y015
 
 @_typing.final
+class DescribeGameRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    GAME_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    game: _builtins.str
+    """OpenSpiel name of the game that the workflow is to play."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        game: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["game", b"game", "job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeGameRequest: _TypeAlias = DescribeGameRequest  # noqa: Y015
+
+@_typing.final
+class DescribeGameResponse(_message.Message):
+    """With the answers' probabilities (Score) all that can come of a match between given policies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUESTIONS_FIELD_NUMBER: _builtins.int
+    ILLEGAL_FIELD_NUMBER: _builtins.int
+    RESAMPLES_FIELD_NUMBER: _builtins.int
+    ILLEGAL_REWARD_FIELD_NUMBER: _builtins.int
+    SEATINGS_FIELD_NUMBER: _builtins.int
+    illegal: _builtins.str
+    """What follows an answer that is no move: lose, resample or random_legal."""
+    resamples: _builtins.int
+    """`resample`: how often a seat is asked again before it loses."""
+    illegal_reward: _builtins.float
+    """What a seat gets that loses so."""
+    @_builtins.property
+    def questions(self) -> _containers.RepeatedCompositeFieldContainer[Global___GameQuestion]: ...
+    @_builtins.property
+    def seatings(self) -> _containers.RepeatedCompositeFieldContainer[Global___GameSeating]:
+        """Who sits where, each as often as the others."""
+
+    def __init__(
+        self,
+        *,
+        questions: _abc.Iterable[Global___GameQuestion] | None = ...,
+        illegal: _builtins.str = ...,
+        resamples: _builtins.int = ...,
+        illegal_reward: _builtins.float = ...,
+        seatings: _abc.Iterable[Global___GameSeating] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["illegal", b"illegal", "illegal_reward", b"illegal_reward", "questions", b"questions", "resamples", b"resamples", "seatings", b"seatings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeGameResponse: _TypeAlias = DescribeGameResponse  # noqa: Y015
+
+@_typing.final
+class GameQuestion(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAYER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    player: _builtins.int
+    state: _builtins.str
+    """OpenSpiel's name of the information state."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]: ...
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___GameMove]: ...
+    def __init__(
+        self,
+        *,
+        player: _builtins.int = ...,
+        state: _builtins.str = ...,
+        messages: _abc.Iterable[_common_pb2.ChatMessage] | None = ...,
+        moves: _abc.Iterable[Global___GameMove] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "moves", b"moves", "player", b"player", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GameQuestion: _TypeAlias = GameQuestion  # noqa: Y015
+
+@_typing.final
+class GameMove(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What a player may write."""
+    action: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        action: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GameMove: _TypeAlias = GameMove  # noqa: Y015
+
+@_typing.final
+class GameSeating(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def agents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """By seat, in the game's order."""
+
+    def __init__(
+        self,
+        *,
+        agents: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agents", b"agents"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GameSeating: _TypeAlias = GameSeating  # noqa: Y015
+
+@_typing.final
 class ListEnginesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -64,6 +64,11 @@ class RolloutStub:
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_rollout__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.DescribeGame = channel.unary_unary(
+                '/troupe.v1.Rollout/DescribeGame',
+                request_serializer=troupe_dot_v1_dot_rollout__pb2.DescribeGameRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_rollout__pb2.DescribeGameResponse.FromString,
+                _registered_method=True)
         self.ListEngines = channel.unary_unary(
                 '/troupe.v1.Rollout/ListEngines',
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.ListEnginesRequest.SerializeToString,
@@ -125,6 +130,13 @@ class RolloutServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeGame(self, request, context):
+        """What a job's workflow asks its players in every information state of a game of OpenSpiel.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEngines(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -178,6 +190,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=troupe_dot_v1_dot_rollout__pb2.ScoreRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_rollout__pb2.ScoreResponse.SerializeToString,
+            ),
+            'DescribeGame': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeGame,
+                    request_deserializer=troupe_dot_v1_dot_rollout__pb2.DescribeGameRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_rollout__pb2.DescribeGameResponse.SerializeToString,
             ),
             'ListEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEngines,
@@ -357,6 +374,33 @@ class Rollout:
             '/troupe.v1.Rollout/Score',
             troupe_dot_v1_dot_rollout__pb2.ScoreRequest.SerializeToString,
             troupe_dot_v1_dot_rollout__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeGame(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Rollout/DescribeGame',
+            troupe_dot_v1_dot_rollout__pb2.DescribeGameRequest.SerializeToString,
+            troupe_dot_v1_dot_rollout__pb2.DescribeGameResponse.FromString,
             options,
             channel_credentials,
             insecure,

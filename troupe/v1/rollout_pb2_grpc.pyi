@@ -42,6 +42,8 @@ class RolloutStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
     Score: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]
     """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
+    DescribeGame: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DescribeGameRequest, _rollout_pb2.DescribeGameResponse]
+    """What a job's workflow asks its players in every information state of a game of OpenSpiel."""
     ListEngines: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ListEnginesRequest, _rollout_pb2.ListEnginesResponse]
     MoveEngine: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.MoveEngineRequest, _rollout_pb2.MoveEngineResponse]
     """Takes an engine from its policy to another one of the same job: no new turns, those in flight
@@ -64,6 +66,8 @@ class RolloutAsyncStub(RolloutStub):
     Generate: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
     Score: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]  # type: ignore[assignment]
     """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
+    DescribeGame: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DescribeGameRequest, _rollout_pb2.DescribeGameResponse]  # type: ignore[assignment]
+    """What a job's workflow asks its players in every information state of a game of OpenSpiel."""
     ListEngines: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ListEnginesRequest, _rollout_pb2.ListEnginesResponse]  # type: ignore[assignment]
     MoveEngine: _aio.UnaryUnaryMultiCallable[_rollout_pb2.MoveEngineRequest, _rollout_pb2.MoveEngineResponse]  # type: ignore[assignment]
     """Takes an engine from its policy to another one of the same job: no new turns, those in flight
@@ -119,6 +123,14 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.ScoreResponse, _abc.Awaitable[_rollout_pb2.ScoreResponse]]:
         """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
+
+    @_abc_1.abstractmethod
+    def DescribeGame(
+        self,
+        request: _rollout_pb2.DescribeGameRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.DescribeGameResponse, _abc.Awaitable[_rollout_pb2.DescribeGameResponse]]:
+        """What a job's workflow asks its players in every information state of a game of OpenSpiel."""
 
     @_abc_1.abstractmethod
     def ListEngines(
