@@ -27,7 +27,7 @@ from benchmarks.command import scratch
 from benchmarks.end_to_end.troupe_side import cluster
 from benchmarks.selfplay.figure import draw
 from benchmarks.selfplay.measure import POLICY, Curve, measured
-from examples.self_play.model import make_model
+from examples.self_play.model import make_player
 from troupe.job import JobSpec
 
 JOBS: Final = ("naive", "fictitious", "psro")
@@ -51,7 +51,7 @@ async def run(names: Sequence[str], *, quick: bool) -> dict[str, Curve]:
     """One job after the other on one cluster."""
     found = {}
     with scratch("selfplay-") as directory:
-        model = make_model(directory / "model")
+        model = make_player(directory / "model")
         async with cluster(directory / "data") as client:
             for name in names:
                 found[name] = await measured(client, job(name, model, quick=quick))

@@ -45,6 +45,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD), "isolated")
     core.decoder = decoders.Fuse()
+    return chat_tokenizer(core)
+
+
+def chat_tokenizer(core: Tokenizer) -> PreTrainedTokenizerFast:
+    """`core`, whose vocabulary has the special tokens, with the marks of a conversation."""
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
@@ -56,21 +61,27 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(directory: Path, *, hidden: int = 48, layers: int = 2, seed: int = 0) -> Path:
-    """Save a random Qwen3 with the games' tokenizer under `directory`."""
-    tokenizer = make_tokenizer()
+def make_model(
+    directory: Path,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    *,
+    positions: int = 256,
+    seed: int = 0,
+) -> Path:
+    """Save a random Qwen3 of two layers with a tokenizer (default: the games') in `directory`."""
+    tokenizer = make_tokenizer() if tokenizer is None else tokenizer
     tokenizer.save_pretrained(directory)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=layers,
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=2,
             num_attention_heads=3,
             num_key_value_heads=3,
             head_dim=16,
-            max_position_embeddings=256,
+            max_position_embeddings=positions,
             tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,

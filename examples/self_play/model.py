@@ -11,12 +11,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 from examples.games.kuhn import CARDS, MOVES
-from examples.games.model import ASSISTANT, END, PAD, TEMPLATE, UNKNOWN, USER
+from examples.games.model import (
+    ASSISTANT,
+    END,
+    PAD,
+    UNKNOWN,
+    USER,
+    chat_tokenizer,
+    make_model,
+)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -26,40 +33,12 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[USER, ASSISTANT],
-        chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    return chat_tokenizer(core)
 
 
-def make_model(directory: Path, *, hidden: int = 48, layers: int = 2, seed: int = 0) -> Path:
-    """Save a random Qwen3 with that tokenizer under `directory`."""
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=3,
-            num_key_value_heads=3,
-            head_dim=16,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
-    )
-    model.save_pretrained(directory)
-    return directory
+def make_player(directory: Path, *, seed: int = 0) -> Path:
+    """Save a random Qwen3 with that tokenizer in `directory`."""
+    return make_model(directory, make_tokenizer(), positions=64, seed=seed)
 
 
 def main() -> None:
@@ -68,7 +47,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/models/self_play"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    print(make_model(args.out, seed=args.seed))
+    print(make_player(args.out, seed=args.seed))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from troupe.networks.acting import ActingNetwork
 from troupe.networks.replay import Replay
 from troupe.rpc.errors import InvalidArgument
 
@@ -98,3 +99,23 @@ def _fresh(parameter: torch.Tensor) -> Tensors:
     """Adam's state before its first step."""
     zeros = torch.zeros_like(parameter)
     return {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+
+
+class Owner:
+    """What every learner gives and takes of itself."""
+
+    _owned: Belongings
+    _acting: ActingNetwork
+    """What actors play with."""
+
+    def state(self) -> Tensors:
+        """As `Learner.state`."""
+        return self._owned.state()
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """As `Learner.restore`."""
+        self._owned.restore(state)
+
+    def published(self) -> Tensors:
+        """As `Learner.published`."""
+        return {name: value.clone() for name, value in self._acting.state_dict().items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torchrl.objectives import DDPGLoss, SoftUpdate
 from torchrl.objectives.utils import ValueEstimators
 
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.belongings import Belongings
+from troupe.networks.belongings import Belongings, Owner
 from troupe.networks.fragments import Fragment
 from troupe.networks.modules import ILLEGAL, Networks
 from troupe.networks.replay import Replay
@@ -77,7 +77,7 @@ class _Critic(TensorDictModuleBase):  # type: ignore[misc]
         return tensordict
 
 
-class DeterministicLearner:
+class DeterministicLearner(Owner):
     """`troupe.networks.learning.Learner` from a replay buffer of joint transitions.
 
     As in TorchRL's multi-agent tutorial, an actor's gradient is that of its critic under the
@@ -151,18 +151,6 @@ class DeterministicLearner:
             metrics |= {name: float(np.mean([one[name] for one in made])) for name in made[0]}
         self._owned.counts["updates"] += 1
         return metrics
-
-    def state(self) -> Tensors:
-        """As `Learner.state`."""
-        return self._owned.state()
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As `Learner.restore`."""
-        self._owned.restore(state)
-
-    def published(self) -> Tensors:
-        """As `Learner.published`."""
-        return {name: value.clone() for name, value in self._acting.state_dict().items()}
 
     def _step(self) -> dict[str, float]:
         batch = self._batch(self._replay.sample())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torchrl.objectives.multiagent import IPPOLoss, MAPPOLoss
 from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
 
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.belongings import Belongings
+from troupe.networks.belongings import Belongings, Owner
 from troupe.networks.fragments import Fragment
 from troupe.networks.modules import ILLEGAL, Networks, initialize
 from troupe.networks.rows import Rows, check, rows_of
@@ -71,7 +71,7 @@ class _Values(TensorDictModuleBase):  # type: ignore[misc]
         return tensordict
 
 
-class PPOLearner:
+class PPOLearner(Owner):
     """`troupe.networks.learning.Learner` by clipped policy gradients on the fragments of one
     update."""
 
@@ -148,18 +148,6 @@ class PPOLearner:
         metrics["return"] = float(returns.mean())
         metrics["decisions"] = float(rows.lengths.sum())
         return metrics
-
-    def state(self) -> Tensors:
-        """As `Learner.state`."""
-        return self._owned.state()
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As `Learner.restore`."""
-        self._owned.restore(state)
-
-    def published(self) -> Tensors:
-        """As `Learner.published`."""
-        return {name: value.clone() for name, value in self._acting.state_dict().items()}
 
     def _data(self, rows: Rows) -> Tensors:
         """Units of which minibatches are made: [U, L, ...], with a memory episodes, else single

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torchrl.objectives.multiagent import QMixerLoss
 from torchrl.objectives.utils import ValueEstimators
 
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.belongings import Belongings
+from troupe.networks.belongings import Belongings, Owner
 from troupe.networks.fragments import Array, Fragment
 from troupe.networks.modules import ILLEGAL
 from troupe.networks.replay import Replay
@@ -47,7 +47,7 @@ class _Values(TensorDictModuleBase):  # type: ignore[misc]
         return tensordict
 
 
-class QLearner:
+class QLearner(Owner):
     """`troupe.networks.learning.Learner` from a replay buffer of whole episodes. The reward of a
     team is the mean of its agents'."""
 
@@ -128,18 +128,6 @@ class QLearner:
             metrics |= {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
         counts["updates"] += 1
         return metrics
-
-    def state(self) -> Tensors:
-        """As `Learner.state`."""
-        return self._owned.state()
-
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """As `Learner.restore`."""
-        self._owned.restore(state)
-
-    def published(self) -> Tensors:
-        """As `Learner.published`."""
-        return {name: value.clone() for name, value in self._acting.state_dict().items()}
 
     def _mixer(self) -> nn.Module:
         if self._learning.paradigm == "vdn":
