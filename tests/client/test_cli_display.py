@@ -6,7 +6,7 @@ import io
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -151,6 +151,7 @@ def test_numbers() -> None:
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60), st.integers(1, 30))
+@example([1.7976931348623157e308, -9.9e291], 2)
 def test_a_sparkline_never_fails_nor_overflows(values: list[float], width: int) -> None:
     line = sparkline(values, width)
     assert len(line) <= width

@@ -65,6 +65,8 @@ def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = Fa
     shown = [v for v in values[-width:] if math.isfinite(v)]
     if not shown:
         return ""
+    if math.isinf(max(shown) - min(shown)):  # the range itself is no number
+        shown = [v / 4 for v in shown]
     low, high = min(shown), max(shown)
     if high - low < 1e-9:
         return bars[0] * len(shown)
