@@ -89,6 +89,11 @@ class JobKeys:
         """Matches of the population: order (list), how they ended (hash)."""
         return self._key("matches:order"), self._key("matches")
 
+    @property
+    def answers(self) -> str:
+        """Hash: what members answer in every information state of a game, by pool and member."""
+        return self._key("population:answers")
+
     def trajectories(self, kind: str) -> tuple[str, str, str]:
         """Recent trajectories of a kind: order (list), summaries and full ones (hashes)."""
         base = f"trajectories:{kind}"

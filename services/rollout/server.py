@@ -15,6 +15,7 @@ from services.chassis.transfer import HostTransfer
 from services.rollout.endpoint.server import EndpointServer
 from services.rollout.engines.base import Device
 from services.rollout.engines.factory import make_engine
+from services.rollout.games import describe
 from services.rollout.generation import generate
 from services.rollout.jobs import JobTable
 from services.rollout.metrics import RolloutMetrics
@@ -176,6 +177,13 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         """Log-probs of given continuations under a policy."""
         job = self._jobs.get(request.job_id)
         return await score(job, job.policy(request.policy), request)
+
+    async def DescribeGame(
+        self, request: pb.DescribeGameRequest, context: Any
+    ) -> pb.DescribeGameResponse:
+        """What a job's players are asked in every information state."""
+        job = self._jobs.get(request.job_id)
+        return await asyncio.to_thread(describe, job.workflow, job.spec, request.game)
 
     async def ListEngines(
         self, request: pb.ListEnginesRequest, context: Any

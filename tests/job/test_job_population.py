@@ -76,6 +76,11 @@ def test_a_league_has_learners_that_no_agent_names() -> None:
             "stop.improvement: is known of payoffs",
         ),
         ({"matches": {"least": 0}}, "`psro` chooses opponents by payoffs"),
+        ({"stop": {"nash_conv": 0.1}}, "stop.nash_conv: is known only of games"),
+        (
+            {"game": "kuhn_poker", "algorithm": "league", "matches": {"least": 0}},
+            "`league` chooses opponents by payoffs",
+        ),
         ({"learners": {"player": {"agents": ["carol"]}}}, "'carol' is no player"),
         ({"engine": {"urls": ["http://a:1"] * 1}, "slots": 2}, "cannot be shared out evenly"),
     ],
@@ -88,6 +93,35 @@ def test_a_game_of_one_is_refused() -> None:
     spec = job()
     del spec["agents"]["bob"]
     assert "only alice has a trained policy" in fault(spec)
+
+
+def test_with_a_game_payoffs_are_computed_unless_wins_are_asked_for() -> None:
+    for algorithm, plays in (("psro", False), ("league", True), ("prioritized", True)):
+        spec = parse_job(yaml.safe_dump(job(game="kuhn_poker", algorithm=algorithm)))
+        assert spec.population is not None
+        assert spec.population.plays_matches is plays
+    parse_job(yaml.safe_dump(job(game="kuhn_poker", matches={"least": 0})))
+
+
+@pytest.mark.parametrize(
+    ("bob", "says"),
+    [
+        ({"sampling": {"top_p": 0.9}}, "agents.bob.sampling: with `population.game`"),
+        ({"sampling": {"temperature": 0}}, "agents.bob.sampling: with `population.game`"),
+        ({"system_prompt": "bluff"}, "agents.bob: with `population.game` all agents of a pool"),
+    ],
+)
+def test_what_players_say_in_a_game_can_be_computed(bob: dict[str, Any], says: str) -> None:
+    spec = job(game="kuhn_poker")
+    spec["agents"]["bob"] |= bob
+    assert says in fault(spec)
+
+
+def test_who_is_no_player_is_not_in_the_tree() -> None:
+    spec = job(game="kuhn_poker")
+    spec["policies"]["umpire"] = MODEL | {"trainable": False}
+    spec["agents"]["umpire"] = {"policy": "umpire"}
+    assert "'umpire' is no player" in fault(spec)
 
 
 def test_slots_serve_one_architecture() -> None:

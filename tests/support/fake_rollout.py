@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -12,6 +13,7 @@ from typing import Any
 import grpc
 
 from services.chassis.settings import ServiceSettings
+from services.rollout.games import describe
 from tests.support.experience import make_sample
 from tests.support.fake_worker import FakeWorker
 from troupe.job import JobSpec
@@ -46,6 +48,11 @@ class RolloutScript:
     die: bool = False
     # Go down when asked to prepare a job.
     die_preparing: bool = False
+    # The game that is described, and what a prompt's continuations are likely to be by the version
+    # of the member that a slot serves.
+    workflow: Any = None
+    score: Callable[[int, ro.ScorePrompt], list[float]] | None = None
+    score_seconds: float = 0.0
     # End trajectories in the store but say nothing about them before the break.
     silent: bool = False
 
@@ -172,7 +179,26 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         return ro.GenerateResponse(text=f"{request.policy}@{version}")
 
     async def Score(self, request: ro.ScoreRequest, context: Any) -> ro.ScoreResponse:
-        return ro.ScoreResponse(version=self._job(request.job_id)[request.policy])
+        self.calls["Score"] += 1
+        version = self._job(request.job_id)[request.policy]
+        await asyncio.sleep(self.script.score_seconds)
+        answer = ro.ScoreResponse(version=version)
+        if (say := self.script.score) is not None:
+            member = int(self.keys[request.policy].rpartition("@")[2])
+            for prompt in request.prompts:
+                chances = zip(prompt.continuations, say(member, prompt), strict=True)
+                logs = [math.log(p) if p > 0 else -math.inf for _, p in chances]
+                answer.prompts.add(
+                    continuations=[ro.ScoredContinuation(logprob=one) for one in logs]
+                )
+        return answer
+
+    async def DescribeGame(
+        self, request: ro.DescribeGameRequest, context: Any
+    ) -> ro.DescribeGameResponse:
+        self.calls["DescribeGame"] += 1
+        spec = self.specs[request.job_id]
+        return await asyncio.to_thread(describe, self.script.workflow, spec, request.game)
 
     async def ListEngines(
         self, request: ro.ListEnginesRequest, context: Any

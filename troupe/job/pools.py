@@ -101,6 +101,8 @@ class Pools:
         )
         found = cls(players, symmetric, pools, learners, seats, population.algorithm in _TOGETHER)
         found._check(population, policies)
+        if population.game is not None:
+            found._check_answers(agents, policies)
         return found
 
     @property
@@ -181,6 +183,37 @@ class Pools:
             raise ValueError(
                 f"population.engine.urls: {len(engine.urls)} servers cannot be shared out evenly "
                 f"among {len(self.slots)} slots ({', '.join(self.slots)})"
+            )
+
+    def _check_answers(
+        self, agents: Mapping[str, AgentSpec], policies: Mapping[str, PolicySpec]
+    ) -> None:
+        """`game`: log-probs are what is drawn from, and members of a pool answer in one way."""
+        for name in self.agents:
+            if policies[agents[name].policy].network is not None:
+                raise ValueError(
+                    f"population.game: '{name}' is a network, and what members say is asked of "
+                    "language models; remove it"
+                )
+            sampling = agents[name].sampling
+            cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.temperature == 0
+            if cut or (sampling.stop and sampling.max_new_tokens > 1):
+                raise ValueError(
+                    f"agents.{name}.sampling: with `population.game` answers are drawn from all "
+                    "tokens; remove top_p, top_k, stop and temperature 0"
+                )
+        for pool in self.pools:
+            ways = [(agents[name].sampling, agents[name].system_prompt) for name in pool.agents]
+            if any(one != ways[0] for one in ways):
+                raise ValueError(
+                    f"agents.{pool.agents[-1]}: with `population.game` all agents of a pool have "
+                    f"one `sampling` and `system_prompt`; give it those of {pool.agents[0]}, or "
+                    "set population.symmetric to false"
+                )
+        if others := [name for name in agents if name not in self.agents]:
+            raise ValueError(
+                f"population.game: the agent '{others[0]}' is no player, and what it does is not "
+                "in the game's tree; remove either"
             )
 
 

@@ -78,6 +78,9 @@ class StopSpec(Section):
     """When a population is good enough, besides `pipeline.steps`. Looked at after every iteration;
     the first that holds ends the job."""
 
+    nash_conv: float | None = Field(default=None, ge=0)
+    """The agents together would gain at most so much by best responses in the whole game, against
+    the meta-strategy over all members (half of it is exploitability); needs `population.game`."""
     improvement: float | None = Field(default=None, ge=0)
     """New members get at most so much more than what was played before, in every pool, in
     `patience` iterations one after another."""
@@ -141,18 +144,29 @@ class PopulationSpec(Section):
     """`league`: its shares and thresholds."""
     matches: MatchesSpec = MatchesSpec()
     """How many matches fill the payoff table."""
+    game: str | None = None
+    """OpenSpiel name of the game that the workflow plays ("kuhn_poker"; a `GameWorkflow` over the
+    OpenSpiel environment), where its tree is small enough to walk. Payoffs and NashConv are then
+    computed of what members say in every information state, exactly, and no matches are played; but
+    for `prioritized` and `league`, which choose by wins. Players then draw from the whole
+    vocabulary: no `top_p`, no `top_k`."""
     stop: StopSpec = StopSpec()
     """When it is good enough."""
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        measured = self.algorithm in ("prioritized", "psro", "pipeline_psro", "league")
-        if measured and self.matches.least == 0:
+        chooses = self.algorithm in ("psro", "pipeline_psro") and self.game is None
+        if (chooses or self.by_wins) and self.matches.least == 0:
             raise ValueError(
                 f"matches.least: `{self.algorithm}` chooses opponents by payoffs, and without "
                 "matches there are none; set it to 2 or more"
             )
-        if self.stop.improvement is not None and self.matches.least == 0:
+        if self.stop.nash_conv is not None and self.game is None:
+            raise ValueError(
+                "stop.nash_conv: is known only of games that OpenSpiel has; set `game`, or stop on "
+                "`improvement`"
+            )
+        if self.stop.improvement is not None and self.matches.least == 0 and self.game is None:
             raise ValueError(
                 "stop.improvement: is known of payoffs, and without matches there are none; set "
                 "matches.least to 2 or more"
@@ -165,3 +179,13 @@ class PopulationSpec(Section):
         if self.league.self_play + self.league.forgotten > 1:
             raise ValueError("league.forgotten: with `self_play` it is more than all games")
         return self
+
+    @property
+    def by_wins(self) -> bool:
+        """Whether opponents are chosen by who beats whom, which takes matches."""
+        return self.algorithm in ("prioritized", "league")
+
+    @property
+    def plays_matches(self) -> bool:
+        """Whether matches fill the payoff table, and no computation does."""
+        return self.matches.least > 0 and (self.game is None or self.by_wins)

@@ -1,4 +1,6 @@
-"""Exact values of agents that change seats from episode to episode, every seating equally often.
+"""Exact values of agents that change seats from episode to episode, each seating equally often.
+
+`seatings[k][seat]` is the agent there; by default they are all permutations.
 
 An agent's plans are one per seat: it knows where it sits.
 """
@@ -15,6 +17,7 @@ from troupe.populations.tree import SequenceForm
 
 Plans = Sequence[Array]
 """One plan [s] per seat, as `SequenceForm.plan` makes them."""
+Seatings = Sequence[Sequence[int]]
 
 
 def mixed(members: Sequence[Plans], shares: Sequence[float]) -> list[Array]:
@@ -27,26 +30,31 @@ def mixed(members: Sequence[Plans], shares: Sequence[float]) -> list[Array]:
     return [sum(share / total * plans[seat] for plans, share in parts) for seat in seats]  # type: ignore[misc]
 
 
-def agent_values(form: SequenceForm, agents: Sequence[Plans]) -> Array:
+def agent_values(
+    form: SequenceForm, agents: Sequence[Plans], seatings: Seatings | None = None
+) -> Array:
     """What each agent [n] gets on average over all seatings."""
     found = np.zeros(len(agents))
-    seatings = list(permutations(range(len(agents))))
+    seatings = seatings or list(permutations(range(len(agents))))
     for seating in seatings:
-        # seating[seat] is the agent there.
         got = form.values([agents[agent][seat] for seat, agent in enumerate(seating)])
         found[list(seating)] += got
     return found / len(seatings)
 
 
-def agent_nash_conv(form: SequenceForm, agents: Sequence[Plans]) -> float:
+def agent_nash_conv(
+    form: SequenceForm, agents: Sequence[Plans], seatings: Seatings | None = None
+) -> float:
     """What the agents together would gain by best responses; 0 at a Nash equilibrium.
 
-    Half of it is the exploitability of two. Raises ValueError for more than two agents that differ:
-    a best response would have to know who sits where.
+    Half of it is the exploitability of two. Raises ValueError for more than two agents that differ
+    and change seats: a best response would have to know who sits where.
     """
-    if len(agents) > 2 and any(plans is not agents[0] for plans in agents):
+    alike = all(plans is agents[0] for plans in agents)
+    seatings = seatings or list(permutations(range(len(agents))))
+    if len(agents) > 2 and len(seatings) > 1 and not alike:
         raise ValueError("best responses to several agents that change seats are not known")
-    seatings = list(permutations(range(len(agents)))) if len(agents) == 2 else [range(len(agents))]
+    seatings = seatings[:1] if alike else seatings
     return float(
         np.mean(
             [

@@ -11,12 +11,13 @@ the undressed ones only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final, cast
 
 from troupe.populations.games import Array
-from troupe.populations.tree import SequenceForm
+from troupe.populations.tree import SequenceForm, load_sequential
 from troupe.workflow.environments.adapters.openspiel import OpenSpiel
 from troupe.workflow.environments.episode import PlayRules
 from troupe.workflow.environments.interface import IllegalRule, Properties
@@ -28,6 +29,8 @@ Behaviour = dict[str, dict[int, float]]
 """Information state -> action -> probability."""
 Messages = tuple[Mapping[str, str], ...]
 
+# A tree with more nodes takes minutes to walk and gigabytes to hold.
+MAX_HISTORIES: Final = 200_000
 # Answers that are moves cannot be likelier than all answers, but for rounding.
 _ROUNDING: Final = 1e-3
 
@@ -63,19 +66,26 @@ class Enumeration:
 
         With `history: all` earlier answers stand in the conversation as the moves' names. Raises
         ValueError where one information state is told in two ways (the text shows what its player
-        cannot know), and as `SequenceForm.of`.
+        cannot know) or there are more than `MAX_HISTORIES`, and as `SequenceForm.of`.
         """
-        properties = environment.properties
-        rule = rule or rules.illegal or properties.illegal
-        root = environment.game.new_initial_state()
+        rule = rule or rules.illegal or environment.properties.illegal
+        return cls.told(environment, questions(environment, rules), rule, rules.resamples)
+
+    @classmethod
+    def told(
+        cls,
+        environment: OpenSpiel,
+        questions: Sequence[Question],
+        rule: IllegalRule,
+        resamples: int,
+    ) -> Enumeration:
+        """The same of questions that somebody else has made, who has the text of the game."""
         game = environment.game
         # The walk reads states only: a game with forfeits is the same tree with more leaves.
-        losable = rule != "random_legal"
-        form = SequenceForm.of(cast(Any, _Forfeitable(game, properties)) if losable else game)
-        asked: dict[tuple[int, str], Question] = {}
-        _ask(environment, rules, root, [()] * game.num_players(), asked)
-        resamples = rules.resamples if rule == "resample" else 0
-        return cls(form, tuple(asked.values()), rule, resamples)
+        if rule != "random_legal":
+            game = cast(Any, _Forfeitable(game, environment.properties))
+        form = SequenceForm.of(game)
+        return cls(form, tuple(questions), rule, resamples if rule == "resample" else 0)
 
     def behaviours(self, probabilities: Sequence[Mapping[int, float]]) -> tuple[Behaviour, ...]:
         """By player, what one does that says each question's moves with `probabilities` (action ->
@@ -113,19 +123,32 @@ class Enumeration:
         return [self.form.plan_of(player, one) for player, one in enumerate(behaviours)]
 
 
+def questions(environment: OpenSpiel, rules: PlayRules) -> tuple[Question, ...]:
+    """What the seats are asked. Raises ValueError as `Enumeration.of`."""
+    game = environment.game
+    load_sequential(game)
+    asked: dict[tuple[int, str], Question] = {}
+    talks: list[Messages] = [()] * game.num_players()
+    _ask(environment, rules, game.new_initial_state(), talks, asked, count(1))
+    return tuple(asked.values())
+
+
 def _ask(
     environment: OpenSpiel,
     rules: PlayRules,
     state: Any,
     talks: list[Messages],
     asked: dict[tuple[int, str], Question],
+    seen_before: Iterator[int],
 ) -> None:
     """Visit all histories below `state`; `talks` are the players' conversations so far."""
+    if next(seen_before) > MAX_HISTORIES:
+        raise ValueError(f"the tree of {environment.game} has more than {MAX_HISTORIES:,} nodes")
     if state.is_terminal():
         return
     if state.is_chance_node():
         for action, _ in state.chance_outcomes():
-            _ask(environment, rules, state.child(action), talks, asked)
+            _ask(environment, rules, state.child(action), talks, asked, seen_before)
         return
     player = state.current_player()
     name = state.information_state_string(player)
@@ -144,7 +167,7 @@ def _ask(
     for label, action in question.moves.items():
         after = list(talks)
         after[player] = (*messages, {"role": "assistant", "content": label})
-        _ask(environment, rules, state.child(action), after, asked)
+        _ask(environment, rules, state.child(action), after, asked, seen_before)
 
 
 class _Forfeitable:

@@ -68,7 +68,7 @@ def solve_pools(spec: JobSpec, state: PopulationState, visible: dict[str, list[i
 def measured(spec: JobSpec) -> bool:
     """Whether there will be payoffs at all."""
     population, _ = sections(spec)
-    return population.matches.least > 0
+    return population.matches.least > 0 or population.game is not None
 
 
 def settle_due(spec: JobSpec, state: PopulationState) -> list[str]:

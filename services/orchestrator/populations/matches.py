@@ -22,6 +22,7 @@ from services.orchestrator.populations.slots import Slots
 from services.orchestrator.populations.state import CANDIDATE, SETTLED, PopulationState
 from services.orchestrator.populations.store import PopulationStore
 from services.orchestrator.records import timestamp
+from troupe.job import JobSpec
 from troupe.populations import Precision, matches_due, seats
 from troupe.populations.payoffs import Members
 from troupe.populations.ratings import rated
@@ -46,6 +47,24 @@ class Planned:
         return f"m{'x'.join(map(str, self.cell))}-t{self.number}"
 
 
+def due(spec: JobSpec, state: PopulationState) -> list[Planned]:
+    """The matches of the next round of a job."""
+    population, pools = sections(spec)
+    if not population.plays_matches:
+        return []
+    wanted, width = population.matches, population.matches.half_width
+    precision = Precision(wanted.least, wanted.most, float("inf") if width is None else width)
+    # Members that anybody may still meet.
+    places = [state.places(pools.pool_of(one).name, SETTLED, CANDIDATE) for one in pools.agents]
+    visible = set(visible_cells(places, symmetric=pools.symmetric))
+    return [
+        Planned(cell, state.attempts.get(cell, 0) + number)
+        for cell, count in matches_due(state.table, precision)
+        if cell in visible
+        for number in range(count)
+    ]
+
+
 class Matches:
     """Fills a population's payoff table."""
 
@@ -65,19 +84,7 @@ class Matches:
 
     def due(self) -> list[Planned]:
         """The matches of the next round, the same whenever this is asked before it is folded."""
-        spec, state = self._population.matches, self._state
-        if spec.least == 0:
-            return []
-        precision = Precision(
-            spec.least, spec.most, float("inf") if spec.half_width is None else spec.half_width
-        )
-        wanted = set(self._visible())
-        return [
-            Planned(cell, state.attempts.get(cell, 0) + number)
-            for cell, count in matches_due(state.table, precision)
-            if cell in wanted
-            for number in range(count)
-        ]
+        return due(self._job.spec, self._state)
 
     async def play(self, plan: Sequence[Planned]) -> None:
         """Play what has not ended of `plan`, and count all of it.
@@ -252,11 +259,3 @@ class Matches:
                 remedy="Mend the cause (`troupe population matches` shows what failed), then "
                 "resume the job.",
             )
-
-    def _visible(self) -> list[Members]:
-        """The cells of members that anybody may still meet."""
-        places = [
-            self._state.places(self._pools.pool_of(agent).name, SETTLED, CANDIDATE)
-            for agent in self._pools.agents
-        ]
-        return visible_cells(places, symmetric=self._pools.symmetric)

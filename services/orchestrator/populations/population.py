@@ -20,6 +20,7 @@ from services.orchestrator.populations.decisions import (
     settle_due,
     solution,
 )
+from services.orchestrator.populations.exact import ExactPayoffs
 from services.orchestrator.populations.matches import Matches
 from services.orchestrator.populations.pool import MemberWeights, member_id_of
 from services.orchestrator.populations.slots import Slots
@@ -52,6 +53,9 @@ class Population:
         self.state = state
         self.slots = Slots(job, weights, store, state)
         self._matches: Matches
+        self._exact: ExactPayoffs | None = None
+        if self._population.game is not None:
+            self._exact = ExactPayoffs(job, store, self.slots, state)
         # Matches beside the steps of the next iteration.
         self._aside: asyncio.Task[None] | None = None
 
@@ -128,10 +132,14 @@ class Population:
         if state.history:
             newest = state.history[-1]
             found |= {f"population/gain/{pool}": gain for pool, gain in newest.gains.items()}
+            if newest.nash_conv is not None:
+                found["population/nash_conv"] = newest.nash_conv
         return found
 
     async def _measure(self) -> None:
-        """Play until nothing is due; every round is counted at once."""
+        """Compute what can be; play until nothing is due, every round being counted at once."""
+        if self._exact is not None:
+            await self._exact.settle()
         while plan := self._matches.due():
             await self._matches.play(plan)
             await self._save()
@@ -148,7 +156,10 @@ class Population:
         for learner in settle_due(self._job.spec, state):
             state.newest(learner).state = SETTLED
             state.settled_at[learner] = state.iteration
-        state.history.append(solution(self._job.spec, state, step))
+        solved = solution(self._job.spec, state, step)
+        if self._exact is not None:
+            solved.nash_conv = await self._exact.nash_conv(solved.mixtures)
+        state.history.append(solved)
         state.mixtures = mixtures(self._job.spec, state)
         state.casting = None
         state.pending = False
@@ -190,6 +201,9 @@ class Population:
 
     def _stop_reason(self, seconds: float) -> str:
         stop, state = self._population.stop, self.state
+        newest = state.history[-1].nash_conv
+        if stop.nash_conv is not None and newest is not None and newest <= stop.nash_conv:
+            return f"NashConv is {newest:.4g}"
         if stop.improvement is not None and len(state.history) > stop.patience:
             last = state.history[-stop.patience :]
             gains = [gain for one in last for gain in one.gains.values()]

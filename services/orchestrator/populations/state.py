@@ -59,6 +59,8 @@ class Solution:
     """By player."""
     gains: dict[str, float]
     """By pool: what the newest members get beyond what was played before."""
+    nash_conv: float | None = None
+    """What all agents would gain by best responses in the whole game, where that can be walked."""
 
 
 @dataclass

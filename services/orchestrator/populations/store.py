@@ -45,6 +45,18 @@ class PopulationStore:
         if await self._redis.run("population", keys_used, [str(epoch), *fields]) != b"written":
             await self._jobs.check_epoch(job_id, epoch)
 
+    async def answers(self, job_id: str) -> dict[str, str]:
+        """What `add_answers` kept."""
+        found = await self._redis.call("HGETALL", JobKeys(job_id).answers)
+        return {name.decode(): value.decode() for name, value in found.items()}
+
+    async def add_answers(self, job_id: str, epoch: int, answers: Mapping[str, str]) -> None:
+        """Keep what members answer in a game, as JSON by `{pool}/{member}`. Raises `Superseded`."""
+        keys = JobKeys(job_id)
+        args = [str(epoch), *(part for item in answers.items() for part in item)]
+        if await self._redis.run("population", [keys.record, keys.answers], args) != b"written":
+            await self._jobs.check_epoch(job_id, epoch)
+
     async def add_matches(self, job_id: str, epoch: int, matches: Mapping[str, orch.Match]) -> None:
         """Keep how matches ended, by trajectory id. Raises `Superseded`."""
         if not matches:

@@ -9,6 +9,7 @@ from typing import Final
 from services.chassis.folders import files_below
 from services.orchestrator.context import Shared
 from services.orchestrator.populations.decisions import sections
+from services.orchestrator.populations.matches import due
 from services.orchestrator.populations.state import (
     CANDIDATE,
     RETIRED,
@@ -53,6 +54,8 @@ async def population(shared: Shared, record: JobRecord) -> orch.Population:
     found.iteration = state.iteration
     found.stopped = state.stopped
     found.matches_played = state.played
+    if state.pending and (plan := [one.name for one in due(spec, state)]):
+        found.matches_due = len(plan) - len(await shared.populations.matches(record.job_id, plan))
     for pool in found.pools:
         pool.members.extend(_member(state.members[name]) for name in state.pools[pool.name])
     found.cells.extend(_cells(state))
@@ -147,6 +150,7 @@ def _solutions(state: PopulationState) -> list[orch.MetaStrategy]:
             ],
             values=one.values,
             gains=one.gains.values(),
+            nash_conv=one.nash_conv,
         )
         for one in state.history
     ]

@@ -6,7 +6,7 @@ In a module of yours, `workflow = GameWorkflow(MyGame)`; in the job, `workflow: 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import xxhash
@@ -22,6 +22,7 @@ from troupe.workflow.environments.interface import (
 )
 from troupe.workflow.environments.opening import open_environment
 from troupe.workflow.environments.pool import EnvironmentPool
+from troupe.workflow.environments.seating import Seating
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.query import Query
 from troupe.workflow.tools import Tools
@@ -134,6 +135,16 @@ class GameWorkflow:
     def rules(self) -> PlayRules:
         """How text becomes moves."""
         return self._rules
+
+    @property
+    def permutes(self) -> bool:
+        """Whether agents change seats from seed to seed."""
+        return self._permute
+
+    def seating(self, seats: Sequence[str], agents: Sequence[str], seed: int) -> Seating:
+        """Who sits where in the episode of a seed. Raises `SeatingError`."""
+        held = self._seats if self._seats is not None else tuple(agents)
+        return Seating.of(seats, held, permutation=seed if self._permute else 0)
 
     def make(self) -> Environment:
         """One more environment, in this process, whose `close` is the caller's.

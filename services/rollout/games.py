@@ -1,0 +1,97 @@
+"""What the players of a game are asked in every information state: the DescribeGame call."""
+
+from __future__ import annotations
+
+from math import factorial
+from typing import Any
+
+from troupe.job import JobSpec
+from troupe.rpc.errors import FailedPrecondition, TroupeError
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import rollout_pb2 as pb
+from troupe.workflow import WorkflowError
+from troupe.workflow.environments import GameWorkflow
+from troupe.workflow.environments.adapters.openspiel import OpenSpiel
+from troupe.workflow.environments.episode import job_rules
+from troupe.workflow.environments.seating import Seating
+
+
+def describe(workflow: Any, spec: JobSpec, game: str) -> pb.DescribeGameResponse:
+    """How `workflow` plays OpenSpiel's `game` with the agents of `spec`. Walks its tree: slow.
+
+    Raises FailedPrecondition of kind "game_not_enumerable", naming `population.game`: a workflow of
+    something else, a game that is another one, is unknown, or whose tree is too large.
+    """
+    # Those that walk trees are of few jobs.
+    from troupe.populations.enumerated import questions
+
+    if not isinstance(workflow, GameWorkflow):
+        raise not_enumerable(
+            f"the workflow {spec.workflow} is no GameWorkflow",
+            game,
+            "Play it by a GameWorkflow over OpenSpiel, or remove the field: matches fill the table",
+        )
+    try:
+        environment = workflow.make()
+        if not isinstance(environment, OpenSpiel):
+            raise not_enumerable(
+                f"the workflow plays {environment.properties.name}, which is not OpenSpiel's",
+                game,
+                "Remove the field: matches fill the table",
+            )
+        played = environment.game
+        if _identity(OpenSpiel(game).game) != _identity(played):
+            raise not_enumerable(f"the workflow plays {played}", game, f'Say game: "{played}"')
+        rules = job_rules(workflow.rules, spec.tasks.args if spec.tasks is not None else {})
+        found = questions(environment, rules)
+        seatings = _seatings(workflow, environment, list(spec.agents))
+    except WorkflowError as error:
+        raise not_enumerable(error.message, game, error.remedy or "") from error
+    except TroupeError:
+        raise
+    except Exception as error:  # of OpenSpiel, or of whoever describes its states
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise not_enumerable(told, game, "Remove the field: matches fill the table") from error
+    properties = environment.properties
+    return pb.DescribeGameResponse(
+        questions=[
+            pb.GameQuestion(
+                player=one.player,
+                state=one.state,
+                messages=[common.ChatMessage(**message) for message in one.messages],
+                moves=[pb.GameMove(name=name, action=a) for name, a in one.moves.items()],
+            )
+            for one in found
+        ],
+        illegal=rules.illegal or properties.illegal,
+        resamples=rules.resamples,
+        illegal_reward=properties.illegal_reward,
+        seatings=[pb.GameSeating(agents=one) for one in seatings],
+    )
+
+
+def not_enumerable(message: str, game: str, remedy: str) -> FailedPrecondition:
+    """Exact values cannot be had."""
+    return FailedPrecondition(
+        message, kind="game_not_enumerable", field="population.game", value=game, remedy=remedy
+    )
+
+
+def _identity(game: Any) -> tuple[str, dict[str, Any]]:
+    """Parameters that are left out are the same as their defaults."""
+    kind = game.get_type()
+    return kind.short_name, {**kind.parameter_specification, **game.get_parameters()}
+
+
+def _seatings(
+    workflow: GameWorkflow, environment: OpenSpiel, agents: list[str]
+) -> list[tuple[str, ...]]:
+    """Who sits where, by seat; all that are different. Raises `SeatingError`."""
+    seats = environment.properties.seats
+    arrangements = range(factorial(len(seats)) if workflow.permutes else 1)
+    found = [workflow.seating(seats, agents, number) for number in arrangements]
+    return list(dict.fromkeys(tuple(_held(one, seats)) for one in found))
+
+
+def _held(seating: Seating, seats: tuple[str, ...]) -> list[str]:
+    return [seating.agent_of[seat] for seat in seats]
