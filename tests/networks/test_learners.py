@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.networks.test_rows import fragment
+from tests.networks.test_network_rows import fragment
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.fragments import Fragment
 from troupe.networks.learning import Learner, make_learner
