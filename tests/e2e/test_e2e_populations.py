@@ -13,8 +13,12 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from examples.games.kuhn import workflow
 from examples.games.model import make_model
 from tests.e2e.conftest import House
+from troupe.populations.arrangements import agent_values, mixed
+from troupe.populations.asking import probabilities, score_request
+from troupe.populations.enumerated import Enumeration
 from troupe.rpc import connect
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
@@ -24,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 JOB = Path(__file__).parents[2] / "examples" / "games" / "job.yaml"
 
 
-def job(model: Path) -> str:
+def job(model: Path, **population: Any) -> str:
     """The example's job as a small PSRO."""
     spec = yaml.safe_load(JOB.read_text())
     spec["policies"]["player"]["model"]["path"] = str(model)
@@ -35,6 +39,7 @@ def job(model: Path) -> str:
         "algorithm": "psro",
         "iteration_steps": 2,
         "matches": {"least": 12},
+        **population,
     }
     return yaml.safe_dump(spec)
 
@@ -95,3 +100,41 @@ async def test_a_population_survives_the_orchestrator(house: House, tmp_path: Pa
         ]
     audit = await troubled.audit()
     assert not audit.violations, audit
+
+
+async def test_payoffs_of_a_game_are_computed_of_what_members_say(
+    house: House, tmp_path: Path
+) -> None:
+    """As whoever asks the same members from outside computes them."""
+    path = make_model(tmp_path / "model")
+    handle = await house.client.submit(job(path, game="kuhn_poker"))
+    record = await handle.wait(timeout=400)
+    assert record.state == "succeeded", record
+    tree = Enumeration.of(workflow.make(), workflow.rules)  # type: ignore[arg-type]
+    async with connect(house.cluster.state.orchestrator_address) as channel:
+        api = OrchestratorStub(channel)
+        found = await population(api, handle.id)
+        assert found.matches_played == 0
+        assert all(cell.exact for cell in found.cells)
+        assert len(found.cells) == 6
+        assert all(one.nash_conv > 0 for one in found.history)
+        names = [one.member_id for one in found.pools[0].members]
+        known = {}
+        for slot in found.slots:
+            request = score_request(tree.questions, handle.id, slot.policy, ends=True)
+            answer = await api.ScorePolicy(orch.ScorePolicyRequest(request=request), timeout=120)
+            said = probabilities(tree.questions, answer.result)
+            known[names.index(slot.member_id)] = tree.plans(tree.behaviours(said))
+    cells = {tuple(cell.members): list(cell.mean) for cell in found.cells}
+    one, other = sorted(known)
+    expected = agent_values(tree.form, [known[one], known[other]])
+    assert cells[one, other] == pytest.approx(list(expected), abs=1e-6)
+    compared = 0
+    for solved in found.history:
+        shares = {names.index(k): p for k, p in solved.mixtures[0].probabilities.items()}
+        if shares.keys() <= known.keys():
+            played = mixed([known[k] for k in shares], list(shares.values()))
+            gap = tree.form.nash_conv(played)
+            assert solved.nash_conv == pytest.approx(gap, abs=1e-6)
+            compared += 1
+    assert compared

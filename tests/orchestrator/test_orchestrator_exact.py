@@ -9,13 +9,15 @@ import pytest
 
 from examples.self_play.kuhn import workflow
 from tests.orchestrator.test_orchestrator_populations import game, lasting, population
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, job_yaml
 from troupe.populations import enumerated
 from troupe.populations.arrangements import agent_values, mixed
 from troupe.populations.enumerated import Enumeration
+from troupe.rpc import Unavailable
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
+from troupe.workflow.environments import GameWorkflow
 
 # Chances to bet at an equilibrium of Kuhn poker (Kuhn 1950, alpha = 0); else it is passed.
 BETS = {
@@ -102,7 +104,7 @@ async def test_a_killed_orchestrator_computes_with_the_same_answers(kuhn: Cluste
     worker.script.score_seconds = 0.05
     troubled = await kuhn.submit(game("troubled", population=section))
     killed_in = []
-    for asked in (1, 3, 5):
+    for asked in (1, 4):
         async with asyncio.timeout(60):
             while worker.calls["Score"] < asked:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -116,13 +118,52 @@ async def test_a_killed_orchestrator_computes_with_the_same_answers(kuhn: Cluste
     assert worker.calls["Score"] <= 5 + len(killed_in), "what was kept is not asked again"
 
 
-@pytest.mark.parametrize("reason", ["unknown", "another", "large", "no answers"])
+async def test_members_of_two_pools_that_stay_on_their_seats(kuhn: Cluster) -> None:
+    """An engine that is away for once costs time only."""
+    faults = [Unavailable("the engine died")]
+
+    def once(version: int, prompt: ro.ScorePrompt) -> list[float]:
+        if faults:
+            raise faults.pop()
+        return say(version, prompt)
+
+    kuhn.rollouts[0].script.score = once
+    kuhn.rollouts[0].script.workflow = GameWorkflow(
+        workflow.make, rules=workflow.rules, permute=False
+    )
+    tree = Enumeration.of(workflow.make(), workflow.rules)  # type: ignore[arg-type]
+    own = [plans(tree, version) for version in (0, 2)]
+    agents = {"alice": {"policy": "player"}, "bob": {"policy": "rival"}}
+    text = job_yaml(
+        "two",
+        policies=["player", "rival"],
+        agents=agents,
+        population=SECTION | {"slots": 1},
+        pipeline__steps=2,
+        pipeline__queries_per_step=4,
+    )
+    job_id = await kuhn.submit(text)
+    job = await kuhn.wait(job_id, seconds=60)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    found = await population(kuhn, job_id)
+    assert len(found.cells) == 4
+    for cell in found.cells:
+        first, second = cell.members
+        expected = tree.form.values([own[first][0], own[second][1]])
+        assert list(cell.mean) == pytest.approx(list(expected))
+    both = [own[0][0], own[0][1]]
+    assert found.history[0].nash_conv == pytest.approx(tree.form.nash_conv(both))
+
+
+@pytest.mark.parametrize("reason", ["unknown", "another", "no game", "large", "no answers"])
 async def test_a_game_that_cannot_be_enumerated_fails_the_job_by_name(
     kuhn: Cluster, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     name = {"unknown": "no_such_game", "another": "leduc_poker"}.get(reason, "kuhn_poker")
     if reason == "large":
         monkeypatch.setattr(enumerated, "MAX_HISTORIES", 20)
+    if reason == "no game":
+        kuhn.rollouts[0].script.workflow = say
     if reason == "no answers":
         kuhn.rollouts[0].script.score = lambda version, prompt: [0.9, 0.9]
     job = await kuhn.wait(await kuhn.submit(game(population=SECTION | {"game": name})), seconds=60)
@@ -131,6 +172,7 @@ async def test_a_game_that_cannot_be_enumerated_fails_the_job_by_name(
     said = {
         "unknown": "no such game",
         "another": "plays kuhn_poker",
+        "no game": "is no GameWorkflow",
         "large": "more than 20 nodes",
         "no answers": "player@0",
     }
