@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from examples.self_play.kuhn import workflow
+from services.orchestrator.populations import inquiry
 from tests.orchestrator.test_orchestrator_populations import game, lasting, population
 from tests.support.cluster import Cluster, job_yaml
 from troupe.populations import enumerated
@@ -118,8 +119,11 @@ async def test_a_killed_orchestrator_computes_with_the_same_answers(kuhn: Cluste
     assert worker.calls["Score"] <= 5 + len(killed_in), "what was kept is not asked again"
 
 
-async def test_members_of_two_pools_that_stay_on_their_seats(kuhn: Cluster) -> None:
-    """An engine that is away for once costs time only."""
+async def test_members_of_two_pools_that_stay_on_their_seats(
+    kuhn: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is away once costs time only; a long game is asked about in several calls."""
+    monkeypatch.setattr(inquiry, "_CALL_CHARACTERS", 700)
     faults = [Unavailable("the engine died")]
 
     def once(version: int, prompt: ro.ScorePrompt) -> list[float]:
@@ -147,6 +151,7 @@ async def test_members_of_two_pools_that_stay_on_their_seats(kuhn: Cluster) -> N
     assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
     found = await population(kuhn, job_id)
     assert len(found.cells) == 4
+    assert kuhn.rollouts[0].calls["Score"] > 1 + 4 * 2
     for cell in found.cells:
         first, second = cell.members
         expected = tree.form.values([own[first][0], own[second][1]])

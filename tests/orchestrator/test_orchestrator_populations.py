@@ -195,7 +195,10 @@ async def test_an_evaluator_that_dies_leaves_no_half_match(cluster: Cluster) -> 
     first = cluster.rollouts[0]
     first.script.break_after, first.script.die = 3, True
     job_id = await cluster.submit(game())
-    await asyncio.sleep(0.5)
+    async with asyncio.timeout(60):
+        # Three of the first four have ended for good, and nobody plays the last one.
+        while (await population(cluster, job_id)).matches_due != 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     second = await cluster.add_rollout()
     second.keys, second.script.reward = first.keys, first.script.reward
     cluster.rollouts[0] = second

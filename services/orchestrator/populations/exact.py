@@ -9,42 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Final, TypeVar, cast
 
 from services.orchestrator.context import JobContext
-from services.orchestrator.faults import Attempts, Patience, together
+from services.orchestrator.faults import Patience, together
 from services.orchestrator.populations.decisions import sections
+from services.orchestrator.populations.inquiry import Game, Inquiry
 from services.orchestrator.populations.slots import Slots
 from services.orchestrator.populations.state import CANDIDATE, SETTLED, Mixture, PopulationState
 from services.orchestrator.populations.store import PopulationStore
-from services.orchestrator.workers import Worker
 from troupe.job.pools import Pool
 from troupe.populations import seats
 from troupe.populations.arrangements import agent_nash_conv, agent_values, mixed
-from troupe.populations.asking import probabilities, score_request
-from troupe.populations.enumerated import Enumeration, Question
 from troupe.populations.games import Array
 from troupe.populations.slots import visible_cells
-from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError, Unavailable
-from troupe.v1 import rollout_pb2 as ro
-from troupe.workflow import WorkflowError
-from troupe.workflow.environments import IllegalRule
-from troupe.workflow.environments.adapters.openspiel import OpenSpiel
 
-# Questions of one call: a few thousand tokens, and a worker that dies has done little for nothing.
-_QUESTIONS: Final = 256
-AnswerT = TypeVar("AnswerT")
 # A member as the agents of a pool play it.
 _Player = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class _Game:
-    tree: Enumeration
-    seatings: list[list[int]]
-    """Players of the population by seat, each as often as the others."""
 
 
 class ExactPayoffs:
@@ -55,7 +35,8 @@ class ExactPayoffs:
     ) -> None:
         self._job, self._store, self._slots, self._state = job, store, slots, state
         self._population, self._pools = sections(job.spec)
-        self._game: _Game | None = None
+        self._inquiry = Inquiry(job, slots, state)
+        self._game: Game | None = None
         self._plans: dict[_Player, list[Array]] = {}
 
     async def settle(self) -> None:
@@ -68,7 +49,7 @@ class ExactPayoffs:
             "asking members", self._job.spec.limits.step_seconds, "limits.step_seconds"
         )
         if self._game is None:
-            self._game = await self._described(patience)
+            self._game = await self._inquiry.game(patience)
         game = self._game
         kept = await self._store.answers(self._job.job_id)
         for pool in self._pools.pools:
@@ -98,51 +79,15 @@ class ExactPayoffs:
         try:
             found = await asyncio.to_thread(agent_nash_conv, game.tree.form, agents, game.seatings)
         except ValueError as error:
-            raise self._impossible(str(error)) from error
+            raise self._inquiry.impossible(str(error)) from error
         # An equilibrium to the last bit may come out below.
         return max(found, 0.0)
 
     def _visible(self, pool: Pool) -> list[int]:
         return self._state.places(pool.name, SETTLED, CANDIDATE)
 
-    async def _described(self, patience: Patience) -> _Game:
-        name = self._population.game
-        assert name is not None, "nobody asks otherwise"
-        request = ro.DescribeGameRequest(job_id=self._job.job_id, game=name)
-
-        async def call(worker: Worker) -> ro.DescribeGameResponse:
-            found: ro.DescribeGameResponse = await worker.rollout.DescribeGame(
-                request, timeout=patience.left
-            )
-            return found
-
-        told = await self._anybody(call, patience)
-        agents = list(self._pools.agents)
-        seatings = [[agents.index(one) for one in seating.agents] for seating in told.seatings]
-        if any(sorted(one) != list(range(len(agents))) for one in seatings):
-            raise self._impossible("a player sits on several seats")
-        asked = tuple(
-            Question(
-                one.player,
-                one.state,
-                tuple({"role": m.role, "content": m.content} for m in one.messages),
-                {move.name: move.action for move in one.moves},
-            )
-            for one in told.questions
-        )
-        rule = cast(IllegalRule, told.illegal)
-
-        def walk() -> Enumeration:
-            environment = OpenSpiel(name, illegal=rule, illegal_reward=told.illegal_reward)
-            return Enumeration.told(environment, asked, rule, told.resamples)
-
-        try:
-            return _Game(await asyncio.to_thread(walk), seatings)
-        except (WorkflowError, ValueError, RuntimeError) as error:
-            raise self._impossible(str(error)) from error
-
     async def _ask_members(
-        self, game: _Game, pool: Pool, members: list[str], patience: Patience
+        self, game: Game, pool: Pool, members: list[str], patience: Patience
     ) -> None:
         """Load as many as there are slots, and ask all at once."""
         places = self._state.pools[pool.name]
@@ -154,7 +99,7 @@ class ExactPayoffs:
 
         async def ask(member: str) -> None:
             slot = slot_of[pool.name, member]
-            answer = await self._answers(game, pool, slot, patience)
+            answer = await self._inquiry.answers(game, pool, slot, patience)
             await self._learn(game, (pool.name, member), answer)
             found[f"{pool.name}/{member}"] = json.dumps(answer)
 
@@ -163,38 +108,7 @@ class ExactPayoffs:
         await together(*(ask(member) for member in members))
         await self._store.add_answers(self._job.job_id, self._job.epoch, found)
 
-    async def _answers(
-        self, game: _Game, pool: Pool, slot: str, patience: Patience
-    ) -> list[list[float]]:
-        """By question, the probability of each move's name, as the agents of the pool say it."""
-        agent = self._job.spec.agents[pool.agents[0]]
-        version = self._state.slots[slot][1]
-        found: list[list[float]] = []
-        for first in range(0, len(game.tree.questions), _QUESTIONS):
-            some = [
-                _with_system(one, agent.system_prompt)
-                for one in game.tree.questions[first : first + _QUESTIONS]
-            ]
-            request = score_request(
-                some,
-                self._job.job_id,
-                slot,
-                ends=agent.sampling.max_new_tokens > 1,
-                version=version,
-            )
-            request.temperature = agent.sampling.temperature
-
-            async def call(worker: Worker, request: ro.ScoreRequest = request) -> ro.ScoreResponse:
-                answer: ro.ScoreResponse = await worker.rollout.Score(
-                    request, timeout=patience.left
-                )
-                return answer
-
-            answer = await self._anybody(call, patience)
-            found += [list(one.values()) for one in probabilities(some, answer)]
-        return found
-
-    async def _learn(self, game: _Game, player: _Player, answer: list[list[float]]) -> None:
+    async def _learn(self, game: Game, player: _Player, answer: list[list[float]]) -> None:
         def plans() -> list[Array]:
             given = [
                 dict(zip(question.moves.values(), one, strict=True))
@@ -205,9 +119,9 @@ class ExactPayoffs:
         try:
             self._plans[player] = await asyncio.to_thread(plans)
         except ValueError as error:
-            raise self._impossible(f"{player[1]}: {error}") from error
+            raise self._inquiry.impossible(f"{player[1]}: {error}") from error
 
-    def _settle_cells(self, game: _Game) -> None:
+    def _settle_cells(self, game: Game) -> None:
         agents, table = self._pools.agents, self._state.table
         pool_of = [self._pools.pool_of(agent) for agent in agents]
         symmetric = self._pools.symmetric
@@ -231,44 +145,3 @@ class ExactPayoffs:
                 total = got if total is None else total + got
             assert total is not None, "there are players"
             table.settle(cell, (total / (len(turns) if symmetric else 1)).tolist())
-
-    async def _anybody(
-        self, call: Callable[[Worker], Awaitable[AnswerT]], patience: Patience
-    ) -> AnswerT:
-        """The answer of a rollout worker whose slots serve what they should."""
-        attempts, engines = Attempts(patience), self._slots.engines
-        while True:
-            workers = engines.ready(self._slots.match_floors())
-            if not workers:
-                patience.say("asking members: waiting for a rollout worker")
-                await patience.wait(engines.change())
-                continue
-            worker = workers[attempts.count % len(workers)]
-            try:
-                async with worker.while_alive():
-                    return await call(worker)
-            except InvalidArgument as error:
-                raise self._impossible(error.message) from error
-            except TroupeError as error:
-                if error.kind == "job_not_prepared":
-                    engines.lost_job(worker)
-                if error.kind == "version_not_served":
-                    error = Unavailable(str(error))
-                await attempts.failed(error)
-
-    def _impossible(self, message: str) -> FailedPrecondition:
-        return FailedPrecondition(
-            message,
-            kind="game_not_enumerable",
-            field="population.game",
-            value=self._population.game,
-            remedy="Remove the field: matches fill the payoff table.",
-        )
-
-
-def _with_system(question: Question, system: str | None) -> Question:
-    """As an agent with a system prompt is asked."""
-    if system is None or question.messages[0]["role"] == "system":
-        return question
-    messages = ({"role": "system", "content": system}, *question.messages)
-    return Question(question.player, question.state, messages, question.moves)
