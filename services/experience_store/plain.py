@@ -133,7 +133,11 @@ def _vector(payload: memoryview, at: int, field: int, dtype: pb.Dtype.ValueType)
     """
     elements, begin, size = _begin(bytes(payload[at : at + _SIZE_BYTES]), field, dtype)
     end = at + size
-    if bytes(payload[at : at + len(begin)]) != begin or payload[end - _CHECKSUM_BYTES] != _CHECKSUM:
+    if (
+        end > len(payload)
+        or bytes(payload[at : at + len(begin)]) != begin
+        or payload[end - _CHECKSUM_BYTES] != _CHECKSUM
+    ):
         raise IndexError
     return elements, end
 

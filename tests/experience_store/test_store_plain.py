@@ -104,6 +104,17 @@ def test_broken_rows_are_refused(sample: store_pb.Sample, data: st.DataObject) -
         assert row == Row.of(store_pb.Sample.FromString(broken), broken)
 
 
+def test_what_is_cut_off_is_never_read() -> None:
+    """A row without versions and reward ends with a tensor's checksum."""
+    sample = make_sample("q", 0, "t", tokens=4)
+    for name in ("versions", "reward", "finish_reason", "temperature", "chain", "own_reward"):
+        sample.ClearField(name)
+    payload = sample.SerializeToString()
+    plain = PlainRows("q", "t")
+    assert plain.read(payload) == Row.of(sample, payload)
+    assert not any(plain.read(payload[:end]) for end in range(len(payload)))
+
+
 def test_a_batch_is_cut_where_its_parts_end() -> None:
     rows = [make_sample("q", turn, "t") for turn in range(3)]
     ending = store_pb.AppendTrajectoryRequest(request_id="a", query_id="q", samples=rows)
