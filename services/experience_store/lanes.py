@@ -132,6 +132,8 @@ class _Lane:
                 for reply in replies.feed(data):
                     if isinstance(reply, exceptions.ConnectionError):
                         raise reply
+                    if not self._flying:
+                        raise exceptions.InvalidResponse("a reply that nobody asked for")
                     call = self._flying[0]
                     call.replies.append(reply)
                     if len(call.replies) == len(call.commands):

@@ -57,6 +57,12 @@ class Replies:
         """The replies that `data` completes; errors as exceptions. Raises `InvalidResponse` for
         what is no reply.
         """
+        try:
+            return self._read(data)
+        except ValueError as error:  # a size or an integer that is no number
+            raise exceptions.InvalidResponse(f"Protocol Error: {error}") from error
+
+    def _read(self, data: bytes) -> list[Any]:
         self._chunks.append(data)
         self._size += len(data)
         found: list[Any] = []

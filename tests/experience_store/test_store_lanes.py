@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from redis import exceptions
-from redis.asyncio import ConnectionPool
+from redis.asyncio import Connection, ConnectionPool
 
 from services.experience_store.lanes import Lanes
 from tests.support.redis_server import RedisServer
@@ -81,3 +82,37 @@ async def test_a_server_that_does_not_answer_is_given_up(tmp_path: Path) -> None
     finally:
         await lanes.close()
         server.stop()
+
+
+@pytest.mark.parametrize("answer", [b"$x\r\n", b"+first\r\n+second\r\n"])
+async def test_after_what_is_no_answer_the_lane_begins_anew(answer: bytes) -> None:
+    """Which reply would be whose is not known any more."""
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        with contextlib.suppress(OSError):
+            while b"ECHO" not in (line := await reader.readline()):
+                if reader.at_eof():
+                    return
+                if b"CLIENT" in line:  # redis-py names itself
+                    writer.write(b"+OK\r\n")
+            writer.write(answer if connections == 1 else b"+found\r\n")
+            await reader.read()
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1")
+    port = server.sockets[0].getsockname()[1]
+
+    def connect() -> Connection:
+        return Connection(port=port, protocol=2)
+
+    lanes = Lanes(connect, 60)
+    try:
+        with contextlib.suppress(exceptions.InvalidResponse):
+            assert await lanes.send([("ECHO", "lost")]) == [b"first"]
+        assert await lanes.send([("ECHO", "again")]) == [b"found"]
+    finally:
+        await lanes.close()
+        server.close()

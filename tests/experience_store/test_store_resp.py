@@ -55,9 +55,12 @@ def test_replies_are_read_however_they_are_cut(replies: list[Any], data: st.Data
     assert [_shown(reply) for reply in found] == [_shown(reply) for reply in replies]
 
 
-def test_what_is_no_reply_is_refused() -> None:
+@pytest.mark.parametrize(
+    "text", [b"HTTP/1.1 400 Bad Request\r\n", b"$x\r\n", b"*\r\n", b":1.5\r\n"]
+)
+def test_what_is_no_reply_is_refused(text: bytes) -> None:
     with pytest.raises(exceptions.InvalidResponse):
-        Replies(BaseParser.parse_error).feed(b"HTTP/1.1 400 Bad Request\r\n")
+        Replies(BaseParser.parse_error).feed(text)
 
 
 def _written(reply: Any) -> bytes:
