@@ -52,11 +52,16 @@ class _Seat:
             own.data, own.grad = parameter.data, None
 
     def give(self) -> None:
-        """End: add the gradients to the policy's."""
+        """Add the gradients to the policy's."""
         for parameter, own in self.pairs:
             if own.grad is not None:
                 before, own.grad = own.grad, None
                 parameter.grad = before if parameter.grad is None else parameter.grad.add_(before)
+
+    def leave(self) -> None:
+        """End, whatever happened: the memory is the policy's to give up."""
+        for _, own in self.pairs:
+            own.data, own.grad = own.data.new_empty(0), None
 
 
 @dataclass
@@ -177,11 +182,15 @@ class Passes:
             functools.partial(self._share, seat, [rows[i] for i in hand], advantages[hand], stop)
             for seat, hand in zip(self._seats, dealt(rows, crew.size), strict=False)
         ]
-        shares = crew.run(calls)
-        for seat, share in zip(self._seats, shares, strict=False):
-            seat.give()
-            for told in share.told:
-                statistics.add(**told)
+        try:
+            shares = crew.run(calls)
+            for seat, share in zip(self._seats, shares, strict=False):
+                seat.give()
+                for told in share.told:
+                    statistics.add(**told)
+        finally:
+            for seat in self._seats:
+                seat.leave()
         return next((share.problem for share in shares if share.problem), "")
 
     def _share(

@@ -48,6 +48,23 @@ def test_twins_follow_a_policy_to_other_memory(tokenizer: Path) -> None:
     assert torch.equal(gradient(learner), first)
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_twins_keep_no_memory(tokenizer: Path, stopped: bool) -> None:
+    """Whoever leaves gives its memory to others; a step that is given up leaves no gradients."""
+    learner, _ = side_by_side(tokenizer, 2)
+    if stopped:
+        twin = learner._passes._seats[1]
+        for _, own in twin.pairs:
+            own.data, own.grad = torch.ones(3), torch.ones(3)
+        stop = threading.Event()
+        stop.set()
+        with pytest.raises(Stopped):
+            learner.accumulate(random_rows(learner.model, 1, SHAPE), stop)
+    for seat in learner._passes._seats[1:]:
+        assert seat.pairs
+        assert all(own.nbytes == 0 and own.grad is None for _, own in seat.pairs)
+
+
 def test_what_the_crew_counts_is_what_one_thread_counts(tokenizer: Path) -> None:
     found = [side_by_side(tokenizer, count)[0].apply(0).metrics for count in (1, 2)]
 
