@@ -191,6 +191,18 @@ async def test_a_broken_environment_fails_its_trajectory(
     assert not await house.samples("big")
 
 
+async def test_an_environment_that_cannot_be_made_again_fails_its_trajectory(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arenas.Once, "made", 0)
+    await _prepare(house, _spec("Once"))
+    await house.open_step(queries=2, group_size=1)
+    [first], [second] = [(await house.run([one])).values() for one in training(2, 1)]
+    assert first.reason.startswith("environment_raised: RuntimeError"), first.reason
+    assert second.state == FAILED
+    assert second.reason.startswith("environment_raised: could not be made"), second.reason
+
+
 async def test_an_environment_that_does_not_stop_is_not_asked_again(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,21 @@ class Unmade(Agree):
         raise OSError("no such world")
 
 
+class Once(Agree):
+    """There is one until it is closed; the first one breaks."""
+
+    made = 0
+
+    def __init__(self, copies: int) -> None:
+        super().__init__(copies)
+        Once.made += 1
+        if Once.made > 1:
+            raise OSError("no place for a second world")
+
+    def step(self, actions: Actions) -> Stepped:
+        raise RuntimeError("the world has ended")
+
+
 class Large(Agree):
     """Observations that no row of the store should hold."""
 

@@ -179,8 +179,8 @@ class Arena:
     def close(self) -> None:
         """Give the environments up. Blocking. Repeatable; those that play are given up after."""
         self._closed = True
-        while self._idle:
-            self._idle.pop().close()
+        while (table := self._taken()) is not None:
+            table.close()
 
     def _refuse_if_stuck(self) -> None:
         now = time.monotonic()
@@ -207,20 +207,25 @@ class Arena:
         stop: threading.Event,
     ) -> Played:
         """In a thread. One that failed is not played again."""
+        table = self._taken()
         try:
-            table = self._idle.pop()
-        except IndexError:
-            table = _Table(_Interruptible(environment_of(self._job)))
-        try:
+            if table is None:
+                table = _Table(_Interruptible(environment_of(self._job)))
             played = table.play(self._job, seating, served, seed, explore, stop)
         except BaseException as error:
-            table.close()
+            if table is not None:
+                table.close()
             raise self._explained(error) from error
-        if self._closed:
-            table.close()
-        else:
-            self._idle.append(table)
+        self._idle.append(table)
+        if self._closed:  # looked at last: `close` may have been quicker
+            self.close()
         return played
+
+    def _taken(self) -> _Table | None:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return None
 
     def _explained(self, error: BaseException) -> BaseException:
         if isinstance(error, Interrupted):
