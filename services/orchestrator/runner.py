@@ -150,7 +150,10 @@ class JobRunner:
         if population is None:
             return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
         self._population = population[0] if population else None
-        weights |= await self._slots()
+        slots = await self._unless_paused(self._slots())
+        if slots is None:
+            return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
+        weights |= slots
         self._engines = engines = Engines(self._job, weights, self._republish)
         crew = Crew(
             job=self._job,

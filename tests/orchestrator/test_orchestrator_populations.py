@@ -248,13 +248,50 @@ async def test_payoffs_that_say_nothing_are_an_equilibrium(cluster: Cluster) -> 
     assert "0 more" in (await population(cluster, job_id)).stopped
 
 
-async def test_matches_that_fail_too_often_fail_the_job(cluster: Cluster) -> None:
+@pytest.mark.slow
+async def test_retired_versions_are_kept_while_they_may_be_drawn(cluster: Cluster) -> None:
+    """Payoffs come an iteration late: whom learners below have replaced is met until then."""
+    for worker in cluster.rollouts:
+        worker.script.reward = lambda ticket: {"alice": 0.0, "bob": 0.0}
+    section = {
+        "algorithm": "pipeline_psro",
+        "symmetric": True,
+        "learners": {"third": {"agents": ["alice", "bob"]}},
+        "iteration_steps": 2,
+        "redraw_steps": 1,
+        "meta_solver": "uniform",
+        "matches": {"least": 2},
+        "slots": 12,
+        "evaluation_slots": 2,
+    }
+    text = job_yaml(
+        policies=["player", "other", "third"],
+        agents={"alice": {"policy": "player"}, "bob": {"policy": "other"}},
+        pipeline__steps=10,
+        pipeline__queries_per_step=4,
+        population=section,
+    )
+    job = await cluster.wait(job_id := await cluster.submit(text), seconds=60)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    members = (await population(cluster, job_id)).pools[0].members
+    retired = {m.member_id for m in members if m.state == orch.MEMBER_STATE_RETIRED}
+    folder = cluster.directory / job_id / "members"
+    kept = {f"{path.parent.name}@{path.name[1:]}" for path in folder.glob("*/v*")}
+    assert kept >= {m.member_id for m in members} - retired
+    assert kept != {m.member_id for m in members}, "what nobody plays any more is gone"
+
+
+@pytest.mark.parametrize("limit", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
+async def test_matches_that_fail_too_often_fail_the_job(cluster: Cluster, limit: float) -> None:
+    """However many may fail: rounds of nothing but failures do not follow each other for ever."""
+
     def fail(ticket: ro.Ticket) -> str | None:
         return "the game broke" if ticket.purpose == ro.Ticket.PURPOSE_MATCH else None
 
     newer_wins(cluster)
     cluster.rollouts[0].script.fail = fail
-    job = await cluster.wait(await cluster.submit(game()), seconds=60)
+    text = game(limits={"step_seconds": 30, "max_failed_fraction": limit})
+    job = await cluster.wait(await cluster.submit(text), seconds=60)
     assert (job.state, job.problem.kind) == (pb.JOB_STATE_FAILED, "too_many_failed_matches")
     assert "the game broke" in job.problem.message
 

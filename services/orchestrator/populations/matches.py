@@ -102,6 +102,9 @@ class Matches:
         for loaded, some in match_waves(cells, pool_of, served):
             chosen = set(some)
             await self._wave(loaded, [one for one in left if one.cell in chosen], len(plan))
+        if left and self._failed >= len(plan):
+            # However many may fail: else such rounds would follow each other for ever.
+            raise self._too_many(len(plan), self._ended[left[-1].name].reason)
         self._fold(plan)
 
     async def _wave(
@@ -250,12 +253,16 @@ class Matches:
         self._failed += 1
         limit = self._job.spec.limits.max_failed_fraction
         if admission.too_many_failed(self._failed, total, limit):
-            raise ResourceExhausted(
-                f"{self._failed} of {total} matches failed (at most {limit:.0%} may), the last so: "
-                f"{event.reason}",
-                kind="too_many_failed_matches",
-                field="limits.max_failed_fraction",
-                value=limit,
-                remedy="Mend the cause (`troupe population matches` shows what failed), then "
-                "resume the job.",
-            )
+            raise self._too_many(total, event.reason)
+
+    def _too_many(self, total: int, reason: str) -> ResourceExhausted:
+        limit = self._job.spec.limits.max_failed_fraction
+        return ResourceExhausted(
+            f"{self._failed} of {total} matches failed (at most {limit:.0%} may), the last so: "
+            f"{reason}",
+            kind="too_many_failed_matches",
+            field="limits.max_failed_fraction",
+            value=limit,
+            remedy="Mend the cause (`troupe population matches` shows what failed), then "
+            "resume the job.",
+        )

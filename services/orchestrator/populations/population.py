@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.dispatch import Dispatch
@@ -35,6 +36,9 @@ from services.orchestrator.populations.store import PopulationStore
 from services.orchestrator.training import Trainers
 from troupe.populations.payoffs import PayoffTable
 from troupe.v1 import common_pb2 as pb
+
+# Iterations back to which retired members are looked for whose files nobody needs any more.
+_SWEPT: Final = 3
 
 
 class Population:
@@ -195,9 +199,9 @@ class Population:
         state.began = step
         state.pending = True
         await self._save()
-        for one in retired:
-            held = {member for member, _ in state.slots.values()}
-            await self._weights.drop(one, files=one.member_id not in held)
+        # Who retired before may have been drawn from until now, or a crash came between.
+        for one in state.unneeded(since=state.iteration - _SWEPT):
+            await self._weights.drop(one, files=True)
 
     def _stop_reason(self, seconds: float) -> str:
         stop, state = self._population.stop, self.state

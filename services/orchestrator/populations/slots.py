@@ -198,8 +198,9 @@ class Slots:
         ]
         await together(*loads)
         held = {member for member, _ in state.slots.values()}
+        over = {one.member_id for one in state.unneeded()}
         for member in sorted(before - held):
-            await self._weights.drop(state.members[member], files=False)
+            await self._weights.drop(state.members[member], files=member in over)
 
 
 def _frozen(mixture: Mixture) -> Mixture:

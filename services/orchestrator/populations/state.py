@@ -116,6 +116,18 @@ class PopulationState:
         own = [one for one in self.members.values() if one.learner == learner]
         return max(own, key=lambda one: (one.iteration, one.version))
 
+    def unneeded(self, since: int = 0) -> list[Member]:
+        """Retired members of the iterations from `since` on whom nobody plays, or may draw."""
+        needed = {member for member, _ in self.slots.values()}
+        for pools in self.mixtures.values():
+            for mixture in pools.values():
+                needed.update(mixture)
+        return [
+            one
+            for one in self.members.values()
+            if one.state == RETIRED and one.iteration >= since and one.member_id not in needed
+        ]
+
     def places(self, pool: str, *states: str) -> list[int]:
         """Where members of the pool in one of `states` are, oldest first."""
         found = enumerate(self.pools[pool])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from services.orchestrator.job_store import JobStore
@@ -21,6 +23,8 @@ class PopulationStore:
     def __init__(self, redis: RedisAccess, jobs: JobStore) -> None:
         self._redis = redis
         self._jobs = jobs
+        # Matches and steps write beside each other; what was the case earlier must not come later.
+        self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def load(self, job_id: str) -> PopulationState | None:
         """The population as it was last saved; None before that."""
@@ -33,16 +37,19 @@ class PopulationStore:
 
     async def save(self, job_id: str, epoch: int, state: PopulationState) -> None:
         """Replace all of it. Raises `Superseded`."""
-        await self._write(job_id, epoch, state.to_fields())
+        await self._write(job_id, epoch, state.to_fields)
 
     async def save_slots(self, job_id: str, epoch: int, state: PopulationState) -> None:
         """Replace what is said of slots. Raises `Superseded`."""
-        await self._write(job_id, epoch, state.slot_fields())
+        await self._write(job_id, epoch, state.slot_fields)
 
-    async def _write(self, job_id: str, epoch: int, fields: list[str]) -> None:
+    async def _write(self, job_id: str, epoch: int, fields: Callable[[], list[str]]) -> None:
         keys = JobKeys(job_id)
         keys_used = [keys.record, keys.population]
-        if await self._redis.run("population", keys_used, [str(epoch), *fields]) != b"written":
+        async with self._writing[job_id]:
+            args = [str(epoch), *fields()]
+            written = await self._redis.run("population", keys_used, args)
+        if written != b"written":
             await self._jobs.check_epoch(job_id, epoch)
 
     async def answers(self, job_id: str) -> dict[str, str]:

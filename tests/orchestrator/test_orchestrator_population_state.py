@@ -1,0 +1,64 @@
+"""What is remembered of a population: in the order in which it was so, no longer than needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from services.orchestrator.event_log import EventLog
+from services.orchestrator.job_store import JobStore
+from services.orchestrator.populations.state import CANDIDATE, RETIRED, Member, PopulationState
+from services.orchestrator.populations.store import PopulationStore
+from services.orchestrator.redis_access import JobKeys, RedisAccess
+from troupe.populations.payoffs import PayoffTable
+from troupe.rpc import new_id
+
+
+def member(version: int, state: str) -> Member:
+    name = f"player@{version}"
+    return Member(name, "player", "main", version, "", version, version, "", state, 0, 0.0)
+
+
+def population(*members: Member) -> PopulationState:
+    names = {one.member_id: one for one in members}
+    return PopulationState({"all": list(names)}, PayoffTable([len(names)], True), names)
+
+
+def test_a_retired_version_is_needed_while_it_is_served_or_may_be_drawn() -> None:
+    state = population(*(member(n, RETIRED) for n in range(4)), member(4, CANDIDATE))
+    state.slots = {"all--0": ("player@1", 7)}
+    state.mixtures = {"player": {"all": {"player@2": 1.0}}}
+    assert [one.version for one in state.unneeded()] == [0, 3]
+    assert [one.version for one in state.unneeded(since=1)] == [3]
+
+
+class SlowFirst(RedisAccess):
+    """The first write is on its way for longer than those after it, as after a lost connection."""
+
+    async def run(self, script: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        if script == "population" and not hasattr(self, "first"):
+            self.first = args
+            await asyncio.sleep(0.05)
+        return await super().run(script, keys, args)
+
+
+async def test_what_was_so_earlier_is_not_written_later(redis_url: str) -> None:
+    redis = SlowFirst(redis_url)
+    jobs = JobStore(redis, EventLog(redis))
+    store, job_id = PopulationStore(redis, jobs), new_id("job")
+    await redis.call("HSET", JobKeys(job_id).record, "epoch", "1")
+    state = population(member(0, CANDIDATE))
+    state.slots = {"all--0": ("player@0", 0)}
+    # A round of matches is counted beside a step...
+    saving = asyncio.create_task(store.save(job_id, 1, state))
+    await asyncio.sleep(0)
+    # ... before which another member is loaded.
+    state.slots["all--0"] = ("player@0", 1)
+    await store.save_slots(job_id, 1, state)
+    await saving
+    found = await store.load(job_id)
+    assert found is not None
+    assert found.slots == state.slots, "a version of a slot would have two contents"
+    await redis.call("DEL", JobKeys(job_id).record, JobKeys(job_id).population)
+    await redis.close()
