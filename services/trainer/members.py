@@ -18,7 +18,7 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.binding import Binding
 from services.trainer.checkpoint import PUBLISHED
 from services.trainer.publication import Publication
-from troupe.rpc import DataLoss, FailedPrecondition, NotFound
+from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as pb
 
@@ -34,7 +34,12 @@ class Members:
         self._data_dir = data_dir
 
     def path(self, job_id: str, policy: str, version: int) -> Path:
-        """Where a member is, or would be."""
+        """Where a member is, or would be. Raises InvalidArgument for names that lead elsewhere."""
+        for field, name in (("job_id", job_id), ("policy", policy)):
+            if name in {".", ".."} or "/" in name or "\0" in name:
+                raise InvalidArgument(
+                    "is no name", field=field, value=name, remedy="Send that of a bound policy."
+                )
         return self._data_dir / job_id / "members" / policy / f"v{version}"
 
     def keep(self, binding: Binding, version: int, checksum: str) -> tuple[str, int]:
@@ -87,9 +92,10 @@ class Members:
 
     def drop(self, job_id: str, policy: str, version: int, *, files: bool) -> None:
         """Take a member out of the transfer layer; with `files` it is gone for good."""
+        path = self.path(job_id, policy, version)
         self._transfer.delete(_key(job_id, policy, version))
         if files:
-            shutil.rmtree(self.path(job_id, policy, version), ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
 
     def _read(
         self, job_id: str, policy: str, version: int, checksum: str

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.stage import Trainer, TrainingStage
-from troupe.rpc import DataLoss, FailedPrecondition, NotFound, new_id
+from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.transfer import checksum_of
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import trainer_pb2
@@ -58,6 +58,17 @@ async def test_a_member_outlives_its_version(stage: TrainingStage) -> None:
         await publish(other, first)
     assert (caught.value.kind, caught.value.value) == ("member_gone", "solver@0")
     assert not path.exists()
+
+
+async def test_names_lead_nowhere_else(stage: TrainingStage) -> None:
+    stub = (await stage.trainer()).stub
+    for job, policy in (("job", "../../other"), ("..", "solver"), ("a/b", "solver")):
+        drop = trainer_pb2.DropMemberRequest(job_id=job, policy=policy, files=True)
+        with pytest.raises(InvalidArgument):
+            await stub.DropMember(drop, timeout=60)
+        publish = trainer_pb2.PublishMemberRequest(job_id=job, policy=policy, checksum="a")
+        with pytest.raises(InvalidArgument):
+            await stub.PublishMember(publish, timeout=60)
 
 
 async def test_a_member_that_was_changed_is_not_published(stage: TrainingStage) -> None:
