@@ -82,7 +82,8 @@ def split(data: bytes, start: int, end: int, field: int) -> tuple[bytes, list[tu
     found: list[tuple[int, int]] = []
     kept = start
     for number, begin, value, behind in fields(data, start, end):
-        if number == field:
+        # A number in its place is of a field that nobody knows.
+        if number == field and data[begin] & 7 == _DELIMITED:
             rest.append(data[kept:begin])
             found.append((value, behind))
             kept = behind

@@ -136,6 +136,13 @@ def test_a_batch_is_cut_where_its_parts_end() -> None:
             Batch.parse(broken)
 
 
+def test_a_number_where_an_ending_should_be_is_none() -> None:
+    """As for protobuf, to which it is a field that nobody knows."""
+    text = store_pb.WriteRequest(request_id="w").SerializeToString() + b"\x10\x07"
+    assert not store_pb.WriteRequest.FromString(text).endings
+    assert not Batch.parse(text).endings
+
+
 def test_a_row_that_is_no_message_is_named() -> None:
     request = store_pb.AppendTrajectoryRequest(
         query_id="q", trajectory_id="t", state=pb.TRAJECTORY_STATE_COMPLETED
