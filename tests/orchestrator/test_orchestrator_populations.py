@@ -296,6 +296,31 @@ async def test_matches_that_fail_too_often_fail_the_job(cluster: Cluster, limit:
     assert "the game broke" in job.problem.message
 
 
+@pytest.mark.slow
+async def test_a_complete_population_goes_on_where_a_resume_asks_for_more(
+    cluster: Cluster,
+) -> None:
+    newer_wins(cluster)
+
+    def fail(ticket: ro.Ticket) -> str | None:
+        last = ticket.trajectory_id.endswith("-e1-t0")
+        return "broken" if last and ticket.purpose == ro.Ticket.PURPOSE_EVALUATE else None
+
+    def text(iterations: int) -> str:
+        section = {"iteration_steps": 1, "matches": MATCHES, "stop": {"iterations": iterations}}
+        return game(population=section, evaluation={"queries": 1})
+
+    cluster.rollouts[0].script.fail = fail
+    job_id = await cluster.submit(text(1))
+    job = await cluster.wait(job_id, seconds=60)
+    assert (job.state, job.step) == (pb.JOB_STATE_FAILED, 1), "it was complete, and not evaluated"
+    assert (await population(cluster, job_id)).stopped == "1 iterations are over"
+    await cluster.resume(job_id, text(3))
+    job = await cluster.wait(job_id, seconds=60)
+    assert (job.state, job.step) == (pb.JOB_STATE_SUCCEEDED, 3), job.problem
+    assert (await population(cluster, job_id)).stopped == "3 iterations are over"
+
+
 async def test_a_job_without_a_population_says_so(cluster: Cluster) -> None:
     job_id = await cluster.submit(job_yaml())
     with pytest.raises(NotFound) as caught:

@@ -72,7 +72,13 @@ class Population:
         if state is None:
             state = await _first(job, weights)
             await store.save(job.job_id, job.epoch, state)
-        return cls(job, trainers, store, weights, state)
+        found = cls(job, trainers, store, weights, state)
+        if state.stopped:
+            # A resume may have come with another `population.stop`.
+            record = await job.shared.store.get(job.job_id)
+            if not found._stop_reason(time.time() - record.created_at):
+                state.stopped = ""
+        return found
 
     def attend(self, dispatch: Dispatch, engines: Engines) -> None:
         """Who plays matches, and where slots are."""
