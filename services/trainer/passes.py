@@ -110,12 +110,13 @@ class Passes:
         # Sums that depend on nothing else than their rows are laid out by group (units.py).
         alone = self._peers.size == 1 and not self._job.pipeline.deterministic
         compiled = self._policy.trainer.compile == "on"  # kernels of a module are its own
+        lora = self._policy.lora
+        # All threads draw from one generator: in no order, and not the same again when activations
+        # are computed again.
+        draws = lora is not None and lora.dropout > 0
         threads = torch.get_num_threads()
-        return (
-            Crew(threads)
-            if alone and not compiled and pays(self._model.parameters, threads)
-            else None
-        )
+        fits = alone and not compiled and not draws
+        return Crew(threads) if fits and pays(self._model.parameters, threads) else None
 
     @functools.cached_property
     def _seats(self) -> list[_Seat]:

@@ -11,8 +11,9 @@ import torch
 from services.trainer.crew import Crew, dealt, pays
 from services.trainer.learner import Learner
 from services.trainer.peers import Stopped
-from services.trainer.policy_model import load_model
+from services.trainer.policy_model import load_adapted, load_model
 from tests.trainer.batches import random_rows
+from tests.trainer.test_lora import CPU, lora_spec
 from tests.trainer.test_passes import SHAPE, gradient, learner_of
 
 
@@ -118,3 +119,16 @@ def test_a_crew_is_for_small_models_on_several_threads() -> None:
     assert pays(small, 2)
     assert not pays(small, 1)
     assert not pays(large, 2)
+
+
+def test_what_draws_random_numbers_is_not_computed_side_by_side(tokenizer: Path) -> None:
+    """Threads draw from one generator, in no order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for dropout in (0.0, 0.1):
+            spec = lora_spec(tokenizer, ["a"], dropout=dropout)
+            model = load_adapted("a", spec.policies["a"], 0, CPU)
+            assert (Learner(model, spec, "a")._passes._crew is None) == (dropout > 0)
+    finally:
+        torch.set_num_threads(before)
