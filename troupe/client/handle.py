@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from troupe.client import export as exporting
 from troupe.client.errors import JobCancelled, JobFailed
@@ -34,6 +35,7 @@ from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1 import orchestrator_pb2_grpc as pb_grpc
 
 _PAGE = 100
+T = TypeVar("T")
 
 
 class AsyncJobHandle:
@@ -149,19 +151,14 @@ class AsyncJobHandle:
 
     async def trajectories(self, limit: int = _PAGE) -> list[Trajectory]:
         """The newest `limit` trajectories, without their conversations."""
-        found: list[Trajectory] = []
-        token = ""
-        while len(found) < limit:
+
+        async def ask(size: int, token: str) -> tuple[list[Trajectory], str]:
             reply = await self._stub.ListTrajectories(
-                pb.ListTrajectoriesRequest(
-                    job_id=self.id, page_size=min(_PAGE, limit - len(found)), page_token=token
-                )
+                pb.ListTrajectoriesRequest(job_id=self.id, page_size=size, page_token=token)
             )
-            found += [Trajectory.of(summary) for summary in reply.trajectories]
-            token = reply.next_page_token
-            if not token:
-                break
-        return found[:limit]
+            return [Trajectory.of(one) for one in reply.trajectories], reply.next_page_token
+
+        return await _paged(ask, limit)
 
     async def trajectory(self, trajectory_id: str) -> Trajectory:
         """One trajectory with the conversation between the agents."""
@@ -181,22 +178,16 @@ class AsyncJobHandle:
         A match is a trajectory: `trajectory(match.trajectory_id)` has what was said, while it is
         kept.
         """
-        found: list[Match] = []
-        token = ""
-        while len(found) < limit:
+
+        async def ask(size: int, token: str) -> tuple[list[Match], str]:
             reply = await self._stub.ListMatches(
                 pb.ListMatchesRequest(
-                    job_id=self.id,
-                    member_id=member,
-                    page_size=min(_PAGE, limit - len(found)),
-                    page_token=token,
+                    job_id=self.id, member_id=member, page_size=size, page_token=token
                 )
             )
-            found += [Match.of(match) for match in reply.matches]
-            token = reply.next_page_token
-            if not token:
-                break
-        return found[:limit]
+            return [Match.of(one) for one in reply.matches], reply.next_page_token
+
+        return await _paged(ask, limit)
 
     async def export_member(self, member: str, to: str | Path) -> Path:
         """Copy the weights of one member of a pool into the new directory `to`, as `export` does.
@@ -274,6 +265,18 @@ class AsyncJobHandle:
         )
         reply = await self._stub.GeneratePolicy(request, timeout=timeout)
         return Generation.of(reply.result)
+
+
+async def _paged(ask: Callable[[int, str], Awaitable[tuple[list[T], str]]], limit: int) -> list[T]:
+    """The first `limit` of a list that `ask(size, token)` gives a page of, with the next token."""
+    found: list[T] = []
+    token = ""
+    while len(found) < limit:
+        page, token = await ask(min(_PAGE, limit - len(found)), token)
+        found += page
+        if not token:
+            break
+    return found[:limit]
 
 
 def sample_state(name: str) -> common_pb2.SampleState.ValueType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from services.orchestrator.job_store import JobStore
@@ -44,13 +44,9 @@ class PopulationStore:
         await self._write(job_id, epoch, state.slot_fields)
 
     async def _write(self, job_id: str, epoch: int, fields: Callable[[], list[str]]) -> None:
-        keys = JobKeys(job_id)
-        keys_used = [keys.record, keys.population]
         async with self._writing[job_id]:
-            args = [str(epoch), *fields()]
-            written = await self._redis.run("population", keys_used, args)
-        if written != b"written":
-            await self._jobs.check_epoch(job_id, epoch)
+            where = [JobKeys(job_id).population]
+            await self._fenced("population", where, job_id, epoch, fields())
 
     async def answers(self, job_id: str) -> dict[str, str]:
         """What `add_answers` kept."""
@@ -59,21 +55,15 @@ class PopulationStore:
 
     async def add_answers(self, job_id: str, epoch: int, answers: Mapping[str, str]) -> None:
         """Keep what members answer in a game, as JSON by `{pool}/{member}`. Raises `Superseded`."""
-        keys = JobKeys(job_id)
-        args = [str(epoch), *(part for item in answers.items() for part in item)]
-        if await self._redis.run("population", [keys.record, keys.answers], args) != b"written":
-            await self._jobs.check_epoch(job_id, epoch)
+        args = [part for item in answers.items() for part in item]
+        await self._fenced("population", [JobKeys(job_id).answers], job_id, epoch, args)
 
     async def add_matches(self, job_id: str, epoch: int, matches: Mapping[str, orch.Match]) -> None:
         """Keep how matches ended, by trajectory id. Raises `Superseded`."""
         if not matches:
             return
-        keys = JobKeys(job_id)
         args = [part for name, one in matches.items() for part in (name, one.SerializeToString())]
-        if await self._redis.run("matches", [keys.record, *keys.matches], [str(epoch), *args]) != (
-            b"written"
-        ):
-            await self._jobs.check_epoch(job_id, epoch)
+        await self._fenced("matches", JobKeys(job_id).matches, job_id, epoch, args)
 
     async def matches(self, job_id: str, names: Collection[str]) -> dict[str, orch.Match]:
         """Those of the named matches that have ended."""
@@ -117,6 +107,19 @@ class PopulationStore:
                     names = [*some[at + 1 :], *names]
                     break
         return page, page[-1].trajectory_id if names and page else ""
+
+    async def _fenced(
+        self,
+        script: str,
+        where: Iterable[str],
+        job_id: str,
+        epoch: int,
+        args: Iterable[str | bytes],
+    ) -> None:
+        """Run a script that writes only for who has the job. Raises `Superseded`."""
+        keys = [JobKeys(job_id).record, *where]
+        if await self._redis.run(script, keys, [str(epoch), *args]) != b"written":
+            await self._jobs.check_epoch(job_id, epoch)
 
 
 def no_population(job_id: str) -> NotFound:
