@@ -9,10 +9,11 @@ pinned to the version that this was written for.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,8 @@ PAGE_TOKENS = 8
 # Keys and values kept, turns in hand and cached prefixes together.
 CACHE_BYTES = 256 << 20
 _WATCH_SECONDS = 0.1
+# A pass takes milliseconds. One that takes this long hangs.
+PASS_SECONDS = 60.0
 
 Ended = Callable[[Turn, str | None], None]
 T = TypeVar("T")
@@ -114,6 +117,7 @@ class ContinuousBatcher:
         self._sampler = TurnSampler(drew, self._open_gate)
         self._exited = exited
         self._stopping = False
+        self._standing = threading.Lock()
         self._started = threading.Event()
         packed = attention.supports(model.config)
         self._manager = model.init_continuous_batching(
@@ -172,9 +176,10 @@ class ContinuousBatcher:
         """Run `change` between two steps; later tokens carry `version`.
 
         Everything computed with the old weights is forgotten. Returns the seconds that serving
-        stood still and the turns that have to be resubmitted, in their order.
+        stood still and the turns that have to be resubmitted, in their order. Raises RuntimeError
+        when the thread has ended or hangs.
         """
-        with self._manager.pause():
+        with self._standstill():
             began = time.monotonic()
             change()
             self._sampler.version = version
@@ -186,8 +191,19 @@ class ContinuousBatcher:
 
         Raises as `swap`.
         """
-        with self._manager.pause():
+        with self._standstill():
             return call(), self._sampler.version
+
+    @contextlib.contextmanager
+    def _standstill(self) -> Iterator[None]:
+        """The loop is paused, and nobody else has it paused: `pause` alone lets several in."""
+        if not self._standing.acquire(timeout=PASS_SECONDS):
+            raise RuntimeError("another call holds the model, and hangs")
+        try:
+            with self._manager.pause():
+                yield
+        finally:
+            self._standing.release()
 
     def stop(self, timeout: float) -> None:
         """End the serving thread. Turns in hand are dropped."""

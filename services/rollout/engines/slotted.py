@@ -21,7 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from services.rollout.engines import attention
-from services.rollout.engines.continuous import STEP_TOKENS, Ended
+from services.rollout.engines.continuous import PASS_SECONDS, STEP_TOKENS, Ended
 from services.rollout.engines.gate import PromptGate
 from services.rollout.engines.ragged import NAME, RaggedCache
 from services.rollout.engines.sampling import Draw, draw
@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 # Rows of a pass beyond one per turn: where prompts are read, if they are not read in larger parts.
 _READING_ROWS: Final = 64
-# A pass takes milliseconds. One that takes this long hangs.
-PASS_SECONDS: Final = 60.0
 
 
 class SlotBatcher:
@@ -61,6 +59,8 @@ class SlotBatcher:
         self._gate = PromptGate()
         self._drew = drew
         self._exited = exited
+        # One standstill at a time: each leaves the model as it found it only when it is alone.
+        self._standing = threading.Lock()
         self._state = threading.Condition()
         # Guarded by `_state`.
         self._inbox: deque[Turn] = deque()
@@ -138,12 +138,17 @@ class SlotBatcher:
         """No pass is computed. Raises RuntimeError when the thread has ended or hangs."""
         with self._state:
             self._held += 1
-            idle = self._state.wait_for(lambda: not self._computing, PASS_SECONDS)
+        alone = False
         try:
-            if not idle or not self.alive:
+            alone = self._standing.acquire(timeout=PASS_SECONDS)
+            with self._state:
+                idle = self._state.wait_for(lambda: not self._computing, PASS_SECONDS)
+            if not alone or not idle or not self.alive:
                 raise RuntimeError("the serving thread has ended or hangs")
             yield
         finally:
+            if alone:
+                self._standing.release()
             with self._state:
                 self._held -= 1
                 self._state.notify_all()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import threading
+import time
 
 import pytest
 import torch
@@ -84,6 +86,28 @@ async def test_one_version_scores_all(
             models[scored.version], list(one.prompt_ids), list(one.ids), 1.0
         )
         assert got == pytest.approx(expected, abs=1e-5)
+
+
+async def test_those_who_stop_an_engine_stop_it_one_after_the_other(
+    engine: EmbeddedEngine,
+) -> None:
+    """A call that nobody waits for any more goes on, and the next one finds the model as it was."""
+    batcher = engine._batcher
+    assert batcher is not None
+    inside, most, lock = 0, 0, threading.Lock()
+
+    def call() -> None:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.02)
+        with lock:
+            inside -= 1
+
+    others = [asyncio.to_thread(batcher.between, call) for _ in range(4)]
+    await asyncio.gather(*others, asyncio.to_thread(batcher.swap, call, 1))
+    assert most == 1
 
 
 async def test_what_cannot_be_scored_is_refused(engine: EmbeddedEngine) -> None:
