@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from redis import Redis
 
 from tests.support.redis_server import RedisServer
 from troupe.workflow import freshness
@@ -31,6 +32,15 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 @pytest.fixture(scope="session")
 def redis_url(redis_server: RedisServer) -> str:
     """Where the shared Redis is."""
+    return redis_server.url
+
+
+@pytest.fixture
+def empty_redis(redis_server: RedisServer) -> str:
+    """Where the shared Redis is, with nothing in it: an orchestrator goes on with the jobs that it
+    finds there, which another test left unfinished, and this test's workers would play them."""
+    with Redis.from_url(redis_server.url) as redis:
+        redis.flushall()
     return redis_server.url
 
 

@@ -31,9 +31,9 @@ DETERMINISTIC = {
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, redis_url: str) -> Iterator[Hosts]:
+def hosts(tmp_path: Path, empty_redis: str) -> Iterator[Hosts]:
     """A cluster without workers."""
-    with apart(tmp_path / "hosts", redis_url) as hosts:
+    with apart(tmp_path / "hosts", empty_redis) as hosts:
         yield hosts
 
 
@@ -92,7 +92,7 @@ async def published(hosts: Hosts, handle: AsyncJobHandle, version: int) -> str:
 
 
 async def test_two_hosts_learn_the_same_bits_as_one(
-    hosts: Hosts, models: Path, tmp_path: Path, redis_url: str
+    hosts: Hosts, models: Path, tmp_path: Path, empty_redis: str
 ) -> None:
     hosts.start("rollout-0", "left")
     hosts.start("trainer-0", "right")
@@ -125,7 +125,7 @@ async def test_two_hosts_learn_the_same_bits_as_one(
         assert "through gRPC" in hosts.log("rollout-0")
     assert re.search(r"troupe_rollout_weight_transfer_seconds_total\{.*\} [0-9.e-]*[1-9]", text)
 
-    with apart(tmp_path / "one", redis_url) as one:
+    with apart(tmp_path / "one", empty_redis) as one:
         one.start("rollout-0", "home")
         one.start("trainer-0", "home")
         async with client(one) as troupe:
@@ -137,12 +137,12 @@ async def test_two_hosts_learn_the_same_bits_as_one(
 
 
 async def test_hosts_with_networks_of_their_own(
-    models: Path, tmp_path: Path, redis_url: str
+    models: Path, tmp_path: Path, empty_redis: str
 ) -> None:
     """Three namespaces; owners are killed again and again; large values are found and freed."""
     if not may_separate():
         pytest.skip("only root may make network namespaces")
-    with apart(tmp_path / "hosts", redis_url, network=True) as hosts:
+    with apart(tmp_path / "hosts", empty_redis, network=True) as hosts:
         for number, place in enumerate(("left", "middle")):
             hosts.start(f"rollout-{number}", place)
         hosts.start("trainer-0", "right")

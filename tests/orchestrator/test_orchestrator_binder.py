@@ -21,9 +21,9 @@ SUCCEEDED = pb.JOB_STATE_SUCCEEDED
 
 
 @pytest.fixture
-async def house(redis_url: str, tmp_path: Path) -> AsyncIterator[Cluster]:
+async def house(empty_redis: str, tmp_path: Path) -> AsyncIterator[Cluster]:
     """A started cluster with a rollout worker and no trainer."""
-    cluster = Cluster(redis_url, tmp_path)
+    cluster = Cluster(empty_redis, tmp_path)
     await cluster.open()
     await cluster.add_rollout()
     yield cluster

@@ -106,9 +106,9 @@ async def test_two_orchestrators_one_wins(cluster: Cluster) -> None:
 
 
 @pytest.fixture
-async def bare(redis_url: str, tmp_path: Path) -> AsyncIterator[Cluster]:
+async def bare(empty_redis: str, tmp_path: Path) -> AsyncIterator[Cluster]:
     """A cluster without workers."""
-    cluster = Cluster(redis_url, tmp_path)
+    cluster = Cluster(empty_redis, tmp_path)
     await cluster.open()
     yield cluster
     await cluster.close()

@@ -172,7 +172,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     ("examples", "steps"), [(4, 8), pytest.param(24, 10, marks=pytest.mark.slow)]
 )
 def test_no_order_of_events_loses_anything(
-    redis_url: str,
+    empty_redis: str,
     loop: asyncio.AbstractEventLoop,
     caplog: pytest.LogCaptureFixture,
     examples: int,
@@ -180,7 +180,7 @@ def test_no_order_of_events_loses_anything(
 ) -> None:
     caplog.set_level(logging.CRITICAL)
     run_state_machine_as_test(
-        lambda: JobLife(redis_url, loop),  # type: ignore[arg-type]
+        lambda: JobLife(empty_redis, loop),  # type: ignore[arg-type]
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
