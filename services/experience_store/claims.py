@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -146,6 +146,9 @@ class Claims:
         """Lines of samples, of their records, and of rewards; `groups` says for every sample which
         of `rewards`, counted from 1, are its group's.
         """
+        if not samples:
+            # A repeated claim, whose samples were all dropped meanwhile.
+            return Delivery.claimed(request.claim, [], [])
         ids, texts = samples.decode().split("\n"), records.decode().split("\n")
         parsed = list(zip(ids, map(Record.parse, texts), strict=True))
         rewards_of = [[float(one) for one in line.split(b",")] for line in rewards.split(b"\n")]
@@ -187,6 +190,31 @@ class Claims:
         _, released = await self._steps.on_table("release", job, policy, step, claimant)
         self._notices.written(job, policy, step)
         return int(released)
+
+    async def drop_gone(
+        self,
+        job: str,
+        policy: str,
+        step: int,
+        claimant: str,
+        claim: str,
+        samples: Sequence[str],
+    ) -> int:
+        """Drop those of `samples` that a claim holds: values of theirs are nowhere any more. Returns
+        how many. The claim goes on with the others.
+
+        Raises `FailedPrecondition` of kind `claim_lost` for a claim that is not `claimant`'s.
+        """
+        await self._tables.check_policy(job, policy)
+        outcome, value = await self._steps.on_table(
+            "drop_gone", job, policy, step, claim, claimant, *samples
+        )
+        if outcome == b"taken":
+            raise lost(claim, f"it belongs to {value.decode()}")
+        if outcome == b"lost":
+            raise lost(claim, cause_text(value))
+        self._notices.written(job, policy, step)
+        return int(value)
 
 
 def lost(claim: str, why: str, *, claimant: str | None = None) -> FailedPrecondition:

@@ -59,8 +59,8 @@ class Commits:
         applied = commit.outcome == store_pb.STEP_OUTCOME_APPLIED
         version = commit.weights.version if commit.HasField("weights") else -1
         distinct = list(dict.fromkeys(claims))
-        # What a claim holds never changes while it lives: should it be lost before the script
-        # runs, the script refuses.
+        # What a claim holds changes while it lives only at its claimant's word (DropGone): should it
+        # be lost before the script runs, the script refuses.
         samples = await self._held(job, commit.policy, commit.step, distinct)
         digest = samples_digest(samples)
         agrees = not commit.HasField("samples_digest") or commit.samples_digest == digest
@@ -94,9 +94,8 @@ class Commits:
         key = PolicyKeys(job, policy).step(step, "claims")
         found = await self._database.execute("HMGET", key, *claims)
         texts = [text.decode() for text in found if text is not None]
-        return [
-            sample for text in texts if not text.startswith("\t") for sample in text.split("\n")
-        ]
+        live = (text for text in texts if text and not text.startswith("\t"))
+        return [sample for text in live for sample in text.split("\n")]
 
 
 def _refusal(

@@ -234,6 +234,17 @@ def check_fill(where: str, item: store_pb.FillColumnsRequest | store_pb.SampleCo
     return Fill(item.sample_id, given, item.columns, clean_reason(item.drop_reason))
 
 
+def check_drop_gone(request: store_pb.DropGoneRequest) -> None:
+    """Samples, as many as one claim can hold."""
+    if not 0 < len(request.sample_ids) <= LARGEST_CLAIM:
+        raise InvalidArgument(
+            f"names {len(request.sample_ids)} samples, must be at least 1 and at most {LARGEST_CLAIM}",
+            field="sample_ids",
+        )
+    for sample in request.sample_ids:
+        check_id("sample_ids", sample)
+
+
 def check_commit(request: store_pb.CommitStepRequest) -> None:
     """An outcome, and the weights that belong to it."""
     if request.outcome not in store_pb.StepOutcome.values() or not request.outcome:

@@ -20,6 +20,7 @@ _POLICY_SCRIPTS: Final = (
     "claim",
     "renew",
     "release",
+    "drop_gone",
     "commit",
     "count",
     "forget_step",

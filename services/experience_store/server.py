@@ -203,6 +203,23 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
         )
         return store_pb.ReleaseClaimsResponse(released=released)
 
+    async def DropGone(
+        self, request: store_pb.DropGoneRequest, context: Any
+    ) -> store_pb.DropGoneResponse:
+        requests.check_step_call(request)
+        requests.check_id("claimant", request.claimant)
+        requests.check_id("claim_id", request.claim_id)
+        requests.check_drop_gone(request)
+        dropped = await self.store.claims.drop_gone(
+            request.job_id,
+            request.policy,
+            request.step,
+            request.claimant,
+            request.claim_id,
+            request.sample_ids,
+        )
+        return store_pb.DropGoneResponse(dropped=dropped)
+
     async def CommitStep(
         self, request: store_pb.CommitStepRequest, context: Any
     ) -> store_pb.CommitStepResponse:

@@ -913,7 +913,9 @@ class ClaimedSample(_message.Message):
     def sample(self) -> Global___Sample: ...
     @_builtins.property
     def group_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Final rewards of all members of the sample's group, in sample-id order."""
+        """Final rewards of all members of the sample's group, in sample-id order; also of those whose
+        values are gone (DropGone).
+        """
 
     def __init__(
         self,
@@ -1031,6 +1033,70 @@ class ReleaseClaimsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseClaimsResponse: _TypeAlias = ReleaseClaimsResponse  # noqa: Y015
+
+@_typing.final
+class DropGoneRequest(_message.Message):
+    """A value that a column refers to is nowhere any more, as after the loss of the host that kept it:
+    the samples are DROPPED as "value_gone", the claim goes on with the others. Rewards of theirs stay
+    among the `group_rewards` of their group, which are final once a member can be claimed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    CLAIMANT_FIELD_NUMBER: _builtins.int
+    CLAIM_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_IDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    policy: _builtins.str
+    step: _builtins.int
+    claimant: _builtins.str
+    claim_id: _builtins.str
+    @_builtins.property
+    def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that the claim does not hold (any more) are passed over."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        step: _builtins.int = ...,
+        claimant: _builtins.str = ...,
+        claim_id: _builtins.str = ...,
+        sample_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claim_id", b"claim_id", "claimant", b"claimant", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "sample_ids", b"sample_ids", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropGoneRequest: _TypeAlias = DropGoneRequest  # noqa: Y015
+
+@_typing.final
+class DropGoneResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROPPED_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.int
+    def __init__(
+        self,
+        *,
+        dropped: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropGoneResponse: _TypeAlias = DropGoneResponse  # noqa: Y015
 
 @_typing.final
 class CommitStepRequest(_message.Message):

@@ -80,6 +80,11 @@ class ExperienceStoreStub:
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.ReleaseClaimsRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_experience__store__pb2.ReleaseClaimsResponse.FromString,
                 _registered_method=True)
+        self.DropGone = channel.unary_unary(
+                '/troupe.v1.ExperienceStore/DropGone',
+                request_serializer=troupe_dot_v1_dot_experience__store__pb2.DropGoneRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_experience__store__pb2.DropGoneResponse.FromString,
+                _registered_method=True)
         self.CommitStep = channel.unary_unary(
                 '/troupe.v1.ExperienceStore/CommitStep',
                 request_serializer=troupe_dot_v1_dot_experience__store__pb2.CommitStepRequest.SerializeToString,
@@ -188,6 +193,13 @@ class ExperienceStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DropGone(self, request, context):
+        """Drops samples of a live claim that cannot be trained, since values of theirs are gone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CommitStep(self, request, context):
         """Ends a policy's step: claimed samples become TRAINED and the version moves, at once.
         """
@@ -290,6 +302,11 @@ def add_ExperienceStoreServicer_to_server(servicer, server):
                     servicer.ReleaseClaims,
                     request_deserializer=troupe_dot_v1_dot_experience__store__pb2.ReleaseClaimsRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_experience__store__pb2.ReleaseClaimsResponse.SerializeToString,
+            ),
+            'DropGone': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropGone,
+                    request_deserializer=troupe_dot_v1_dot_experience__store__pb2.DropGoneRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_experience__store__pb2.DropGoneResponse.SerializeToString,
             ),
             'CommitStep': grpc.unary_unary_rpc_method_handler(
                     servicer.CommitStep,
@@ -576,6 +593,33 @@ class ExperienceStore:
             '/troupe.v1.ExperienceStore/ReleaseClaims',
             troupe_dot_v1_dot_experience__store__pb2.ReleaseClaimsRequest.SerializeToString,
             troupe_dot_v1_dot_experience__store__pb2.ReleaseClaimsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropGone(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.ExperienceStore/DropGone',
+            troupe_dot_v1_dot_experience__store__pb2.DropGoneRequest.SerializeToString,
+            troupe_dot_v1_dot_experience__store__pb2.DropGoneResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,8 @@ class ExperienceStoreStub:
     RenewClaims: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.RenewClaimsRequest, _experience_store_pb2.RenewClaimsResponse]
     ReleaseClaims: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.ReleaseClaimsRequest, _experience_store_pb2.ReleaseClaimsResponse]
     """Gives claimed samples back (a trainer that stops, or was superseded)."""
+    DropGone: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.DropGoneRequest, _experience_store_pb2.DropGoneResponse]
+    """Drops samples of a live claim that cannot be trained, since values of theirs are gone."""
     CommitStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]
     """Ends a policy's step: claimed samples become TRAINED and the version moves, at once."""
     GetStep: _grpc.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]
@@ -89,6 +91,8 @@ class ExperienceStoreAsyncStub(ExperienceStoreStub):
     RenewClaims: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.RenewClaimsRequest, _experience_store_pb2.RenewClaimsResponse]  # type: ignore[assignment]
     ReleaseClaims: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.ReleaseClaimsRequest, _experience_store_pb2.ReleaseClaimsResponse]  # type: ignore[assignment]
     """Gives claimed samples back (a trainer that stops, or was superseded)."""
+    DropGone: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.DropGoneRequest, _experience_store_pb2.DropGoneResponse]  # type: ignore[assignment]
+    """Drops samples of a live claim that cannot be trained, since values of theirs are gone."""
     CommitStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.CommitStepRequest, _experience_store_pb2.CommitStepResponse]  # type: ignore[assignment]
     """Ends a policy's step: claimed samples become TRAINED and the version moves, at once."""
     GetStep: _aio.UnaryUnaryMultiCallable[_experience_store_pb2.GetStepRequest, _experience_store_pb2.GetStepResponse]  # type: ignore[assignment]
@@ -179,6 +183,14 @@ class ExperienceStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_experience_store_pb2.ReleaseClaimsResponse, _abc.Awaitable[_experience_store_pb2.ReleaseClaimsResponse]]:
         """Gives claimed samples back (a trainer that stops, or was superseded)."""
+
+    @_abc_1.abstractmethod
+    def DropGone(
+        self,
+        request: _experience_store_pb2.DropGoneRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_experience_store_pb2.DropGoneResponse, _abc.Awaitable[_experience_store_pb2.DropGoneResponse]]:
+        """Drops samples of a live claim that cannot be trained, since values of theirs are gone."""
 
     @_abc_1.abstractmethod
     def CommitStep(

@@ -14,16 +14,16 @@ end
 local now = now_ms()
 expire(now)
 
--- State, tokens, size, reward, query, group and origin, in the text of a record.
-local LOOK = '^(.)\t([^\t]*)\t([^\t]*)\t[^\t]*\t([^\t]*)' .. ('\t[^\t]*'):rep(3)
-  .. '\t([^\t]*)' .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)' .. ('\t[^\t]*'):rep(4) .. '\t([^\t]*)$'
+-- State, tokens, size, reward, query, group, reason and origin, in the text of a record.
+local LOOK = '^(.)\t([^\t]*)\t([^\t]*)\t[^\t]*\t([^\t]*)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)'
+  .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)\t([^\t]*)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)$'
 local looks = {}
 local function look(sample, text)
   local found = looks[sample]
   if not found then
-    local state, tokens, size, reward, query, group, origin = text:match(LOOK)
+    local state, tokens, size, reward, query, group, reason, origin = text:match(LOOK)
     found = {
-      state = state, tokens = tonumber(tokens), size = tonumber(size), reward = reward,
+      state = state, reason = reason, tokens = tonumber(tokens), size = tonumber(size), reward = reward,
       family = origin == '' and query or query .. '@' .. origin, group = group,
     }
     looks[sample] = found
@@ -44,7 +44,8 @@ local function deliver(samples)
       local names, texts = texts_of(own.family, own.group)
       for place, text in ipairs(texts) do
         local member = look(names[place], text)
-        if member.state ~= 'D' then
+        -- Whose value is gone was a member when the group's statistics became final.
+        if member.state ~= 'D' or member.reason == VALUE_GONE then
           values[#values + 1] = member.reward
         end
       end

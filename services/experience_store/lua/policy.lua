@@ -24,6 +24,9 @@ local F = {
   since = 16, origin = 17,
 }
 
+-- Why claimed samples are dropped of which a value is gone.
+local VALUE_GONE = 'value_gone'
+
 -- One match, and not one per field: every script reads records, some of them hundreds.
 local RECORD = '^' .. ('([^\t]*)\t'):rep(16) .. '([^\t]*)$'
 local function parse(text)
