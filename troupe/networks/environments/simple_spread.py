@@ -22,7 +22,7 @@ _CONTACT_MARGIN: Final = 1e-3
 _SENSITIVITY: Final = 5.0
 _DIAMETER: Final = 0.3
 # nothing, left, right, down, up
-_MOVES: Final = np.array([[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1]]) * _SENSITIVITY
+_MOVES: Final = np.array([[0, -1, 1, 0, 0], [0, 0, 0, -1, 1]]) * _SENSITIVITY
 # Below it an agent's push is less than the last bit of a position.
 _APART: Final = -50.0
 
@@ -54,15 +54,14 @@ class SimpleSpread:
         self._spaces = Spaces(
             observation, observation * agents, 5, steps, continuous, low=0.0, high=1.0
         )
-        others = [[j for j in range(agents) if j != i] for i in range(agents)]
-        self._others = np.array(others)
-        self._position = np.zeros((copies, agents, 2))
-        self._velocity = np.zeros((copies, agents, 2))
-        self._landmarks = np.zeros((copies, agents, 2))
+        self._others = np.array([[j for j in range(agents) if j != i] for i in range(agents)])
+        # Copies last: whatever is computed runs over all of them at one stroke.
+        self._position = np.zeros((2, agents, copies))
+        self._velocity = np.zeros((2, agents, copies))
+        self._landmarks = np.zeros((2, agents, copies))
         self._step = 0
         self._seen = np.zeros((copies, agents, observation), np.float32)
-        self._apart = np.zeros((copies, agents, agents - 1, 2))
-        self._distance = np.zeros((copies, agents, agents - 1))
+        self._measure()
 
     @property
     def agents(self) -> tuple[str, ...]:
@@ -81,12 +80,14 @@ class SimpleSpread:
 
     def reset(self, seed: int) -> Observed:
         """Agents at rest; all places uniform in [-1, 1]."""
-        drawn = np.random.default_rng(seed).uniform(-1, 1, (2, *self._position.shape))
+        shape = (2, self._copies, len(self._agents), 2)
+        drawn = np.random.default_rng(seed).uniform(-1, 1, shape)
         return self.place(drawn[0], drawn[1])
 
     def place(self, positions: Float64, landmarks: Float64) -> Observed:
         """Begin with agents and landmarks, each [B, N, 2], where they are said to be."""
-        self._position, self._landmarks = positions.copy(), landmarks.copy()
+        self._position = np.ascontiguousarray(positions.transpose(2, 1, 0))
+        self._landmarks = np.ascontiguousarray(landmarks.transpose(2, 1, 0))
         self._velocity = np.zeros_like(self._position)
         self._step = 0
         self._measure()
@@ -95,10 +96,10 @@ class SimpleSpread:
     def step(self, actions: Actions) -> Stepped:
         """Discrete [B, N]: nothing, left, right, down, up; or continuous [B, N, 5] in [0, 1]."""
         if actions.ndim == 3:
-            force = (actions[..., 2::2] - actions[..., 1::2]).astype(np.float64) * _SENSITIVITY
+            force = (actions[..., 2::2] - actions[..., 1::2]).T.astype(np.float64) * _SENSITIVITY
         else:
-            force = _MOVES[actions]
-        force = force + self._pushes()
+            force = _MOVES[:, actions.T]
+        force += self._pushes()
         if self._first_release:
             self._velocity = self._velocity * (1 - _DAMPING) + force * _DT
             self._position = self._position + self._velocity * _DT
@@ -117,40 +118,50 @@ class SimpleSpread:
     def _measure(self) -> None:
         """What physics, rewards and observations all need: who is where, seen by each agent."""
         position = self._position
-        # [B, N, N - 1, 2] and [B, N, N]
+        # [2, N, N - 1, B], [N, N - 1, B] and [2, N, N, B]
         self._apart = position[:, self._others] - position[:, :, None]
-        self._distance = np.sqrt(np.einsum("...d,...d->...", self._apart, self._apart))
+        self._distance = _length(self._apart)
+        self._away = self._landmarks[:, None] - position[:, :, None]
 
     def _pushes(self) -> Float64:
-        """Forces between agents that touch [B, N, 2]."""
+        """Forces between agents that touch [2, N, B]."""
         near: Any = (_DIAMETER - self._distance) / _CONTACT_MARGIN
         touching = near > _APART
+        if not touching.any():
+            return np.zeros_like(self._position)
         strength = np.zeros_like(near)
-        if touching.any():
-            depth = np.logaddexp(0, near[touching]) * _CONTACT_MARGIN
-            strength[touching] = _CONTACT_FORCE * depth / self._distance[touching]
-        pushes: Float64 = -np.einsum("bnod,bno->bnd", self._apart, strength)
+        depth = np.logaddexp(0, near[touching]) * _CONTACT_MARGIN
+        strength[touching] = _CONTACT_FORCE * depth / self._distance[touching]
+        pushes: Float64 = -(self._apart * strength).sum(axis=2)
         return pushes
 
     def _rewards(self) -> NDArray[np.float32]:
-        away = self._landmarks[:, None] - self._position[:, :, None]
-        covered = np.sqrt(np.einsum("...d,...d->...", away, away)).min(axis=1).sum(axis=-1)
-        bumps = (self._distance < _DIAMETER).sum(axis=-1)
+        covered = _length(self._away).min(axis=0).sum(axis=0)
+        bumps = (self._distance < _DIAMETER).sum(axis=1)
+        rewards = np.empty((self._copies, len(self._agents)), np.float32)
         if self._first_release:
-            agents = len(self._agents)
-            total = -agents * (covered + 1) - bumps.sum(axis=-1)
-            return np.repeat(total[:, None], agents, axis=1).astype(np.float32)
-        own = -bumps * self._local - (covered * (1 - self._local))[:, None]
-        rewards: NDArray[np.float32] = own.astype(np.float32)
+            # An agent is near itself, too.
+            total = -len(self._agents) * (covered + 1) - bumps.sum(axis=0)
+            rewards[:] = total[:, None]
+        else:
+            rewards[:] = (-bumps * self._local - covered * (1 - self._local)).T
         return rewards
 
     def _observe(self) -> Observed:
         """Velocity, position, landmarks and others from here, and what others say: nothing."""
-        n, seen, position = len(self._agents), self._seen, self._position
-        seen[..., :2] = self._velocity
-        seen[..., 2:4] = position
-        away = self._landmarks[:, None] - position[:, :, None]
-        seen[..., 4 : 4 + 2 * n] = away.reshape(self._copies, n, 2 * n)
-        start = 4 + 2 * n
-        seen[..., start : start + 2 * (n - 1)] = self._apart.reshape(self._copies, n, -1)
+        n, seen = len(self._agents), self._seen
+        shown: Any = seen.T  # [O, N, B]
+        shown[:2], shown[2:4] = self._velocity, self._position
+        # x and y by turns, of one landmark or agent after another.
+        for axis in range(2):
+            shown[4 + axis : 4 + 2 * n : 2] = self._away[axis].swapaxes(0, 1)
+            first, last = 4 + 2 * n, 4 + 2 * n + 2 * (n - 1)
+            shown[first + axis : last : 2] = self._apart[axis].swapaxes(0, 1)
         return Observed(seen, seen.reshape(self._copies, -1))
+
+
+def _length(vectors: Float64) -> Float64:
+    """Of vectors [2, ...]."""
+    x, y = vectors
+    found: Float64 = np.sqrt(x * x + y * y)
+    return found
