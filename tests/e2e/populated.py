@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from examples.games.model import make_model
-from tests.e2e.standing import Ended, Standing
+from tests.e2e.standing import Ended
 from troupe.client.population_records import Match, Population
 from troupe.client.records import JobState
 from troupe.transfer import checksum_of
@@ -62,7 +62,7 @@ def population_job(
     return yaml.safe_dump(spec)
 
 
-async def check_population(end: Ended, cluster: Standing) -> Population:
+async def check_population(end: Ended, data_dir: Path) -> Population:
     """A job that has succeeded: nothing is lost or counted twice, members are what was trained."""
     assert end.job.state == JobState.SUCCEEDED, end.job.problem
     audit = await end.handle.audit()
@@ -70,7 +70,7 @@ async def check_population(end: Ended, cluster: Standing) -> Population:
     found = await end.handle.population()
     matches = await end.handle.matches(limit=10_000)
     check_payoffs(found, matches)
-    await check_members(end, found, cluster.data_dir)
+    await check_members(end, found, data_dir)
     return found
 
 

@@ -48,7 +48,7 @@ async def test_a_league_of_main_agent_and_exploiters(
         league={"freeze_after": 2},
     )
     end = await ended(await client.submit(text))
-    found = await check_population(end, cluster)
+    found = await check_population(end, cluster.data_dir)
     members = found.pools[0].members
     assert {one.kind for one in members} == {"main", "main_exploiter", "league_exploiter"}
     states = {one.id: one.state for one in members}
@@ -74,7 +74,7 @@ async def test_two_best_responses_of_a_pipeline(cluster: Standing, client: Async
         meta_solver="uniform",
     )
     end = await ended(await client.submit(text))
-    found = await check_population(end, cluster)
+    found = await check_population(end, cluster.data_dir)
     settled = [one for one in found.pools[0].members if one.state == "settled"]
     # The lowest is settled after every iteration, and begins again on top.
     assert [(one.learner, one.iteration) for one in settled if one.iteration] == [
@@ -95,7 +95,7 @@ async def test_three_players(cluster: Standing, client: AsyncClient) -> None:
         matches={"least": 9},
     )
     end = await ended(await client.submit(text))
-    found = await check_population(end, cluster)
+    found = await check_population(end, cluster.data_dir)
     assert [one.id for one in found.pools[0].members] == ["player@0", "player@1", "player@2"]
     assert len(found.cells) == 10
     sat = match_seats(await end.handle.matches(limit=1000))
@@ -120,7 +120,7 @@ async def test_two_roles_that_are_not_the_same_in_mode_async(
         slots=1,
     )
     end = await ended(await client.submit(text))
-    found = await check_population(end, cluster)
+    found = await check_population(end, cluster.data_dir)
     assert [pool.name for pool in found.pools] == ["first", "second"]
     assert [[one.id for one in pool.members] for pool in found.pools] == [
         ["opener@0", "opener@2", "opener@4"],
@@ -147,7 +147,7 @@ async def test_matches_beside_asynchronous_training(cluster: Standing, client: A
         evaluation_slots=2,
     )
     end = await ended(await client.submit(text))
-    found = await check_population(end, cluster)
+    found = await check_population(end, cluster.data_dir)
     assert [one.id for one in found.pools[0].members] == ["player@0", "player@2", "player@4"]
     sat = match_seats(await end.handle.matches(limit=1000))
     assert sat["player@0", "alice"] == sat["player@0", "bob"]
@@ -177,7 +177,7 @@ async def test_workers_that_die_and_a_pause_cost_no_match(
     if (await handle.info()).state == JobState.PAUSED:
         await handle.resume()
     end = await ended(handle)
-    found = await check_population(end, cluster)
+    found = await check_population(end, cluster.data_dir)
     assert {cell.matches for cell in found.cells} == {12}
 
 
