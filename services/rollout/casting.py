@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from services.rollout.policy import ServedPolicy
@@ -25,9 +25,15 @@ class Casts:
     """The casts of one job, each made once."""
 
     def __init__(
-        self, spec: JobSpec, policies: Mapping[str, ServedPolicy], roles: Mapping[str, Role]
+        self,
+        spec: JobSpec,
+        policies: Mapping[str, ServedPolicy],
+        roles: Mapping[str, Role],
+        check_cast: Callable[[Mapping[str, str], str], None] | None = None,
     ) -> None:
-        """`roles`: of the agents as the job has them."""
+        """`roles`: of the agents as the job has them; networks have none. `check_cast` (cast,
+        field) raises what keeps a network from playing an agent."""
+        self._check_cast = check_cast
         self._spec = spec
         self._policies = policies
         own = {name: policies[agent.policy] for name, agent in spec.agents.items()}
@@ -37,7 +43,7 @@ class Casts:
     def of(self, named: Mapping[str, str], field: str = "ticket.cast") -> Cast:
         """The job's own, but for the agents that are `named` with their policy.
 
-        Raises `InvalidArgument` naming an agent or policy that there is not.
+        Raises `InvalidArgument` naming an agent or policy that there is not, or that do not fit.
         """
         if not named:
             return self.own
@@ -59,10 +65,13 @@ class Casts:
                         value=name,
                         remedy=f"Known: {', '.join(sorted(known))}.",
                     )
-        languages = {name: policy.language for name, policy in self._policies.items()}
         roles = dict(self.own.roles)
-        for name, policy in named.items():
-            roles[name] = role_of(self._spec, name, languages, policy)
+        if self._check_cast is not None:
+            self._check_cast(named, field)
+        else:
+            languages = {name: policy.language for name, policy in self._policies.items()}
+            for name, policy in named.items():
+                roles[name] = role_of(self._spec, name, languages, policy)
         policy_of = {**self.own.policy_of, **{n: self._policies[p] for n, p in named.items()}}
         return Cast(policy_of, roles, self._evaluating(roles))
 

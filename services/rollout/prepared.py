@@ -51,7 +51,12 @@ class PreparedJob:
 
     def __post_init__(self) -> None:
         derived = {
-            "casts": Casts(self.spec, self.policies, self.roles),
+            "casts": Casts(
+                self.spec,
+                self.policies,
+                self.roles,
+                None if self.arena is None else self.arena.check_cast,
+            ),
             "trained": frozenset(self.spec.trained_policies),
             "groups": Groups(policy.router for policy in self.policies.values()),
             "lockstep": Lockstep() if self.spec.pipeline.rollout == "batch" else None,

@@ -82,14 +82,7 @@ async def _scored(
     deadline = time.monotonic() + seconds
     lost: Unavailable | None = None
     while (left := deadline - time.monotonic()) > 0:
-        if version is not None and policy.weights.version != version:
-            raise FailedPrecondition(
-                f"policy '{policy.name}' is at version {policy.weights.version}",
-                kind="version_not_served",
-                field="version",
-                value=version,
-                remedy="Ask for the version that is served, or for whichever it is.",
-            )
+        check_version(policy, version)
         engine = _least_busy(policy.serving_engines, version)
         if engine is not None:
             try:
@@ -108,6 +101,18 @@ async def _scored(
         value=f"{seconds:g}",
         remedy="Allow more time per turn, ask for fewer at once, or add engine replicas.",
     )
+
+
+def check_version(policy: ServedPolicy, version: int | None) -> None:
+    """Raises FailedPrecondition of kind "version_not_served" for another one; None: any will do."""
+    if version is not None and policy.weights.version != version:
+        raise FailedPrecondition(
+            f"policy '{policy.name}' is at version {policy.weights.version}",
+            kind="version_not_served",
+            field="version",
+            value=version,
+            remedy="Ask for the version that is served, or for whichever it is.",
+        )
 
 
 def _least_busy(engines: Sequence[Engine], version: int | None) -> Engine | None:

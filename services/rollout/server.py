@@ -183,7 +183,26 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     ) -> pb.DescribeGameResponse:
         """What a job's players are asked in every information state."""
         job = self._jobs.get(request.job_id)
+        if job.arena is not None:
+            from services.rollout.networks import behaviour  # torch is there already
+
+            return await asyncio.to_thread(behaviour.describe, job.arena, request.game)
         return await asyncio.to_thread(describe, job.workflow, job.spec, request.game)
+
+    async def Behave(self, request: pb.BehaveRequest, context: Any) -> pb.BehaveResponse:
+        """What a network does in every information state of a job's game."""
+        job = self._jobs.get(request.job_id)
+        policy = job.policy(request.policy)
+        if job.arena is None:
+            raise InvalidArgument(
+                "is a language model, which does nothing without being asked",
+                field="policy",
+                value=policy.name,
+                remedy="Score its answers to the questions of DescribeGame.",
+            )
+        from services.rollout.networks import behaviour
+
+        return await behaviour.behave(job, policy, request)
 
     async def ListEngines(
         self, request: pb.ListEnginesRequest, context: Any

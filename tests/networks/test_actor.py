@@ -135,10 +135,63 @@ def test_turns_masks_and_lengths_are_recorded_for_each_policy_alone() -> None:
     assert fragment["terminated"].all()
 
 
+@pytest.mark.parametrize("kind", ["mlp", "rnn"])
+@pytest.mark.parametrize("parameters", ["shared", "per_agent"])
+def test_a_network_plays_some_of_its_agents_as_it_plays_them_among_all(
+    kind: str, parameters: str
+) -> None:
+    spec = NetworkSpec.model_validate({"kind": kind, "hidden": [8], "parameters": parameters})
+    environment = make_environment("simple_spread", 4, steps=3)
+    own, other = weights(spec, environment.spaces, 3), weights(PPO, environment.spaces, 1, seed=1)
+    agents = environment.agents
+    mixed = Actor(
+        environment,
+        {"own": Seat(spec, (agents[2], agents[0]), agents), "other": Seat(PPO, (agents[1],))},
+    )
+    mixed.load("own", own, 0)
+    mixed.load("other", other, 0)
+    fragment = mixed.sample(1).fragments["own"]
+    assert fragment.agents == (agents[0], agents[2])
+    network = ActingNetwork(spec, environment.spaces, 3)
+    network.take(own)
+    network.begin(4)
+    seen = np.zeros((4, 3, environment.spaces.observation), np.float32)
+    for step in range(3):
+        seen[:, [0, 2]] = fragment["observations"][step]
+        found = network.probabilities(torch.from_numpy(seen), None)[:, [0, 2]]
+        drawn = torch.from_numpy(fragment["actions"][step]).unsqueeze(-1)
+        expected = found.gather(-1, drawn).squeeze(-1).log()
+        torch.testing.assert_close(
+            torch.from_numpy(fragment["log_probs"][step]), expected.float(), atol=1e-5, rtol=1e-5
+        )
+    # The same network among others, and then with fewer of its agents.
+    network.begin(4, [1])
+    assert network.probabilities(torch.from_numpy(seen[:, [1]]), None).shape == (4, 1, 5)
+
+
+def test_who_plays_in_earnest_tries_nothing_out() -> None:
+    random = NetworkSpec.model_validate(
+        {"hidden": [8], "learning": {"paradigm": "dqn", "epsilon": [1.0, 1.0]}}
+    )
+    environment = make_environment("two_step", 64)
+    one, two = environment.agents
+    actor = Actor(environment, {"p": Seat(PPO, (one,)), "q": Seat(random, (two,))})
+    actor.load("p", weights(PPO, environment.spaces, 1), 0)
+    actor.load("q", weights(random, environment.spaces, 1), 0)
+    drawn = actor.sample(1).fragments
+    earnest = actor.sample(1, earnest=("p", "q")).fragments
+    first = [len(np.unique(fragments["q"]["actions"][0])) for fragments in (drawn, earnest)]
+    assert first == [2, 1]
+    # What was learned as a distribution is drawn from in earnest, too.
+    assert len(np.unique(earnest["p"]["actions"][0])) == 2
+
+
 def test_who_does_not_sit_well_is_told() -> None:
     environment = make_environment("two_step", 1)
     with pytest.raises(InvalidArgument, match="exactly one policy"):
         Actor(environment, {"p": Seat(PPO, ("agent_0",))})
+    with pytest.raises(InvalidArgument, match="was made for agent_1 only"):
+        Actor(environment, {"p": Seat(PPO, environment.agents, ("agent_1",))})
     actor = Actor(environment, {"p": Seat(PPO, environment.agents)})
     with pytest.raises(NotFound, match="no weights yet"):
         actor.sample(0)

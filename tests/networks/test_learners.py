@@ -12,7 +12,7 @@ import torch
 
 from tests.networks.test_network_rows import fragment
 from troupe.networks.actor import Actor, Seat
-from troupe.networks.fragments import Fragment
+from troupe.networks.fragments import SHAPES, Fragment
 from troupe.networks.learning import Learner, make_learner
 from troupe.networks.qlearning import QLearner
 from troupe.networks.spec import NetworkSpec
@@ -125,6 +125,37 @@ def test_padding_and_the_cut_of_fragments_change_nothing(paradigm: str) -> None:
     other.update([both])
     for name, value in one.published().items():
         torch.testing.assert_close(value, other.published()[name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("paradigm", ["ppo", "mappo", "dqn"])
+def test_of_who_did_not_play_nothing_is_learned(paradigm: str) -> None:
+    """Fragments of some of its agents, in one update, are those in which the others never act."""
+    first, second = fragment(1, [4, 2]), fragment(2, [3])
+    some, whole = [], []
+    for seat, one in ((1, first), (0, second)):
+        acting = np.zeros(one["rewards"].shape, bool)
+        acting[:, :, seat] = True
+        whole.append(Fragment("p", 0, AGENTS, {**one.arrays, "acting": acting}))
+        own = {
+            name: array[:, :, [seat]] if "A" in SHAPES[name].split() else array
+            for name, array in one.arrays.items()
+        }
+        some.append(Fragment("p", 0, (AGENTS[seat],), own))
+    learners = [make_learner(network(paradigm), SPACES, AGENTS, seed=3) for _ in range(2)]
+    before = learners[0].published()
+    metrics = [one.update(them) for one, them in zip(learners, (some, whole), strict=True)]
+    assert metrics[0]["return"] == pytest.approx(
+        np.mean([*first.returns()[:, 1], *second.returns()[:, 0]])
+    )
+    after, wanted = learners[0].published(), learners[1].published()
+    assert all(torch.equal(value, wanted[name]) for name, value in after.items())
+    assert any(not torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_who_learns_of_a_team_needs_all_of_it() -> None:
+    learner = make_learner(network("qmix"), SPACES, AGENTS, seed=1)
+    with pytest.raises(InvalidArgument, match="are of agent_0"):
+        learner.update([fragment(1, [3], agents=1)])
 
 
 def _joined(short: Fragment, long: Fragment) -> Fragment:

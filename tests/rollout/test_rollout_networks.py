@@ -20,7 +20,9 @@ from tests.support import arenas
 from troupe import tensors
 from troupe.job import JobSpec, NetworkSpec
 from troupe.networks.acting import ActingNetwork
+from troupe.networks.environments.openspiel import histories_of
 from troupe.networks.fragments import SHAPES, Fragment
+from troupe.networks.jobs import environment_of
 from troupe.networks.vector import Spaces
 from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
 from troupe.v1 import common_pb2 as common
@@ -57,10 +59,10 @@ def _spec(source: str = "Agree", **changes: Any) -> JobSpec:
     )
 
 
-def _weights(seed: int, spaces: Spaces = SPACES) -> dict[str, torch.Tensor]:
+def _weights(seed: int, spaces: Spaces = SPACES, agents: int = 1) -> dict[str, torch.Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        network = ActingNetwork(NetworkSpec.model_validate(NETWORK), spaces, 1)
+        network = ActingNetwork(NetworkSpec.model_validate(NETWORK), spaces, agents)
     return dict(network.state_dict())
 
 
@@ -173,6 +175,72 @@ async def test_new_weights_are_verified_and_then_played_with(house: House) -> No
     assert event.start_versions["big"] == 1
 
 
+async def test_a_cast_is_played_and_only_the_learners_fragment_is_kept(house: House) -> None:
+    """One policy was made for both agents; a member of its past takes one of them."""
+    spec = _spec(
+        agents={"agent_0": {"policy": "big"}, "agent_1": {"policy": "big"}},
+        policies={"big": {"network": NETWORK}},
+        population={"slots": 2, "matches": {"least": 2}},
+    )
+    chooses = []
+    for seed, policy in enumerate(("big", "all--0", "all--1")):
+        made = _weights(seed, agents=2)
+        head = next(name for name in made if name.endswith("head.bias"))
+        made[head] = torch.tensor([50.0, -50.0] if policy == "all--0" else [-50.0, 50.0])
+        chooses.append(_publish(house, policy, 0, made))
+    request = pb.PrepareJobRequest(
+        request_id=new_id(), job_id=house.job_id, spec_json=spec.model_dump_json(), weights=chooses
+    )
+    await house.rollout.PrepareJob(request, timeout=60)
+    await house.open_step(queries=2, group_size=1)
+    tickets = training(2, 1)
+    seatings = (("agent_0", "agent_1"), ("agent_1", "agent_0"))
+    for ticket, (own, other) in zip(tickets, seatings, strict=True):
+        ticket.cast.update({own: "big", other: "all--0"})
+        ticket.learners.append("big")
+    ended = await house.run(tickets)
+    assert {event.state for event in ended.values()} == {COMPLETED}, ended
+    rows = {row.query_id: row for row in await house.samples("big")}
+    for ticket, seat in zip(tickets, (0, 1), strict=True):
+        row = rows[ticket.query_id]
+        assert row.agent == f"agent_{seat}"
+        arrays = _arrays(house, row)
+        assert arrays["seats"].tolist() == [seat]
+        assert (arrays["actions"] == 1).all()
+        assert arrays["observations"][1].argmax(axis=-1).tolist() == [[1 - seat]] * 3
+        assert dict(ended[ticket.trajectory_id].start_versions) == {"big": 0, "all--0": 0}
+    # Members among themselves: both get what they agree upon, and nothing is stored.
+    matches = evaluation(2)
+    for match, cast in zip(matches, (("all--1", "all--1"), ("all--0", "all--1")), strict=True):
+        match.purpose = pb.Ticket.PURPOSE_MATCH
+        match.cast.update(dict(zip(("agent_0", "agent_1"), cast, strict=True)))
+    ended = await house.run(matches)
+    paid = [dict(ended[match.trajectory_id].rewards) for match in matches]
+    assert paid == [{"agent_0": 4, "agent_1": 4}, {"agent_0": 0, "agent_1": 0}]
+    assert len(await house.samples("big")) == 2
+
+
+@pytest.mark.parametrize(
+    ("cast", "kind", "says"),
+    [
+        ({"agent_1": "big"}, "cast_does_not_fit", r"network for agent_0, with inputs \[1, 4\]"),
+        ({"agent_7": "big"}, "", "is not an agent"),
+        ({"agent_1": "huge"}, "", "is not a policy"),
+    ],
+)
+async def test_a_cast_that_a_network_was_not_made_for_is_refused(
+    house: House, cast: dict[str, str], kind: str, says: str
+) -> None:
+    await _prepare(house, _spec())
+    [ticket] = evaluation(1)
+    ticket.cast.update(cast)
+    with pytest.raises(InvalidArgument, match=says) as caught:
+        await house.run([ticket])
+    assert caught.value.field == "tickets[0].cast"
+    assert not kind or caught.value.kind == kind
+    assert caught.value.remedy
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -260,3 +328,75 @@ async def test_a_network_answers_no_prompt(house: House) -> None:
     with pytest.raises(InvalidArgument) as caught:
         await house.rollout.Generate(request)
     assert caught.value.kind == "no_language"
+
+
+def _kuhn(**changes: Any) -> JobSpec:
+    network = {"hidden": [4], "learning": {"paradigm": "ppo"}}
+    args = {"game": "kuhn_poker", "seats": None}
+    return _spec(
+        environment={"source": "openspiel", "args": args, "copies": 512},
+        agents={"player_0": {"policy": "big"}, "player_1": {"policy": "small"}},
+        policies={"big": {"network": network}, "small": {"network": network}},
+        **changes,
+    )
+
+
+async def test_what_networks_do_in_a_game_is_told_in_every_state(house: House) -> None:
+    """And it is what they do when they play."""
+    spec = _kuhn()
+    spaces = environment_of(spec).spaces
+    await _prepare(house, spec, spaces)
+    game = await house.rollout.DescribeGame(
+        pb.DescribeGameRequest(job_id=house.job_id, game="kuhn_poker")
+    )
+    assert [list(one.agents) for one in game.seatings] == [["player_0", "player_1"]]
+    tree = histories_of("kuhn_poker")
+    plans, told = [], {}
+    for player, policy in enumerate(("big", "small")):
+        answer = await house.rollout.Behave(
+            pb.BehaveRequest(job_id=house.job_id, policy=policy, game="kuhn_poker", version=0)
+        )
+        assert len(answer.behaviours) == len(game.questions) == 12
+        assert (answer.version, len(answer.checksum) > 0) == (0, True)
+        for question, one in zip(game.questions, answer.behaviours, strict=True):
+            assert sum(one.probabilities) == pytest.approx(1)
+            if question.player != player:
+                assert set(one.probabilities) == {0.5}
+                continue
+            actions = [move.action for move in question.moves]
+            told[question.state] = dict(zip(actions, one.probabilities, strict=True))
+        plans.append(tree.form.plan_of(player, told))
+    expected = tree.form.values(plans)
+    tickets = evaluation(24)
+    for ticket in tickets:
+        ticket.purpose = pb.Ticket.PURPOSE_MATCH
+    ended = (await house.run(tickets)).values()
+    paid = np.mean([[e.rewards["player_0"], e.rewards["player_1"]] for e in ended], axis=0)
+    # 12,288 games of a standard deviation of about 1.2.
+    np.testing.assert_allclose(paid, expected, atol=0.06)
+
+
+async def test_a_game_that_is_not_played_cannot_be_told(house: House) -> None:
+    spec = _kuhn()
+    await _prepare(house, spec, environment_of(spec).spaces)
+    for game, says in (("leduc_poker", "plays another game"), ("no_such_game", "no_such_game")):
+        for call in (
+            house.rollout.DescribeGame(pb.DescribeGameRequest(job_id=house.job_id, game=game)),
+            house.rollout.Behave(pb.BehaveRequest(job_id=house.job_id, policy="big", game=game)),
+        ):
+            with pytest.raises(FailedPrecondition, match=says) as caught:
+                await call
+            assert caught.value.kind == "game_not_enumerable"
+    request = pb.BehaveRequest(job_id=house.job_id, policy="big", game="kuhn_poker", version=7)
+    with pytest.raises(FailedPrecondition) as caught:
+        await house.rollout.Behave(request)
+    assert caught.value.kind == "version_not_served"
+
+
+async def test_only_a_game_of_openspiel_can_be_told(house: House) -> None:
+    await _prepare(house, _spec())
+    with pytest.raises(FailedPrecondition, match="is not `openspiel`") as caught:
+        await house.rollout.DescribeGame(
+            pb.DescribeGameRequest(job_id=house.job_id, game="kuhn_poker")
+        )
+    assert caught.value.kind == "game_not_enumerable"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,16 @@ from safetensors.torch import load_file
 
 from services.rollout.columns import Shelf
 from services.rollout.networks.samples import samples_of
+from services.trainer.networks.rows import parse_fragments
 from tests.trainer.doomed import doomed
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe import tensors
 from troupe.job import JobSpec
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.jobs import environment_of
+from troupe.networks.learning import make_learner
 from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError
+from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -56,7 +60,8 @@ def rows(
         ticket = rollout.Ticket(query_id=query, trajectory_id=f"{query}-s{step}-t0")
         shelf = Shelf(stage.transfer, stage.job_id)
         played = actor.sample(10 * step + number)
-        found[query] = samples_of(played, trained={"solver"}, ticket=ticket, shelf=shelf)
+        rosters = {"solver": tuple(spec.agents)}
+        found[query] = samples_of(played, rosters=rosters, ticket=ticket, shelf=shelf)
     return found
 
 
@@ -223,6 +228,37 @@ async def test_a_fragment_that_is_none_is_refused_by_name(stage: TrainingStage) 
         await trainer.run(0, 0)
     assert caught.value.kind == "malformed_sample"
     assert bad.sample_id in str(caught.value)
+
+
+def test_a_fragment_of_some_agents_says_of_whom(tmp_path: Path) -> None:
+    spec = spec_of()
+    network = spec.policies["solver"].network
+    assert network is not None
+    environment, agents = environment_of(spec), ("agent_0", "agent_1")
+    actor = Actor(
+        environment,
+        {"solver": Seat(network, agents[1:], agents), "all--0": Seat(network, agents[:1])},
+    )
+    learner = make_learner(network, environment.spaces, agents, seed=0)
+    actor.load("solver", learner.published(), 3)
+    other = make_learner(network, environment.spaces, agents[:1], seed=0)
+    actor.load("all--0", other.published(), 0)
+    ticket = rollout.Ticket(query_id="q", trajectory_id="t")
+    shelf = Shelf(Transfer(tmp_path), "job")
+    played = actor.sample(0)
+    [sample] = samples_of(played, rosters={"solver": agents}, ticket=ticket, shelf=shelf)
+    assert (sample.policy, sample.agent) == ("solver", "agent_1")
+    assert sample.reward == pytest.approx(played.fragments["solver"].returns().mean())
+    claimed = store_pb.ClaimedSample(sample=sample)
+    [row] = parse_fragments([claimed], "solver", agents, lambda _: np.empty(0))
+    assert row.fragment.agents == ("agent_1",)
+    assert np.array_equal(row.fragment["actions"], played.fragments["solver"]["actions"])
+    learner.update([row.fragment])
+    for seats in ([2], [1, 1], [-1]):
+        claimed.sample.columns["seats"].tensor.CopyFrom(tensors.to_proto(np.array(seats, np.int32)))
+        with pytest.raises(FailedPrecondition, match="seats are") as caught:
+            parse_fragments([claimed], "solver", agents, lambda _: np.empty(0))
+        assert caught.value.kind == "malformed_sample"
 
 
 async def test_an_environment_that_cannot_be_made_here_is_refused(stage: TrainingStage) -> None:

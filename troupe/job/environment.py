@@ -15,11 +15,14 @@ from troupe.job.section import Section, check_json
 from troupe.job.sections import AgentSpec
 
 if TYPE_CHECKING:
+    from troupe.job.pools import Pools
     from troupe.job.spec import JobSpec
 
 # What a job with an environment has where it says nothing: how long a fragment takes is the same
 # for all, and nothing compares two of them.
 PIPELINE = {"mode": "sync", "group_size": 1}
+# Paradigms that learn of what all agents of a policy do at once.
+_TEAMS = ("vdn", "qmix", "maddpg")
 
 
 class EnvironmentSpec(Section):
@@ -73,6 +76,34 @@ def check(job: JobSpec) -> None:
             raise ValueError(f"{field}: {why}")
 
 
+def check_pools(job: JobSpec, pools: Pools) -> None:
+    """Raise ValueError, naming the field, for a population that networks cannot be."""
+    population = job.population
+    assert population is not None, "its pools are given"
+    if population.engine is not None:
+        raise ValueError(
+            "population.engine: networks play inside of the rollout workers, which nothing serves; "
+            "remove it"
+        )
+    for name in pools.learners:
+        network = job.policies[name].network
+        if network is None:
+            return
+        field = f"policies.{name}.network"
+        roster, learning = pools.roster(name), network.learning.paradigm
+        if learning in _TEAMS and len(roster) > 1 and not pools.together:
+            raise ValueError(
+                f"{field}.learning.paradigm: `{learning}` learns of what its agents do together, "
+                f"and opponents take the places of some of {', '.join(roster)}; take ppo, mappo or "
+                "dqn"
+            )
+        if population.game is not None and network.kind != "mlp":
+            raise ValueError(
+                f"{field}.kind: with `population.game` a decision is known by the information "
+                "state alone; take `mlp`, or remove `game`"
+            )
+
+
 def _foreign(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
     """Fields that say nothing to networks, whether they are given, and what to do."""
     gone = "networks play `environment`; remove it"
@@ -84,11 +115,6 @@ def _foreign(job: JobSpec) -> Iterator[tuple[str, bool, str]]:
     yield "algorithm", job.algorithm != AlgorithmSpec(), learning
     text = "networks generate no turns; remove it"
     yield "routing", job.routing != RoutingSpec(), text
-    yield (
-        "population",
-        job.population is not None,
-        "networks have no pools of opponents yet; remove it",
-    )
     yield "balancing", job.balancing != BalancingSpec(), text
     for name, agent in job.agents.items():
         yield f"agents.{name}", agent != AgentSpec(policy=agent.policy), f"`policy` is all: {text}"

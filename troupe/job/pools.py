@@ -47,6 +47,9 @@ class Pools:
     """Whom each learner learns to play."""
     together: bool
     """Learners meet each other as they are: training tickets have no cast."""
+    rosters: Mapping[str, tuple[str, ...]]
+    """By learner: whom it and the slots of its pools may ever play, in the job's order. All
+    learners of a pool have one, since their versions take turns in its slots."""
 
     @classmethod
     def of(
@@ -99,9 +102,11 @@ class Pools:
             )
             for name, members in groups.items()
         )
-        found = cls(players, symmetric, pools, learners, seats, population.algorithm in _TOGETHER)
+        together = population.algorithm in _TOGETHER
+        rosters = _rosters(agents, pools, seats)
+        found = cls(players, symmetric, pools, learners, seats, together, rosters)
         found._check(population, policies)
-        if population.game is not None:
+        if population.game is not None and all(policies[one].network is None for one in learners):
             found._check_answers(agents, policies)
         return found
 
@@ -123,6 +128,11 @@ class Pools:
     def pool_of(self, agent: str) -> Pool:
         """Where the members that play `agent` come from."""
         return next(pool for pool in self.pools if agent in pool.agents)
+
+    def roster(self, policy: str) -> tuple[str, ...]:
+        """Whom a learner or a slot may ever play; nobody, for a policy that is neither."""
+        pool = next((one for one in self.pools if policy in one.slots + one.evaluation_slots), None)
+        return self.rosters.get(policy if pool is None else pool.learners[0], ())
 
     def added(
         self, population: PopulationSpec, policies: Mapping[str, PolicySpec]
@@ -190,11 +200,6 @@ class Pools:
     ) -> None:
         """`game`: log-probs are what is drawn from, and members of a pool answer in one way."""
         for name in self.agents:
-            if policies[agents[name].policy].network is not None:
-                raise ValueError(
-                    f"population.game: '{name}' is a network, and what members say is asked of "
-                    "language models; remove it"
-                )
             sampling = agents[name].sampling
             cut = sampling.top_p < 1 or sampling.top_k > 0 or sampling.temperature == 0
             if cut or (sampling.stop and sampling.max_new_tokens > 1):
@@ -215,6 +220,21 @@ class Pools:
                 f"population.game: the agent '{others[0]}' is no player, and what it does is not "
                 "in the game's tree; remove either"
             )
+
+
+def _rosters(
+    agents: Mapping[str, AgentSpec], pools: tuple[Pool, ...], seats: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    played = {
+        name: {one for one, agent in agents.items() if agent.policy == name} | set(own)
+        for name, own in seats.items()
+    }
+    # Who shares a pool with somebody shares whom he plays, and so on.
+    for _ in pools:
+        for pool in pools:
+            everybody = set(pool.agents).union(*(played[name] for name in pool.learners))
+            played |= dict.fromkeys(pool.learners, everybody)
+    return {name: tuple(one for one in agents if one in own) for name, own in played.items()}
 
 
 def _made_for(policy: PolicySpec) -> dict[str, object]:

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from troupe.job.algorithm import AlgorithmSpec, Correction
 from troupe.job.balancing import BalancingSpec
-from troupe.job.environment import EnvironmentSpec, check, with_defaults
+from troupe.job.environment import EnvironmentSpec, check, check_pools, with_defaults
 from troupe.job.functions import FunctionSpec
 from troupe.job.policy import PolicySpec, server_of
 from troupe.job.pools import Pools
@@ -132,6 +132,8 @@ class JobSpec(Section):
                     f"pipeline.queries_per_step: {self.pipeline.queries_per_step} cannot give each "
                     f"of {places} learners and the agents that it learns a query; raise it"
                 )
+            if self.environment is not None:
+                check_pools(self, pools)
             # As if the job named them: whoever serves policies serves these.
             self.policies.update(pools.added(self.population, own))
         return self
@@ -330,6 +332,14 @@ class JobSpec(Section):
     def slots(self) -> tuple[str, ...]:
         """Frozen policies that the population section adds, which no trainer has."""
         return () if self.pools is None else self.pools.slots
+
+    def roster(self, policy: str) -> tuple[str, ...]:
+        """The agents that a policy may ever play, whoever else does: its own, and those that a
+        population has it take. A network is made for these."""
+        own = {name for name, agent in self.agents.items() if agent.policy == policy}
+        if self.pools is not None:
+            own.update(self.pools.roster(policy))
+        return tuple(name for name in self.agents if name in own)
 
     @property
     def _dangling(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,14 +45,24 @@ class ActingNetwork(nn.Module):
             self.register_buffer("epsilon", torch.tensor(spec.learning.epsilon[0]))
         self._memory: list[torch.Tensor | None] = []
         self._inputs = torch.empty(0)
+        self._who: list[int] = []
 
-    def begin(self, copies: int) -> None:
-        """New episodes in so many copies."""
-        self._memory = [None] * len(self.policy.members)
-        if len(self._inputs) != copies:
-            self._inputs = torch.zeros(copies, self.agents, self.spaces.observation + self.identity)
+    @property
+    def draws(self) -> bool:
+        """Whether chance is a part of what was learned, and not only of how it is explored: such a
+        policy draws its actions when it plays in earnest, too."""
+        return self.paradigm in ("ppo", "mappo")
+
+    def begin(self, copies: int, who: Sequence[int] | None = None) -> None:
+        """New episodes in so many copies, of some of its agents: `who` are their numbers (None: all
+        of them), which from now on are the A of `act`."""
+        chosen = list(range(self.agents) if who is None else who)
+        self._memory = [None] * (1 if len(self.policy.members) == 1 else len(chosen))
+        if len(self._inputs) != copies or chosen != self._who:
+            width = self.spaces.observation + self.identity
+            self._inputs, self._who = torch.zeros(copies, len(chosen), width), chosen
             if self.identity:
-                self._inputs[..., self.spaces.observation :] = torch.eye(self.agents)
+                self._inputs[..., self.spaces.observation :] = torch.eye(self.agents)[chosen]
 
     def act(
         self,
@@ -62,15 +72,10 @@ class ActingNetwork(nn.Module):
         explore: bool,
     ) -> Drawn:
         """The next step of all copies, `observations` [B, A, O] and `legal` [B, A, n] (None: all
-        actions are). The random numbers are the generator's."""
-        if self.identity:
-            self._inputs[..., : self.spaces.observation] = observations
-            observations = self._inputs
-        out, self._memory = self.policy.step(observations, self._memory)
+        actions are). The random numbers are the generator's. After `begin`."""
+        out = self._out(observations, legal)
         if self.spaces.continuous:
             return self._continuous(out, generator, explore)
-        if legal is not None:
-            out = out.masked_fill(~legal, ILLEGAL)
         if self.learns_values:
             return self._epsilon_greedy(out, legal, generator, explore)
         log_probs = out.log_softmax(-1)
@@ -81,6 +86,24 @@ class ActingNetwork(nn.Module):
             scores = log_probs - noise.log_()
         actions = scores.argmax(-1, keepdim=True)
         return Drawn(actions.squeeze(-1), log_probs.gather(-1, actions).squeeze(-1))
+
+    def probabilities(self, observations: torch.Tensor, legal: torch.Tensor | None) -> torch.Tensor:
+        """How likely each discrete action is in the next step [B, A, n] when it plays in earnest:
+        what `draws`, is drawn from; else it is the best one for certain."""
+        out = self._out(observations, legal)
+        if self.draws:
+            return out.double().softmax(-1)
+        return nn.functional.one_hot(out.argmax(-1), out.shape[-1]).double()
+
+    def _out(self, observations: torch.Tensor, legal: torch.Tensor | None) -> torch.Tensor:
+        """What the networks say, one step further; of illegal actions `ILLEGAL`."""
+        if self.identity:
+            self._inputs[..., : self.spaces.observation] = observations
+            observations = self._inputs
+        out, self._memory = self.policy.step(observations, self._memory, self._who)
+        if legal is not None and not self.spaces.continuous:
+            out = out.masked_fill(~legal, ILLEGAL)
+        return out
 
     def _epsilon_greedy(
         self,

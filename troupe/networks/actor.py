@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ class Seat:
     network: NetworkSpec
     agents: tuple[str, ...]
     """Whom it plays, in the order of the environment."""
+    roster: tuple[str, ...] = ()
+    """Whom its network was made for, in that order, where these are more."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Actor:
     """
 
     def __init__(self, environment: VectorEnvironment, seats: Mapping[str, Seat]) -> None:
-        """`seats` by policy. Raises InvalidArgument unless every agent is played by one policy."""
+        """`seats` by policy. Raises InvalidArgument unless every agent is played by one policy, of
+        whose roster it is."""
         played = sorted(agent for seat in seats.values() for agent in seat.agents)
         if played != sorted(environment.agents):
             raise InvalidArgument(
@@ -70,14 +73,18 @@ class Actor:
         player.version = version
 
     @torch.inference_mode()
-    def sample(self, seed: int, *, explore: bool = True) -> Played:
+    def sample(self, seed: int, *, explore: bool = True, earnest: Collection[str] = ()) -> Played:
         """One whole episode of every copy.
 
-        `explore=False`: the likeliest or best action always, for evaluation. Raises NotFound for a
-        policy that has no weights yet.
+        `explore=False`: the likeliest or best action always, for evaluation. `earnest`: policies
+        that do not try anything out, and draw actions only if they have learned to
+        (`ActingNetwork.draws`). Raises NotFound for a policy that has no weights yet.
         """
         environment, spaces = self._environment, self._environment.spaces
         players = list(self._players.values())
+        exploring = [
+            explore and (one.network.draws or one.policy not in earnest) for one in players
+        ]
         seeds = np.random.SeedSequence(seed).generate_state(1 + len(players), np.uint64)
         observed = environment.reset(int(seeds[0] >> np.uint64(1)))
         for player, own in zip(players, seeds[1:], strict=True):
@@ -91,8 +98,8 @@ class Actor:
         alive = np.ones(copies, np.bool_)
         step = 0
         while step < spaces.steps:
-            for player in players:
-                player.act(step, observed, actions, explore)
+            for player, tries in zip(players, exploring, strict=True):
+                player.act(step, observed, actions, tries)
             stepped = environment.step(actions)
             observed = stepped.observed
             rewards[step] = stepped.rewards
@@ -122,7 +129,15 @@ class _Player:
     def __init__(self, environment: VectorEnvironment, policy: str, seat: Seat) -> None:
         self.policy, self.version = policy, -1
         self.agents = tuple(agent for agent in environment.agents if agent in seat.agents)
-        self.network = ActingNetwork(seat.network, environment.spaces, len(self.agents))
+        roster = seat.roster or self.agents
+        if strange := sorted(set(self.agents) - set(roster)):
+            raise InvalidArgument(
+                f"policy {policy} was made for {', '.join(roster)} only",
+                field="agents",
+                value=strange[0],
+            )
+        self.network = ActingNetwork(seat.network, environment.spaces, len(roster))
+        self._who = [roster.index(agent) for agent in self.agents]
         self._environment = environment
         at = [environment.agents.index(agent) for agent in self.agents]
         # Where agents are neighbours, their part of an array is a view of it.
@@ -141,7 +156,7 @@ class _Player:
             )
         self._generator.manual_seed(seed)
         spaces, copies = self._environment.spaces, self._environment.copies
-        self.network.begin(copies)
+        self.network.begin(copies, self._who)
         steps, agents = spaces.steps, len(self.agents)
         drawn = (spaces.actions,) if spaces.continuous else ()
         # New ones every time: those of the last episodes were given away.

@@ -29,6 +29,9 @@ SHAPES: Final[dict[str, str]] = {
     "lengths": "B",  # steps of each episode
     "terminated": "B",  # else it was only cut off
 }
+# Beside them in a sample of the experience store, where its policy played some of the agents that
+# its network was made for: the numbers of these [A].
+SEATS: Final = "seats"
 REQUIRED: Final = frozenset(SHAPES) - {"legal", "acting"}
 
 

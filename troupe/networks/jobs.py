@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from troupe.job import JobSpec
 from troupe.networks.vector import VectorEnvironment, make_environment
 from troupe.rpc.errors import InvalidArgument, TroupeError
@@ -45,6 +47,8 @@ def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment
     return made
 
 
-def agents_of(job: JobSpec, environment: VectorEnvironment, policy: str) -> tuple[str, ...]:
-    """Whom a policy plays, in the environment's order."""
-    return tuple(name for name in environment.agents if job.agents[name].policy == policy)
+def agents_of(job: JobSpec, agents: Sequence[str], policy: str) -> tuple[str, ...]:
+    """Whom a policy may ever play, in the order of the environment's `agents`: whom its network is
+    made for."""
+    roster = job.roster(policy)
+    return tuple(name for name in agents if name in roster)

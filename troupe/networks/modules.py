@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -88,15 +89,19 @@ class Networks(nn.Module):
         return found
 
     def step(
-        self, inputs: torch.Tensor, memory: list[torch.Tensor | None]
+        self,
+        inputs: torch.Tensor,
+        memory: list[torch.Tensor | None],
+        who: Sequence[int] | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """One step of all copies [B, A, I] -> [B, A, outputs], and each member's memory."""
+        """One step of all copies [B, A, I] -> [B, A, outputs], and the memories. `who`: which of
+        its agents the A are; None: all of them."""
         if len(self.members) == 1:
             out, memory[0] = self.members[0].step(inputs.flatten(0, 1), memory[0])  # type: ignore[operator]
             return out.view(*inputs.shape[:2], self.outputs), memory
         outs = []
-        for i, member in enumerate(self.members):
-            out, memory[i] = member.step(inputs[:, i], memory[i])  # type: ignore[operator]
+        for i, agent in enumerate(range(len(self.members)) if who is None else who):
+            out, memory[i] = self.members[agent].step(inputs[:, i], memory[i])  # type: ignore[operator]
             outs.append(out)
         return torch.stack(outs, dim=1), memory
 

@@ -132,8 +132,8 @@ class PPOLearner(Owner):
 
     def update(self, fragments: Sequence[Fragment]) -> dict[str, float]:
         """As `Learner.update`; every epoch goes over all decisions of all fragments."""
-        check(fragments, self._spaces, self._agents)
-        rows = rows_of(fragments)
+        check(fragments, self._spaces, self._agents, some=True)
+        rows = rows_of(fragments, self._agents)
         data = self._data(rows)
         sums: dict[str, float] = {}
         made = 0

@@ -105,7 +105,7 @@ class QLearner(Owner):
 
     def update(self, fragments: Sequence[Fragment]) -> dict[str, float]:
         """As `Learner.update`: remember these episodes, then make `updates` gradients."""
-        check(fragments, self._spaces, self._agents)
+        check(fragments, self._spaces, self._agents, some=not self._team)
         if self._team and any("acting" in fragment.arrays for fragment in fragments):
             raise InvalidArgument(
                 "mixes values of agents that act at once; here they take turns",
@@ -113,7 +113,7 @@ class QLearner(Owner):
                 value=self._learning.paradigm,
                 remedy="Take dqn or ppo.",
             )
-        rows = rows_of(fragments)
+        rows = rows_of(fragments, self._agents)
         counts, learning = self._owned.counts, self._learning
         self._replay.extend(self._remembered(rows))
         counts["episodes"] += len(rows.terminated)
@@ -193,7 +193,10 @@ class QLearner(Owner):
 
     def _step(self) -> tuple[float, float]:
         """One gradient; the loss and the gradient's norm."""
-        loss = self._loss(self._batch(self._replay.sample()))["loss"]
+        batch = self._batch(self._replay.sample())
+        if not len(batch["index"]):  # episodes in which none of its agents was to move
+            return 0.0, 0.0
+        loss = self._loss(batch)["loss"]
         for optimizer in self._owned.optimizers.values():
             optimizer.zero_grad()
         loss.backward()

@@ -45,13 +45,17 @@ class Rows:
         return np.arange(self.rewards.shape[2]) == self.lengths[..., None] - 1
 
 
-def check(fragments: Sequence[Fragment], spaces: Spaces, agents: tuple[str, ...]) -> None:
-    """Raises InvalidArgument for fragments that are not of these agents and spaces."""
+def check(
+    fragments: Sequence[Fragment], spaces: Spaces, agents: tuple[str, ...], *, some: bool = False
+) -> None:
+    """Raises InvalidArgument for fragments that are not of these agents and spaces. `some`: they
+    may be of some of the agents only."""
     if not fragments:
         raise InvalidArgument("an update needs at least one", field="fragments")
     sizes = {"O": spaces.observation, "S": spaces.state, "n": spaces.actions}
     for fragment in fragments:
-        if fragment.agents != agents:
+        present = tuple(one for one in agents if not some or one in fragment.agents)
+        if fragment.agents != present or not present:
             raise InvalidArgument(
                 f"are of {', '.join(fragment.agents)}, the policy plays {', '.join(agents)}",
                 field="fragments",
@@ -88,8 +92,10 @@ def check(fragments: Sequence[Fragment], spaces: Spaces, agents: tuple[str, ...]
                 raise InvalidArgument("has values that are no numbers", field=f"fragments.{name}")
 
 
-def rows_of(fragments: Sequence[Fragment]) -> Rows:
-    """All episodes of fragments that `check` let pass, in their order."""
+def rows_of(fragments: Sequence[Fragment], roster: tuple[str, ...] = ()) -> Rows:
+    """All episodes of fragments that `check` let pass, in their order. `roster`: the agents that
+    rows are of; one that did not play has decided nothing."""
+    fragments = [_with_absent(one, roster) for one in fragments]
     steps = max(len(fragment["rewards"]) for fragment in fragments)
     masked = any("legal" in fragment.arrays for fragment in fragments)
     agents = len(fragments[0].agents)
@@ -111,6 +117,26 @@ def rows_of(fragments: Sequence[Fragment]) -> Rows:
         return found
     acting = _joined(fragments, "acting", steps).transpose(1, 2, 0) & found.decided()
     return _own_turns(found, acting)
+
+
+def _with_absent(fragment: Fragment, roster: tuple[str, ...]) -> Fragment:
+    """As if all of the roster had been there."""
+    if not roster or fragment.agents == roster:
+        return fragment
+    at = [roster.index(agent) for agent in fragment.agents]
+    steps, episodes = fragment["rewards"].shape[:2]
+    given = {"acting": np.ones((steps, episodes, len(at)), np.bool_), **fragment.arrays}
+    arrays = {}
+    for name, array in given.items():
+        if "A" not in SHAPES[name].split():
+            arrays[name] = array
+            continue
+        whole = np.zeros((*array.shape[:2], len(roster), *array.shape[3:]), array.dtype)
+        if name == "legal":
+            whole[:] = True
+        whole[:, :, at] = array
+        arrays[name] = whole
+    return Fragment(fragment.policy, fragment.version, roster, arrays)
 
 
 def _own_turns(rows: Rows, acting: Array) -> Rows:

@@ -825,7 +825,9 @@ class GameQuestion(_message.Message):
     state: _builtins.str
     """OpenSpiel's name of the information state."""
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]: ...
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ChatMessage]:
+        """What a language model is told there."""
+
     @_builtins.property
     def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___GameMove]: ...
     def __init__(
@@ -851,7 +853,7 @@ class GameMove(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ACTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What a player may write."""
+    """What a player may write; of a network, which writes nothing, the action's number."""
     action: _builtins.int
     def __init__(
         self,
@@ -888,6 +890,91 @@ class GameSeating(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GameSeating: _TypeAlias = GameSeating  # noqa: Y015
+
+@_typing.final
+class BehaveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    GAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    policy: _builtins.str
+    game: _builtins.str
+    """As in DescribeGame, in the order of whose questions the answers are."""
+    version: _builtins.int
+    """Refuse every other version; absent: whichever is served."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        game: _builtins.str = ...,
+        version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_version", b"_version", "game", b"game", "job_id", b"job_id", "policy", b"policy", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__version: _TypeAlias = _typing.Literal["version"]  # noqa: Y015
+    _WhichOneofArgType__version: _TypeAlias = _typing.Literal["_version", b"_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version) -> _WhichOneofReturnType__version | None: ...
+
+Global___BehaveRequest: _TypeAlias = BehaveRequest  # noqa: Y015
+
+@_typing.final
+class BehaveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEHAVIOURS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """One version answered them all."""
+    checksum: _builtins.str
+    @_builtins.property
+    def behaviours(self) -> _containers.RepeatedCompositeFieldContainer[Global___GameBehaviour]:
+        """One per question. Of a player that the network was not made for: every move equally often."""
+
+    def __init__(
+        self,
+        *,
+        behaviours: _abc.Iterable[Global___GameBehaviour] | None = ...,
+        version: _builtins.int = ...,
+        checksum: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["behaviours", b"behaviours", "checksum", b"checksum", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BehaveResponse: _TypeAlias = BehaveResponse  # noqa: Y015
+
+@_typing.final
+class GameBehaviour(_message.Message):
+    """As a member of a population plays: without exploration."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROBABILITIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One per move of the question, in its order."""
+
+    def __init__(
+        self,
+        *,
+        probabilities: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["probabilities", b"probabilities"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GameBehaviour: _TypeAlias = GameBehaviour  # noqa: Y015
 
 @_typing.final
 class ListEnginesRequest(_message.Message):

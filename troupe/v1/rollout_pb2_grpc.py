@@ -69,6 +69,11 @@ class RolloutStub:
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.DescribeGameRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_rollout__pb2.DescribeGameResponse.FromString,
                 _registered_method=True)
+        self.Behave = channel.unary_unary(
+                '/troupe.v1.Rollout/Behave',
+                request_serializer=troupe_dot_v1_dot_rollout__pb2.BehaveRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_rollout__pb2.BehaveResponse.FromString,
+                _registered_method=True)
         self.ListEngines = channel.unary_unary(
                 '/troupe.v1.Rollout/ListEngines',
                 request_serializer=troupe_dot_v1_dot_rollout__pb2.ListEnginesRequest.SerializeToString,
@@ -137,6 +142,13 @@ class RolloutServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Behave(self, request, context):
+        """What a policy that is a network does in every information state of the game that it plays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEngines(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -195,6 +207,11 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.DescribeGame,
                     request_deserializer=troupe_dot_v1_dot_rollout__pb2.DescribeGameRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_rollout__pb2.DescribeGameResponse.SerializeToString,
+            ),
+            'Behave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Behave,
+                    request_deserializer=troupe_dot_v1_dot_rollout__pb2.BehaveRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_rollout__pb2.BehaveResponse.SerializeToString,
             ),
             'ListEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEngines,
@@ -401,6 +418,33 @@ class Rollout:
             '/troupe.v1.Rollout/DescribeGame',
             troupe_dot_v1_dot_rollout__pb2.DescribeGameRequest.SerializeToString,
             troupe_dot_v1_dot_rollout__pb2.DescribeGameResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Behave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Rollout/Behave',
+            troupe_dot_v1_dot_rollout__pb2.BehaveRequest.SerializeToString,
+            troupe_dot_v1_dot_rollout__pb2.BehaveResponse.FromString,
             options,
             channel_credentials,
             insecure,

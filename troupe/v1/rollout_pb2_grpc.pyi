@@ -44,6 +44,8 @@ class RolloutStub:
     """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
     DescribeGame: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DescribeGameRequest, _rollout_pb2.DescribeGameResponse]
     """What a job's workflow asks its players in every information state of a game of OpenSpiel."""
+    Behave: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.BehaveRequest, _rollout_pb2.BehaveResponse]
+    """What a policy that is a network does in every information state of the game that it plays."""
     ListEngines: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ListEnginesRequest, _rollout_pb2.ListEnginesResponse]
     MoveEngine: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.MoveEngineRequest, _rollout_pb2.MoveEngineResponse]
     """Takes an engine from its policy to another one of the same job: no new turns, those in flight
@@ -68,6 +70,8 @@ class RolloutAsyncStub(RolloutStub):
     """Exact log-probs of given continuations under a policy's served version: nothing is drawn."""
     DescribeGame: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DescribeGameRequest, _rollout_pb2.DescribeGameResponse]  # type: ignore[assignment]
     """What a job's workflow asks its players in every information state of a game of OpenSpiel."""
+    Behave: _aio.UnaryUnaryMultiCallable[_rollout_pb2.BehaveRequest, _rollout_pb2.BehaveResponse]  # type: ignore[assignment]
+    """What a policy that is a network does in every information state of the game that it plays."""
     ListEngines: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ListEnginesRequest, _rollout_pb2.ListEnginesResponse]  # type: ignore[assignment]
     MoveEngine: _aio.UnaryUnaryMultiCallable[_rollout_pb2.MoveEngineRequest, _rollout_pb2.MoveEngineResponse]  # type: ignore[assignment]
     """Takes an engine from its policy to another one of the same job: no new turns, those in flight
@@ -131,6 +135,14 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.DescribeGameResponse, _abc.Awaitable[_rollout_pb2.DescribeGameResponse]]:
         """What a job's workflow asks its players in every information state of a game of OpenSpiel."""
+
+    @_abc_1.abstractmethod
+    def Behave(
+        self,
+        request: _rollout_pb2.BehaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.BehaveResponse, _abc.Awaitable[_rollout_pb2.BehaveResponse]]:
+        """What a policy that is a network does in every information state of the game that it plays."""
 
     @_abc_1.abstractmethod
     def ListEngines(

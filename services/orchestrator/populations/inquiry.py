@@ -86,6 +86,8 @@ class Inquiry:
         self, game: Game, pool: Pool, slot: str, patience: Patience
     ) -> list[list[float]]:
         """By question, the probability of each move's name, as the agents of the pool say it."""
+        if self._job.spec.environment is not None:
+            return await self._behaviour(slot, patience)
         agent = self._job.spec.agents[pool.agents[0]]
         version = self._state.slots[slot][1]
         found: list[list[float]] = []
@@ -109,6 +111,22 @@ class Inquiry:
             answer = await self._anybody(call, patience)
             found += [list(one.values()) for one in probabilities(some, answer)]
         return found
+
+    async def _behaviour(self, slot: str, patience: Patience) -> list[list[float]]:
+        """The same of a network, which answers all questions at once."""
+        request = ro.BehaveRequest(
+            job_id=self._job.job_id,
+            policy=slot,
+            game=self._population.game or "",
+            version=self._state.slots[slot][1],
+        )
+
+        async def call(worker: Worker) -> ro.BehaveResponse:
+            answer: ro.BehaveResponse = await worker.rollout.Behave(request, timeout=patience.left)
+            return answer
+
+        told = await self._anybody(call, patience)
+        return [list(one.probabilities) for one in told.behaviours]
 
     def impossible(self, message: str) -> FailedPrecondition:
         """Exact values cannot be had."""

@@ -13,11 +13,13 @@ from typing import Any, Final
 import structlog
 
 from services.rollout.networks.engine import NetworkEngine, Served
+from services.rollout.networks.table import Interrupted, Interruptible, Play, Seating, Table
 from troupe.job import JobSpec
-from troupe.networks.actor import Actor, Played, Seat
-from troupe.networks.jobs import environment_of
-from troupe.networks.vector import Actions, Observed, Stepped, VectorEnvironment
-from troupe.rpc.errors import TroupeError
+from troupe.networks.actor import Played
+from troupe.networks.jobs import agents_of, environment_of
+from troupe.networks.modules import identity_width
+from troupe.networks.vector import VectorEnvironment
+from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.workflow import WorkflowError
 from troupe.workflow.environments.counters import COUNTERS
 from troupe.workflow.environments.errors import EnvironmentFault, FaultReason
@@ -26,88 +28,6 @@ log = structlog.get_logger(__name__)
 
 # A step that takes longer after its episode was given up may never end.
 STUCK_SECONDS: Final = 5.0
-# Who plays which agents: (policy, agents), sorted.
-Seating = tuple[tuple[str, tuple[str, ...]], ...]
-
-
-class Interrupted(Exception):
-    """Nobody wants the episodes any more."""
-
-
-class _Interruptible:
-    """An environment that stops between two steps when it is told to."""
-
-    def __init__(self, environment: VectorEnvironment) -> None:
-        self._environment = environment
-        self.agents, self.spaces = environment.agents, environment.spaces
-        self.copies = environment.copies
-        self.stop = threading.Event()
-
-    def reset(self, seed: int) -> Observed:
-        """As the environment's. Raises `Interrupted`."""
-        self._go_on()
-        return self._environment.reset(seed)
-
-    def step(self, actions: Actions) -> Stepped:
-        """As the environment's. Raises `Interrupted`."""
-        self._go_on()
-        return self._environment.step(actions)
-
-    def close(self) -> None:
-        """As the environment's."""
-        self._environment.close()
-
-    def _go_on(self) -> None:
-        if self.stop.is_set():
-            raise Interrupted
-
-
-class _Table:
-    """An environment with the actors that have played it, one at a time."""
-
-    def __init__(self, environment: _Interruptible) -> None:
-        self._environment = environment
-        self._actors: dict[Seating, Actor] = {}
-        # What each actor's policies play with.
-        self._loaded: dict[tuple[Seating, str], tuple[int, str]] = {}
-
-    def play(
-        self,
-        job: JobSpec,
-        seating: Seating,
-        served: Mapping[str, Served],
-        seed: int,
-        explore: bool,
-        stop: threading.Event,
-    ) -> Played:
-        """Raises `Interrupted` between two steps once `stop` is set, and whatever the environment
-        raises."""
-        self._environment.stop = stop
-        actor = self._actors.get(seating)
-        if actor is None:
-            actor = self._actors[seating] = Actor(self._environment, _seats(job, seating))
-        for policy, weights in served.items():
-            version = (weights.version, weights.checksum)
-            if self._loaded.get((seating, policy)) != version:
-                actor.load(policy, weights.tensors, weights.version)
-                self._loaded[seating, policy] = version
-        return actor.sample(seed, explore=explore)
-
-    def close(self) -> None:
-        """Give the environment up, whatever it raises."""
-        try:
-            self._environment.close()
-        except Exception as error:  # the user's code
-            log.warning("an environment did not close", error=repr(error))
-
-
-def _seats(job: JobSpec, seating: Seating) -> dict[str, Seat]:
-    found = {}
-    for policy, agents in seating:
-        network = job.policies[policy].network
-        assert network is not None, "all policies of the job are networks"
-        found[policy] = Seat(network, agents)
-    return found
 
 
 class Arena:
@@ -118,9 +38,11 @@ class Arena:
         assert job.environment is not None, "a job of networks"
         self._job, self._source = job, job.environment.source
         self.agents, self.spaces = first.agents, first.spaces
+        # Where it plays a game whose tree is known.
+        self.tree: object = getattr(first, "histories", None)
         self._free = asyncio.Semaphore(places)
         self._most = places
-        self._idle = [_Table(_Interruptible(first))]
+        self._idle = [Table(Interruptible(first))]
         # Calls that nobody waits for any more, whose environments have not stopped yet: since when.
         self._left: dict[asyncio.Future[Any], float] = {}
         self._closed = False
@@ -143,12 +65,37 @@ class Arena:
     def engine(self, engine_id: str, policy: str) -> NetworkEngine:
         """The engine of a policy, which has not been started."""
         spec = self._job.policies[policy]
-        agents = [name for name, agent in self._job.agents.items() if agent.policy == policy]
         assert spec.network is not None, "all policies of the job are networks"
-        return NetworkEngine(engine_id, policy, spec.network, self.spaces, len(agents))
+        agents = len(self.roster(policy))
+        return NetworkEngine(engine_id, policy, spec.network, self.spaces, agents)
+
+    def roster(self, policy: str) -> tuple[str, ...]:
+        """Whom a policy's network was made for, in the environment's order."""
+        return agents_of(self._job, self.agents, policy)
+
+    def check_cast(self, cast: Mapping[str, str], field: str) -> None:
+        """`cast`: agent -> policy. Raises InvalidArgument of kind "cast_does_not_fit" for a network
+        that was not made for the agent that it is to play."""
+        for agent, policy in cast.items():
+            roster = self.roster(policy)
+            if agent not in roster:
+                network = self._job.policies[policy].network
+                assert network is not None, "all policies of the job are networks"
+                seen = self.spaces.observation
+                made = seen + identity_width(network, len(roster))
+                raise InvalidArgument(
+                    f"policy '{policy}' is a network for {', '.join(roster) or 'no agent'}, with "
+                    f"inputs [{len(roster)}, {made}]; agent '{agent}' is none of them, and what it "
+                    f"sees [{seen}] has no place there",
+                    kind="cast_does_not_fit",
+                    field=field,
+                    value=f"{agent}: {policy}",
+                    remedy="Cast it as an agent that it was made for, or let a learner's `agents` "
+                    "name the agent.",
+                )
 
     async def play(
-        self, seating: Seating, served: Mapping[str, Served], seed: int, *, explore: bool
+        self, seating: Seating, served: Mapping[str, Served], seed: int, how: Play
     ) -> Played:
         """One whole episode of every copy, with these weights by policy.
 
@@ -160,7 +107,7 @@ class Arena:
         self._refuse_if_stuck()
         await self._free.acquire()
         stop = threading.Event()
-        play = partial(self._play, seating, served, seed, explore, stop)
+        play = partial(self._play, seating, served, seed, how, stop)
         playing = asyncio.ensure_future(asyncio.to_thread(play))
         playing.add_done_callback(self._stopped)
         try:
@@ -203,15 +150,15 @@ class Arena:
         seating: Seating,
         served: Mapping[str, Served],
         seed: int,
-        explore: bool,
+        how: Play,
         stop: threading.Event,
     ) -> Played:
         """In a thread. One that failed is not played again."""
         table = self._taken()
         try:
             if table is None:
-                table = _Table(_Interruptible(environment_of(self._job)))
-            played = table.play(self._job, seating, served, seed, explore, stop)
+                table = Table(Interruptible(environment_of(self._job)))
+            played = table.play(self._job, seating, served, seed, how, stop)
         except BaseException as error:
             if table is not None:
                 table.close()
@@ -221,7 +168,7 @@ class Arena:
             self.close()
         return played
 
-    def _taken(self) -> _Table | None:
+    def _taken(self) -> Table | None:
         try:
             return self._idle.pop()
         except IndexError:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any, Final
 
 from services.rollout.clock import TrajectoryClock
 from services.rollout.engines.errors import EngineStale
 from services.rollout.networks.engine import NetworkEngine, Served
 from services.rollout.networks.samples import metrics_of, returns_of, samples_of
+from services.rollout.networks.table import Play, Seating
 from services.rollout.policy import ServedPolicy
 from services.rollout.trajectory import Trajectory
 from services.rollout.workflow_call import bounded
@@ -31,20 +33,21 @@ class Episodes(Trajectory):
         assert arena is not None, "a job of networks"
         evaluating = ticket.purpose == rollout.Ticket.PURPOSE_EVALUATE
         greedy = evaluating and job.spec.evaluation.temperature == 0
-        agents = job.spec.agents.items()
-        seating = arena.seating({n: ticket.cast.get(n, agent.policy) for n, agent in agents})
+        cast = job.casts.of(ticket.cast).policy_of
+        seating = arena.seating({agent: policy.name for agent, policy in cast.items()})
         limits = job.spec.limits
 
         async def play() -> Any:
             with clock.elsewhere():
                 served = {
-                    policy: await _served(job.policies[policy], clock.bound(limits.turn_seconds))
+                    policy: await served_now(job.policies[policy], clock.bound(limits.turn_seconds))
                     for policy, _ in seating
                 }
             for policy, weights in served.items():
                 self._turn_began(policy, weights.version)
             began = time.monotonic()
-            played = await arena.play(seating, served, ticket.seed, explore=not greedy)
+            how = Play(explore=not greedy, earnest=self._earnest(seating))
+            played = await arena.play(seating, served, ticket.seed, how)
             return played, time.monotonic() - began
 
         def late() -> WorkflowError:
@@ -62,20 +65,29 @@ class Episodes(Trajectory):
         if not self._stored:
             return []
         trained = job.trained.intersection(ticket.learners or job.trained)
-        return samples_of(played, trained=trained, ticket=ticket, shelf=self._shelf)
+        rosters = {policy: arena.roster(policy) for policy in trained}
+        return samples_of(played, rosters=rosters, ticket=ticket, shelf=self._shelf)
+
+    def _earnest(self, seating: Seating) -> tuple[str, ...]:
+        """Who explores nothing: members of a population, and whoever nobody learns of."""
+        if self._ticket.purpose == rollout.Ticket.PURPOSE_MATCH:
+            return tuple(policy for policy, _ in seating)
+        learners = self._ticket.learners
+        return tuple(policy for policy, _ in seating if learners and policy not in learners)
 
 
-async def _served(policy: ServedPolicy, seconds: float) -> Served:
-    """What the policy is played with now. Raises `TurnError` of kind `deadline`."""
+async def served_now(policy: ServedPolicy, seconds: float, version: int | None = None) -> Served:
+    """What the policy is played with now, or as soon as it is `version`. Raises `TurnError` of kind
+    `deadline`."""
     try:
         async with asyncio.timeout(seconds):
             while True:
                 for engine in policy.serving_engines:
                     assert isinstance(engine, NetworkEngine), "made for a network"
-                    try:
-                        return engine.served
-                    except EngineStale:
-                        continue
+                    with suppress(EngineStale):
+                        served = engine.served
+                        if version in (None, served.version):
+                            return served
                 await asyncio.sleep(_LOOK_SECONDS)
     except TimeoutError:
         raise TurnError(

@@ -9,6 +9,7 @@ import numpy as np
 
 from services.rollout.columns import Shelf
 from troupe.networks.actor import Played
+from troupe.networks.fragments import SEATS
 from troupe.tensors import to_proto
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store
@@ -23,15 +24,19 @@ _NO_SCORES: Final = np.zeros(0, np.float32)
 def samples_of(
     played: Played,
     *,
-    trained: Collection[str],
+    rosters: Mapping[str, tuple[str, ...]],
     ticket: rollout.Ticket,
     shelf: Shelf,
 ) -> list[store.Sample]:
-    """A row for each policy in `trained`. Columns too large for a row are left on `shelf`."""
+    """A row for each policy in `rosters` (by trained policy: whom its network was made for), of the
+    agents that it played. Columns too large for a row are left on `shelf`."""
     samples = []
     for turn, (policy, fragment) in enumerate(sorted(played.fragments.items())):
-        if policy not in trained:
+        if policy not in rosters:
             continue
+        arrays, roster = dict(fragment.arrays), rosters[policy]
+        if fragment.agents != roster:
+            arrays[SEATS] = np.array([roster.index(one) for one in fragment.agents], np.int32)
         sample_id = f"{ticket.query_id}_{turn}_{ticket.trajectory_id}"
         span = pb.VersionSpan(version=fragment.version, start=0, end=fragment.steps)
         samples.append(
@@ -49,7 +54,7 @@ def samples_of(
                 versions=[span],
                 reward=float(fragment.returns().mean()),
                 finish_reason="stop",
-                columns=shelf.columns_of(sample_id, fragment.arrays),
+                columns=shelf.columns_of(sample_id, arrays),
             )
         )
     return samples

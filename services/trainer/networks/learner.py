@@ -160,7 +160,14 @@ class NetworkLearner:
         for i, row in enumerate(self._rows):
             arrays = {name: torch.from_numpy(a) for name, a in row.fragment.arrays.items()}
             tensors |= fields.under(f"rows/{i}", arrays)
-            values.append({"id": row.sample_id, "version": row.version, "uses": row.uses})
+            values.append(
+                {
+                    "id": row.sample_id,
+                    "version": row.version,
+                    "uses": row.uses,
+                    "agents": list(row.fragment.agents),
+                }
+            )
         return tensors, {"rows": values}
 
     def adopt(self, tensors: Tensors, values: Mapping[str, Any]) -> None:
@@ -171,7 +178,8 @@ class NetworkLearner:
         self._rows = []
         for i, value in enumerate(values["rows"]):
             arrays = {n: t.cpu().numpy() for n, t in fields.below(f"rows/{i}", tensors).items()}
-            fragment = Fragment(self._name, value["version"], self.table.agents, arrays)
+            played = tuple(value.get("agents", self.table.agents))
+            fragment = Fragment(self._name, value["version"], played, arrays)
             self._rows.append(FragmentRow(value["id"], fragment, value["uses"]))
 
     def leave(self) -> list[torch.Tensor]:

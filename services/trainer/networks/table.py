@@ -15,7 +15,7 @@ class Table:
 
     spaces: Spaces
     agents: tuple[str, ...]
-    """Whom it plays, in the order of the environment."""
+    """Whom it may ever play, in the order of the environment."""
 
 
 def table_of(spec: JobSpec, policy: str) -> Table:
@@ -25,6 +25,6 @@ def table_of(spec: JobSpec, policy: str) -> Table:
     """
     environment = environment_of(spec, copies=1)
     try:
-        return Table(environment.spaces, agents_of(spec, environment, policy))
+        return Table(environment.spaces, agents_of(spec, environment.agents, policy))
     finally:
         environment.close()

@@ -1,0 +1,127 @@
+"""What networks do in every information state of a game whose tree is known: the DescribeGame and
+Behave calls of a job of networks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.rollout.games import not_enumerable
+from services.rollout.networks.arena import Arena
+from services.rollout.networks.engine import Served
+from services.rollout.networks.episodes import served_now
+from services.rollout.policy import ServedPolicy
+from services.rollout.prepared import PreparedJob
+from services.rollout.scoring import check_version
+from troupe.job import NetworkSpec
+from troupe.networks.acting import ActingNetwork
+from troupe.networks.environments.openspiel import histories_of
+from troupe.populations.histories import Histories
+from troupe.rpc.errors import DeadlineExceeded
+from troupe.v1 import rollout_pb2 as pb
+from troupe.workflow import TurnError
+
+
+def describe(arena: Arena, game: str) -> pb.DescribeGameResponse:
+    """The information states of OpenSpiel's `game`, player by player, if that is what is played.
+    Walks its tree: slow the first time.
+
+    Raises FailedPrecondition of kind "game_not_enumerable", naming `population.game`.
+    """
+    tree = _tree(arena, game)
+    return pb.DescribeGameResponse(
+        questions=[
+            pb.GameQuestion(
+                player=player,
+                state=name,
+                moves=[pb.GameMove(name=str(action), action=action) for action in actions],
+            )
+            for player, ours in enumerate(tree.form.decisions)
+            for name, actions in zip(ours.names, ours.actions, strict=True)
+        ],
+        # Networks do nothing else; nobody is asked again, and nobody loses by it.
+        illegal="random_legal",
+        seatings=[pb.GameSeating(agents=arena.agents)],
+    )
+
+
+async def behave(
+    job: PreparedJob, policy: ServedPolicy, request: pb.BehaveRequest
+) -> pb.BehaveResponse:
+    """What one served version of `policy` does there, within `limits.turn_seconds`.
+
+    Raises as `describe`, FailedPrecondition of kind "version_not_served", `DeadlineExceeded`.
+    """
+    arena, wanted = job.arena, request.version if request.HasField("version") else None
+    assert arena is not None, "a job of networks"
+    tree = await asyncio.to_thread(_tree, arena, request.game)
+    check_version(policy, wanted)
+    try:
+        served = await served_now(policy, job.spec.limits.turn_seconds, wanted)
+    except TurnError as error:
+        raise DeadlineExceeded(
+            error.message, kind="behave_deadline", field=error.field, remedy=error.remedy
+        ) from error
+    network, roster = job.spec.policies[policy.name].network, arena.roster(policy.name)
+    assert network is not None, "all policies of the job are networks"
+    rows = await asyncio.to_thread(_rows, arena, network, roster, served, tree)
+    return pb.BehaveResponse(
+        behaviours=[pb.GameBehaviour(probabilities=row) for row in rows],
+        version=served.version,
+        checksum=served.checksum,
+    )
+
+
+@torch.inference_mode()
+def _rows(
+    arena: Arena, spec: NetworkSpec, roster: tuple[str, ...], served: Served, tree: Histories
+) -> list[list[float]]:
+    """Probabilities of the legal actions of every information state, player by player."""
+    network = ActingNetwork(spec, arena.spaces, len(roster))
+    network.take(served.tensors)
+    found: list[list[float]] = []
+    for player, agent in enumerate(arena.agents):
+        table: Any = tree.uniform(player)
+        if agent in roster:
+            # All at once, each state a copy of its own.
+            network.begin(len(table), [roster.index(agent)])
+            seen = torch.from_numpy(tree.tensors[player])[:, None]
+            legal = torch.from_numpy(tree.legal[player])[:, None]
+            table = network.probabilities(seen, legal)[:, 0].numpy()
+        actions = tree.form.decisions[player].actions
+        found += [row[list(own)].tolist() for row, own in zip(table, actions, strict=True)]
+    return found
+
+
+def _tree(arena: Arena, game: str) -> Histories:
+    played = arena.tree
+    remedy = "Remove the field: matches fill the table"
+    if not isinstance(played, Histories) or len(arena.agents) != played.form.players:
+        raise not_enumerable(
+            "the environment is not `openspiel` with all players as agents (`seats: null`)",
+            game,
+            remedy,
+        )
+    try:
+        tree = histories_of(game)
+    except Exception as error:  # of OpenSpiel
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise not_enumerable(told, game, remedy) from error
+    if not _same(tree, played):
+        raise not_enumerable(
+            "the environment plays another game", game, "Say the one of environment.args.game"
+        )
+    return tree
+
+
+def _same(one: Histories, other: Histories) -> bool:
+    names = [[ours.names for ours in tree.form.decisions] for tree in (one, other)]
+    return (
+        one is other
+        or (names[0] == names[1]
+        and np.array_equal(one.form.leaves, other.form.leaves)
+        and np.array_equal(one.form.returns, other.form.returns))
+    )
