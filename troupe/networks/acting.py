@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from troupe.networks.inference import draw, likeliest
 from troupe.networks.modules import ILLEGAL, Networks, identity_width
 from troupe.networks.spec import NetworkSpec
 from troupe.networks.vector import Spaces
@@ -78,14 +79,7 @@ class ActingNetwork(nn.Module):
             return self._continuous(out, generator, explore)
         if self.learns_values:
             return self._epsilon_greedy(out, legal, generator, explore)
-        log_probs = out.log_softmax(-1)
-        scores = log_probs
-        if explore:
-            # The largest of Gumbel variables, log-probs their places, is a draw of the categorical.
-            noise = torch.empty_like(log_probs).exponential_(generator=generator)
-            scores = log_probs - noise.log_()
-        actions = scores.argmax(-1, keepdim=True)
-        return Drawn(actions.squeeze(-1), log_probs.gather(-1, actions).squeeze(-1))
+        return Drawn(*(draw(out, generator) if explore else likeliest(out)))
 
     def probabilities(self, observations: torch.Tensor, legal: torch.Tensor | None) -> torch.Tensor:
         """How likely each discrete action is in the next step [B, A, n] when it plays in earnest:

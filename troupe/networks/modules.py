@@ -8,11 +8,12 @@ from typing import Final
 import torch
 from torch import nn
 
+from troupe.networks.inference import Tanh
 from troupe.networks.spec import NetworkSpec
 
 _ACTIVATIONS: Final[dict[str, type[nn.Module]]] = {
     "relu": nn.ReLU,
-    "tanh": nn.Tanh,
+    "tanh": Tanh,
     "elu": nn.ELU,
     "gelu": nn.GELU,
 }
