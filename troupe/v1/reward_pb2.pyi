@@ -23,6 +23,26 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class FunctionSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SecondsPerEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     ENTRYPOINT_FIELD_NUMBER: _builtins.int
@@ -52,6 +72,8 @@ class FunctionSpec(_message.Message):
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
     READS_FIELD_NUMBER: _builtins.int
     WRITES_FIELD_NUMBER: _builtins.int
+    EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
+    SECONDS_PER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.str
     entrypoint: _builtins.str
@@ -106,6 +128,10 @@ class FunctionSpec(_message.Message):
     description: _builtins.str
     """For people and models: what it does, and the JSON schema of its arguments."""
     parameters_json: _builtins.str
+    expected_seconds: _builtins.float
+    """Seconds that a call takes with the fewest cores: until runs have shown it, or, with
+    `seconds_per`, what every call takes besides. 0: nobody knows.
+    """
     @_builtins.property
     def reads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """In the sandbox "process", by the kernel's landlock: files and folders that it may read, or read
@@ -115,6 +141,12 @@ class FunctionSpec(_message.Message):
 
     @_builtins.property
     def writes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def seconds_per(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """By argument ("tests", "query.data.tests"): seconds more for each one of it, if it is a number,
+        else for each of its items or characters.
+        """
+
     def __init__(
         self,
         *,
@@ -147,10 +179,12 @@ class FunctionSpec(_message.Message):
         parameters_json: _builtins.str = ...,
         reads: _abc.Iterable[_builtins.str] | None = ...,
         writes: _abc.Iterable[_builtins.str] | None = ...,
+        expected_seconds: _builtins.float = ...,
+        seconds_per: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "_idle_seconds", b"_idle_seconds", "cores", b"cores", "idle_seconds", b"idle_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "_idle_seconds", b"_idle_seconds", "cores", b"cores", "description", b"description", "disk_mib", b"disk_mib", "entrypoint", b"entrypoint", "gpus", b"gpus", "idle_seconds", b"idle_seconds", "image", b"image", "kind", b"kind", "max_concurrency", b"max_concurrency", "max_cores", b"max_cores", "max_queued", b"max_queued", "memory_mib", b"memory_mib", "min_workers", b"min_workers", "model_service", b"model_service", "name", b"name", "parallel_fraction", b"parallel_fraction", "parameters_json", b"parameters_json", "processes", b"processes", "quota", b"quota", "quota_units", b"quota_units", "reads", b"reads", "retries", b"retries", "sandbox", b"sandbox", "sandbox_idle_seconds", b"sandbox_idle_seconds", "source_sha256", b"source_sha256", "stateful", b"stateful", "timeout_seconds", b"timeout_seconds", "version", b"version", "writes", b"writes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cores", b"_cores", "_idle_seconds", b"_idle_seconds", "cores", b"cores", "description", b"description", "disk_mib", b"disk_mib", "entrypoint", b"entrypoint", "expected_seconds", b"expected_seconds", "gpus", b"gpus", "idle_seconds", b"idle_seconds", "image", b"image", "kind", b"kind", "max_concurrency", b"max_concurrency", "max_cores", b"max_cores", "max_queued", b"max_queued", "memory_mib", b"memory_mib", "min_workers", b"min_workers", "model_service", b"model_service", "name", b"name", "parallel_fraction", b"parallel_fraction", "parameters_json", b"parameters_json", "processes", b"processes", "quota", b"quota", "quota_units", b"quota_units", "reads", b"reads", "retries", b"retries", "sandbox", b"sandbox", "sandbox_idle_seconds", b"sandbox_idle_seconds", "seconds_per", b"seconds_per", "source_sha256", b"source_sha256", "stateful", b"stateful", "timeout_seconds", b"timeout_seconds", "version", b"version", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cores: _TypeAlias = _typing.Literal["cores"]  # noqa: Y015
     _WhichOneofArgType__cores: _TypeAlias = _typing.Literal["_cores", b"_cores"]  # noqa: Y015
@@ -474,6 +508,7 @@ class InvokeRequest(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     SANDBOXES_FIELD_NUMBER: _builtins.int
     EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
+    QUERY_ID_FIELD_NUMBER: _builtins.int
     invocation_id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -490,9 +525,11 @@ class InvokeRequest(_message.Message):
     weight: _builtins.float
     """Share of the job among the jobs that wait; 0: one."""
     expected_seconds: _builtins.float
-    """Seconds that the caller expects it to take with the fewest cores of its function; 0: what calls
-    of the function take on average.
+    """Seconds that the caller expects it to take with the fewest cores of its function; 0: what its
+    function declares of it, else what calls like it took.
     """
+    query_id: _builtins.str
+    """Query of the trajectory: calls of one query are taken to be alike, as far as they were."""
     @_builtins.property
     def sandboxes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Of a stateful function: sandboxes that the trajectory has had. When the one that the call
@@ -513,10 +550,11 @@ class InvokeRequest(_message.Message):
         weight: _builtins.float = ...,
         sandboxes: _abc.Iterable[_builtins.str] | None = ...,
         expected_seconds: _builtins.float = ...,
+        query_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "expected_seconds", b"expected_seconds", "invocation_id", b"invocation_id", "job_id", b"job_id", "name", b"name", "priority", b"priority", "sandboxes", b"sandboxes", "trajectory_id", b"trajectory_id", "version", b"version", "waiters", b"waiters", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "expected_seconds", b"expected_seconds", "invocation_id", b"invocation_id", "job_id", b"job_id", "name", b"name", "priority", b"priority", "query_id", b"query_id", "sandboxes", b"sandboxes", "trajectory_id", b"trajectory_id", "version", b"version", "waiters", b"waiters", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -700,6 +738,7 @@ class BatchCall(_message.Message):
     TRAJECTORY_ID_FIELD_NUMBER: _builtins.int
     WAITERS_FIELD_NUMBER: _builtins.int
     EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
+    QUERY_ID_FIELD_NUMBER: _builtins.int
     invocation_id: _builtins.str
     arguments_json: _builtins.str
     trajectory_id: _builtins.str
@@ -707,6 +746,7 @@ class BatchCall(_message.Message):
     """Trajectories that cannot go on without the result; 0: one."""
     expected_seconds: _builtins.float
     """As in InvokeRequest."""
+    query_id: _builtins.str
     def __init__(
         self,
         *,
@@ -715,10 +755,11 @@ class BatchCall(_message.Message):
         trajectory_id: _builtins.str = ...,
         waiters: _builtins.int = ...,
         expected_seconds: _builtins.float = ...,
+        query_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "expected_seconds", b"expected_seconds", "invocation_id", b"invocation_id", "trajectory_id", b"trajectory_id", "waiters", b"waiters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "expected_seconds", b"expected_seconds", "invocation_id", b"invocation_id", "query_id", b"query_id", "trajectory_id", b"trajectory_id", "waiters", b"waiters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
