@@ -152,6 +152,29 @@ def test_of_who_did_not_play_nothing_is_learned(paradigm: str) -> None:
     assert any(not torch.equal(value, before[name]) for name, value in after.items())
 
 
+@pytest.mark.parametrize("parameters", ["shared", "per_agent"])
+def test_a_memory_in_turns_is_of_an_agents_own_decisions(parameters: str) -> None:
+    """For who plays as for who learns: before the first gradient all ratios are 1."""
+    environment = make_environment("openspiel", 16, game="leduc_poker", seats=None)
+    agents = environment.agents
+    spec = network("ppo", kind="rnn", parameters=parameters, epochs=1, minibatches=1)
+    learner = make_learner(spec, environment.spaces, agents, seed=1)
+    torch.manual_seed(0)
+    learner.restore(
+        {
+            name: value + 0.5 * torch.randn_like(value)
+            if name.startswith("weights.acting.policy")
+            else value
+            for name, value in learner.state().items()
+        }
+    )
+    actor = Actor(environment, {"p": Seat(spec, agents)})
+    actor.load("p", learner.published(), 0)
+    metrics = learner.update([actor.sample(1).fragments["p"]])
+    assert metrics["kl_approx"] == pytest.approx(0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+
+
 def test_who_learns_of_a_team_needs_all_of_it() -> None:
     learner = make_learner(network("qmix"), SPACES, AGENTS, seed=1)
     with pytest.raises(InvalidArgument, match="are of agent_0"):

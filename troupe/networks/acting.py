@@ -71,10 +71,12 @@ class ActingNetwork(nn.Module):
         legal: torch.Tensor | None,
         generator: torch.Generator,
         explore: bool,
+        acting: torch.Tensor | None = None,
     ) -> Drawn:
         """The next step of all copies, `observations` [B, A, O] and `legal` [B, A, n] (None: all
-        actions are). The random numbers are the generator's. After `begin`."""
-        out = self._out(observations, legal)
+        actions are). The random numbers are the generator's. `acting` [B, A]: whose turn it is;
+        the others remember nothing of it. After `begin`."""
+        out = self._out(observations, legal, acting)
         if self.spaces.continuous:
             return self._continuous(out, generator, explore)
         if self.learns_values:
@@ -84,17 +86,27 @@ class ActingNetwork(nn.Module):
     def probabilities(self, observations: torch.Tensor, legal: torch.Tensor | None) -> torch.Tensor:
         """How likely each discrete action is in the next step [B, A, n] when it plays in earnest:
         what `draws`, is drawn from; else it is the best one for certain."""
-        out = self._out(observations, legal)
+        out = self._out(observations, legal, None)
         if self.draws:
             return out.double().softmax(-1)
         return nn.functional.one_hot(out.argmax(-1), out.shape[-1]).double()
 
-    def _out(self, observations: torch.Tensor, legal: torch.Tensor | None) -> torch.Tensor:
+    def _out(
+        self, observations: torch.Tensor, legal: torch.Tensor | None, acting: torch.Tensor | None
+    ) -> torch.Tensor:
         """What the networks say, one step further; of illegal actions `ILLEGAL`."""
         if self.identity:
             self._inputs[..., : self.spaces.observation] = observations
             observations = self._inputs
+        before = list(self._memory)
         out, self._memory = self.policy.step(observations, self._memory, self._who)
+        if acting is not None and self.policy.recurrent:
+            # As learners see it: an episode of an agent consists of its own decisions.
+            turns = [acting.flatten()] if len(before) == 1 else list(acting.unbind(1))
+            for i, (turn, old, new) in enumerate(zip(turns, before, self._memory, strict=True)):
+                assert new is not None, "a step has been made"
+                kept = torch.zeros_like(new) if old is None else old
+                self._memory[i] = torch.where(turn[:, None], new, kept)
         if legal is not None and not self.spaces.continuous:
             out = out.masked_fill(~legal, ILLEGAL)
         return out

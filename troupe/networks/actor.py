@@ -187,12 +187,14 @@ class _Player:
         arrays, spaces = self._arrays, self._environment.spaces
         legal = None if observed.legal is None else torch.from_numpy(arrays["legal"][step])
         observations = torch.from_numpy(arrays["observations"][step])
-        drawn = self.network.act(observations, legal, self._generator, explore)
+        acting = None
+        if observed.acting is not None:
+            arrays["acting"][step] = observed.acting[:, self._at]
+            acting = torch.from_numpy(arrays["acting"][step])
+        drawn = self.network.act(observations, legal, self._generator, explore, acting)
         chosen = drawn.actions.numpy()
         arrays["actions"][step] = chosen
         arrays["log_probs"][step] = drawn.log_probs.numpy()
-        if observed.acting is not None:
-            arrays["acting"][step] = observed.acting[:, self._at]
         if spaces.continuous:
             half, middle = (spaces.high - spaces.low) / 2, (spaces.high + spaces.low) / 2
             chosen = chosen.clip(-1, 1) * half + middle
