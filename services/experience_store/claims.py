@@ -200,8 +200,8 @@ class Claims:
         claim: str,
         samples: Sequence[str],
     ) -> int:
-        """Drop those of `samples` that a claim holds: values of theirs are nowhere any more. Returns
-        how many. The claim goes on with the others.
+        """Drop those of `samples` that a claim holds: values of theirs are nowhere any more. The
+        claim goes on with the others. Returns how many were dropped.
 
         Raises `FailedPrecondition` of kind `claim_lost` for a claim that is not `claimant`'s.
         """

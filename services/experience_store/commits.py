@@ -59,8 +59,8 @@ class Commits:
         applied = commit.outcome == store_pb.STEP_OUTCOME_APPLIED
         version = commit.weights.version if commit.HasField("weights") else -1
         distinct = list(dict.fromkeys(claims))
-        # What a claim holds changes while it lives only at its claimant's word (DropGone): should it
-        # be lost before the script runs, the script refuses.
+        # What a live claim holds changes at its claimant's word only (DropGone): should it be lost
+        # before the script runs, the script refuses.
         samples = await self._held(job, commit.policy, commit.step, distinct)
         digest = samples_digest(samples)
         agrees = not commit.HasField("samples_digest") or commit.samples_digest == digest

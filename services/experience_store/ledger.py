@@ -2,7 +2,8 @@
 
 The promise: every trajectory that was admitted ends once; every row that came with one is trained
 (at most `max_uses` times) or dropped for a reason, unless its step is live; what a commit says of
-itself is what its rows say; versions rise by one per applied commit. Pure: reads no Redis.
+itself is what its rows say; versions rise by one per applied commit, and between two steps only as
+the roster of the next says (a policy that begins again). Pure: reads no Redis.
 """
 
 from __future__ import annotations
@@ -234,7 +235,10 @@ class Ledger:
         commit, audit = table.commit, policy.audit
         where = f"step {roster.step}, {audit.policy}"
         trained = [s.sample_id for s in table.samples if s.state == _TRAINED]
-        before = roster.versions.get(audit.policy) if policy.version is None else policy.version
+        began = roster.versions.get(audit.policy)
+        before = began if policy.version is None else policy.version
+        if before is not None and began == before + 1:
+            before = began  # it began again between the two
         rise = 0
         if commit.outcome == store_pb.STEP_OUTCOME_APPLIED:
             audit.steps_applied += 1

@@ -236,11 +236,7 @@ def check_fill(where: str, item: store_pb.FillColumnsRequest | store_pb.SampleCo
 
 def check_drop_gone(request: store_pb.DropGoneRequest) -> None:
     """Samples, as many as one claim can hold."""
-    if not 0 < len(request.sample_ids) <= LARGEST_CLAIM:
-        raise InvalidArgument(
-            f"names {len(request.sample_ids)} samples, must be at least 1 and at most {LARGEST_CLAIM}",
-            field="sample_ids",
-        )
+    check_positive("sample_ids", len(request.sample_ids), LARGEST_CLAIM)
     for sample in request.sample_ids:
         check_id("sample_ids", sample)
 

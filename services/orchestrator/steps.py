@@ -171,6 +171,10 @@ class StepRunner:
             )
         elif commit.outcome == es.STEP_OUTCOME_EMPTY:
             await self._job.warn(f"{self._name}: there was no sample for {policy}")
+        if gone := int(commit.metrics.get("train/values_gone", 0)):
+            await self._job.warn(
+                f"{self._name}: {gone} samples of {policy} were dropped: no host has their values"
+            )
         self._commits[policy] = commit
         weights = trainer.weights
         crew = self._crew

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from services.trainer.binding import Binding
-from services.trainer.claims import Claim, StepClaims, bounds_of, last_refs
+from services.trainer.claims import Claim, StepClaims, bounds_of, last_refs, refs_of
 from services.trainer.compute import Compute
 from services.trainer.peers import Stopped
 from services.trainer.settings import TrainerSettings
@@ -53,6 +53,9 @@ class Attempt:
         self.claims = claims
         self.before = before
         self.micro_batches = self.samples = self.tokens = 0
+        # Samples that were dropped since their values are nowhere any more.
+        self._gone = 0
+        self._values = binding.values()
         # Claims whose samples are in the gradients.
         self._trained: list[str] = []
         # Columns by reference that go with the samples that this step ends.
@@ -60,6 +63,7 @@ class Attempt:
         if before is not None:
             self.micro_batches, self.samples = before.micro_batches, before.samples
             self.tokens = before.tokens
+            self._gone = before.gone
             self._trained, self._refs = list(before.claim_ids), set(before.refs)
         self._seconds_before = 0.0 if before is None else before.seconds
         self._began = time.perf_counter()
@@ -106,6 +110,7 @@ class Attempt:
             micro_batches=self.micro_batches,
             samples=self.samples,
             tokens=self.tokens,
+            gone=self._gone,
             refs=sorted(self._refs),
             seconds=self._seconds,
         )
@@ -132,12 +137,13 @@ class Attempt:
         binding.move(pb.BINDING_STATE_ACCUMULATING)
         await self._accumulate()
         binding.move(pb.BINDING_STATE_STEPPING)
-        if not self.claims.claim_ids:
-            return await self._commit(store_pb.STEP_OUTCOME_EMPTY, "", binding.weights, {})
+        told = {"train/values_gone": float(self._gone)} if self._gone else {}
+        if not self.samples:
+            return await self._commit(store_pb.STEP_OUTCOME_EMPTY, "", binding.weights, told)
         binding.versions.dirty = True
         outcome = await self._compute.run(binding.apply, self._stop)
         binding.versions.dirty = outcome.applied or outcome.moved
-        metrics = dict(outcome.metrics)
+        metrics = dict(outcome.metrics) | told
         metrics["train/wait_seconds"] = max(0.0, self._seconds - metrics["train/seconds"])
         if not outcome.applied:
             log.warning("step skipped", policy=binding.policy, reason=outcome.reason)
@@ -167,10 +173,12 @@ class Attempt:
                     await self._compute.run(self._binding.complete, self._stop)
                     return
                 following = asyncio.create_task(self._claim())
-                tokens = await self._compute.run(self._train_on, claim)
+                tokens, gone = await self._compute.run(self._train_on, claim)
+                if gone:
+                    await self._drop(claim.claim_id, gone)
                 self._trained.append(claim.claim_id)
                 self.micro_batches += 1
-                self.samples += len(claim.samples)
+                self.samples += len(claim.samples) - len(gone)
                 self.tokens += tokens
                 self._binding.samples = self.samples
                 self._on_progress()
@@ -182,15 +190,26 @@ class Attempt:
     async def _claim(self) -> Claim:
         return await self.claims.claim(self._bounds, self._settings.trainer_claim_wait_seconds)
 
-    def _train_on(self, claim: Claim) -> int:
-        """Accumulate one claim; returns its tokens. In the compute thread."""
+    def _train_on(self, claim: Claim) -> tuple[int, list[store_pb.Sample]]:
+        """Accumulate one claim; returns its tokens, and those of its samples that could not be
+        trained since their values are gone. In the compute thread."""
         if self._stop.is_set():
             raise Stopped
         binding = self._binding
-        rows = binding.read(claim.samples)
+        rows, gone = binding.read(claim.samples, self._values)
         self._refs.update(last_refs(claim, binding.spec.pipeline.max_uses))
-        binding.accumulate(rows, self._stop)
-        return sum(row.size for row in rows)
+        if rows:
+            binding.accumulate(rows, self._stop)
+        return sum(row.size for row in rows), gone
+
+    async def _drop(self, claim_id: str, gone: Sequence[store_pb.Sample]) -> None:
+        """Have the store drop samples of a claim whose others are in the gradients."""
+        names = [sample.sample_id for sample in gone]
+        log.warning("values gone", policy=self._binding.policy, step=self._step, samples=names)
+        await self.claims.drop_gone(claim_id, names)
+        self._gone += len(gone)
+        # What else they refer to nobody needs either.
+        self._refs.update(refs_of(gone))
 
     async def _commit(
         self,

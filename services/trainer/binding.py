@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from services.chassis.transfer import HostTransfer
@@ -21,6 +20,7 @@ from services.trainer.residence import Residence
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import StateStore
 from services.trainer.suspension import HalfStep, Luggage, Suspension
+from services.trainer.values import Array, Values
 from services.trainer.versions import Versions, packed_weights
 from troupe.job import JobSpec
 from troupe.rpc import FailedPrecondition, new_id
@@ -28,9 +28,6 @@ from troupe.states import BINDING, check
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import trainer_pb2
-
-# A host whose worker is started again is back within this, mostly.
-_AWAY_SECONDS = 10.0
 
 
 class Binding:
@@ -226,9 +223,14 @@ class Binding:
         self.swaps += 1
         self.swap_seconds += time.perf_counter() - began
 
-    def read(self, claimed: Iterable[store_pb.ClaimedSample]) -> Sequence[Any]:
-        """`Learner.read`, columns by reference included. Blocking."""
-        return self.learner.read(claimed, self.load_column)
+    def read(
+        self, claimed: Sequence[store_pb.ClaimedSample], values: Values
+    ) -> tuple[Sequence[Any], list[store_pb.Sample]]:
+        """`Learner.read` of those that it can read, and those of which values are gone. Blocking.
+
+        Raises as `Values.read`.
+        """
+        return values.read(claimed, self.learner.read)
 
     def accumulate(self, rows: Sequence[Any], stop: threading.Event) -> None:
         """`Learner.accumulate`, drawing from this policy's generators. Blocking."""
@@ -256,13 +258,14 @@ class Binding:
         if self.versions.made and isinstance(self.learner, GangLearner):
             self.learner.leave()
 
-    def load_column(self, key: str) -> np.ndarray[Any, Any]:
-        """A value that a sample keeps by reference. Blocking. Raises TransferError.
+    def values(self) -> Values:
+        """Of samples that keep some by reference, for one attempt at a step."""
+        # With one host, what is not there is nowhere.
+        shared = self._settings.shares_states
+        return Values(self._column, self._settings.trainer_value_wait_seconds if shared else 0.0)
 
-        TransferTimeout, which repetition may cure, while the host that keeps it is away.
-        """
-        patience = _AWAY_SECONDS if self._settings.shares_states else 0.0
-        value: np.ndarray[Any, Any] = self._transfer.get(key, timeout=patience)[0]["value"].numpy()
+    def _column(self, key: str, patience: float) -> Array:
+        value: Array = self._transfer.get(key, timeout=patience)[0]["value"].numpy()
         return value
 
     def drop_columns(self, keys: Iterable[str]) -> None:

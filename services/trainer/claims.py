@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -139,6 +139,20 @@ class StepClaims:
             )
         self._extended = asked
 
+    async def drop_gone(self, claim_id: str, sample_ids: Sequence[str]) -> None:
+        """Drop samples of a claim, which goes on with the others: values of theirs are gone.
+
+        Raises FailedPrecondition of kind "claim_lost".
+        """
+        request = store_pb.DropGoneRequest(
+            **self._where,
+            request_id=new_id("gone"),
+            claimant=self.claimant,
+            claim_id=claim_id,
+            sample_ids=sample_ids,
+        )
+        await self._patiently(lambda: self._stub.DropGone(request))
+
     async def contested(self) -> bool:
         """Whether somebody holds samples of this step; asked when we hold none."""
         return any(
@@ -257,6 +271,10 @@ def bounds_of(spec: JobSpec, oldest_version: int | None) -> Bounds:
 
 def last_refs(claim: Claim, max_uses: int) -> Iterator[str]:
     """Keys of columns that nobody needs once these samples are trained again."""
-    for item in claim.samples:
-        if item.sample.uses + 1 >= max_uses:
-            yield from (c.ref for c in item.sample.columns.values() if c.HasField("ref"))
+    return refs_of(c.sample for c in claim.samples if c.sample.uses + 1 >= max_uses)
+
+
+def refs_of(samples: Iterable[store_pb.Sample]) -> Iterator[str]:
+    """Keys of columns that samples keep by reference."""
+    for sample in samples:
+        yield from (column.ref for column in sample.columns.values() if column.HasField("ref"))

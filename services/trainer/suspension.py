@@ -42,6 +42,8 @@ class HalfStep:
     micro_batches: int = 0
     samples: int = 0
     tokens: int = 0
+    # Samples that were dropped since their values are gone.
+    gone: int = 0
     # Columns by reference that go with the step's samples.
     refs: list[str] = field(default_factory=list)
     # Seconds that it was at work so far.

@@ -12,7 +12,7 @@ from services.experience_store.database import Database
 from services.experience_store.store import Store
 from tests.support.crashing import MOMENTS, CrashError, CrashingDatabase
 from tests.support.experience import Response, Stage, ids_of, make_sample
-from troupe.rpc import new_id
+from troupe.rpc import FailedPrecondition, new_id
 
 POLICIES = ("checker", "solver")
 QUERIES = ("q0", "q1")
@@ -169,3 +169,57 @@ async def test_nobody_repeats_the_call_and_the_sweeper_completes_it(redis_url: s
             response = await stage.claim(policy=policy, wait=20)
             assert len(response.samples) == 4
         await survivor.stop()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_samples_whose_values_are_gone_are_dropped_once(redis_url: str, moment: str) -> None:
+    life = Life(redis_url, 0, moment)
+    stage = life.stage
+    await stage.store.tables.create(stage.job, POLICIES, [])
+    await stage.open(0)
+    await stage.append_all()
+    first = ids_of(await stage.claim(claim="c1", samples=3))
+    second = ids_of(await stage.claim(claim="c2"))
+    gone = [first[0], *second]
+
+    async def drop_gone(claim: str) -> int:
+        where = (stage.job, "solver", 0, "trainer", claim)
+        return await stage.store.claims.drop_gone(*where, gone)
+
+    life._database.die(1, moment)
+    assert await life.call(partial(drop_gone, "c1")) in (0, 1)  # 0: it had arrived
+    assert life.crashed == 1
+    assert await drop_gone("c2") == 1
+    response = await stage.claim(claim="c1")
+    assert ids_of(response) == first[1:]
+    # Statistics of a group are final: who was claimed later has its reward among them still.
+    assert [list(one.group_rewards) for one in response.samples] == [[1.0, 1.0]] * 2
+    assert ids_of(await stage.claim(claim="c2")) == []
+    assert (await stage.claim()).outcome == Response.OUTCOME_EXHAUSTED
+    await stage.commit(["c1", "c2"])
+    assert await stage.counts() == {"trained": 2, "dropped": 2}
+    assert dict((await stage.table()).drop_reasons) == {"value_gone": 2}
+    report = await stage.store.audit.check(stage.job)
+    assert list(report.violations) == []
+    assert dict(report.policies[1].drop_reasons) == {"value_gone": 2}
+    await stage.store.tables.drop(stage.job, purge_log=True)
+    await life.close()
+
+
+async def test_only_who_holds_a_claim_says_that_its_values_are_gone(redis_url: str) -> None:
+    life = Life(redis_url, 0, "before")
+    stage = life.stage
+    await stage.store.tables.create(stage.job, POLICIES, [])
+    await stage.open(0)
+    await stage.append_all()
+    gone = ids_of(await stage.claim(claim="c1"))
+    for claimant, claim in (("somebody else", "c1"), ("trainer", "never made")):
+        with pytest.raises(FailedPrecondition) as error:
+            await stage.store.claims.drop_gone(stage.job, "solver", 0, claimant, claim, gone)
+        assert error.value.kind == "claim_lost"
+    await stage.release("trainer")
+    with pytest.raises(FailedPrecondition, match="released"):
+        await stage.store.claims.drop_gone(stage.job, "solver", 0, "trainer", "c1", gone)
+    assert await stage.counts() == {"ready": 4}
+    await stage.store.tables.drop(stage.job, purge_log=True)
+    await life.close()

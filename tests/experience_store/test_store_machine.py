@@ -107,7 +107,7 @@ class Life(RuleBasedStateMachine):
             actions += ["claim"] * 3 + ["fill_any"] if model.rows else []
             actions += ["repeat_claim", "renew", "release"] if model.known_claims else []
             actions += ["supersede", "zombie_commit"] if model.known_claims else []
-            actions += ["expire"] if model.live else []
+            actions += ["expire", "drop_gone"] if model.live else []
             actions += ["train"] * 2 if model.may_train else []
         getattr(self, data.draw(st.sampled_from(actions), "action"))(data)
 
@@ -199,7 +199,8 @@ class Life(RuleBasedStateMachine):
             query = claimed.sample.query_id
             group = sorted(n for n, row in self.model.rows.items() if row.query == query)
             rows = [self.model.rows[name] for name in group]
-            assert list(claimed.group_rewards) == [r.reward for r in rows if r.state != "D"]
+            members = [row for row in rows if row.state != "D" or row.gone]
+            assert list(claimed.group_rewards) == [row.reward for row in members]
 
     def repeat_claim(self, data: st.DataObject) -> None:
         claimant = data.draw(CLAIMANTS)
@@ -219,6 +220,24 @@ class Life(RuleBasedStateMachine):
         else:
             held = len(self.model.claims_of(claimant))
             assert self.do(self.stage.renew(claimant)) == held
+
+    def drop_gone(self, data: st.DataObject) -> None:
+        """Values of some samples are gone; somebody may say so of what another holds."""
+        claimant = data.draw(CLAIMANTS)
+        name = data.draw(st.sampled_from(self.model.known_claims))
+        holder, held = self.model.live.get(name, ("", []))
+        some = data.draw(
+            st.lists(st.sampled_from(sorted(self.model.rows)), min_size=1, unique=True)
+        )
+        call = self.store.claims.drop_gone(
+            self.stage.job, POLICY, self.stage.step, claimant, name, some
+        )
+        if holder != claimant:
+            with pytest.raises(FailedPrecondition, match="lost"):
+                self.do(call)
+            return
+        assert self.do(call) == len(set(some) & set(held))
+        self.delivered[name] = self.model.drop_gone(name, some)
 
     def expire(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.model.live)))

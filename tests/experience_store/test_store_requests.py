@@ -83,6 +83,13 @@ def amended(**fields: Any) -> Callable[[Client], object]:
     )
 
 
+def gone(**fields: Any) -> Callable[[Client], object]:
+    values: dict[str, Any] = {"claimant": "t", "claim_id": "c1", "sample_ids": ["s"]}
+    return lambda client: store_pb.DropGoneRequest(
+        **({"request_id": new_id(), "job_id": client.job, "policy": "solver"} | values | fields)
+    )
+
+
 def torn() -> store_pb.Column:
     """A tensor that has fewer bytes than its shape says."""
     tensor = floats(1, 2, 3)
@@ -202,6 +209,11 @@ BAD = [
     ("ClaimMicroBatch", claim(lease_seconds=float("nan")), "lease_seconds"),
     ("ClaimMicroBatch", claim(wait_seconds=float("nan")), "wait_seconds"),
     ("ClaimMicroBatch", claim(claimant=""), "claimant"),
+    ("DropGone", gone(claimant=""), "claimant"),
+    ("DropGone", gone(claim_id=""), "claim_id"),
+    ("DropGone", gone(sample_ids=[]), "sample_ids"),
+    ("DropGone", gone(sample_ids=["a\nb"]), "sample_ids"),
+    ("DropGone", gone(step=-1), "step"),
     ("CommitStep", commit(outcome=store_pb.STEP_OUTCOME_UNSPECIFIED), "outcome"),
     ("CommitStep", commit(outcome=7), "outcome"),
     ("CommitStep", commit(weights=None), "weights"),

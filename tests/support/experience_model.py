@@ -12,6 +12,8 @@ class Row:
     query: str
     reward: float | None
     state: str = "P"
+    gone: bool = False
+    """Dropped after its group's statistics were final: its value is gone."""
 
 
 @dataclass
@@ -100,6 +102,15 @@ class Model:
         self.lost[claim] = claimant
         for name in names:
             self.rows[name].state = "R"
+
+    def drop_gone(self, claim: str, names: list[str]) -> list[str]:
+        """Values of samples are gone; what the claim holds of the others."""
+        claimant, held = self.live[claim]
+        for name in set(names) & set(held):
+            self.rows[name].state, self.rows[name].gone = "D", True
+        kept = [name for name in held if name not in names]
+        self.live[claim] = (claimant, kept)
+        return kept
 
     def expire(self, claim: str) -> None:
         """A lease ran out: its holder must start over."""

@@ -18,7 +18,7 @@ from tests.support.training import VOCABULARY, score
 from tests.trainer.batches import full_batch_gradient, relative_error
 from tests.trainer.stage import TrainingStage
 from troupe import tensors
-from troupe.rpc import DataLoss, FailedPrecondition, NotFound
+from troupe.rpc import DataLoss, FailedPrecondition
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -188,16 +188,55 @@ async def test_columns_by_reference_are_loaded_and_then_deleted(stage: TrainingS
     assert not any(stage.transfer.exists(key) for key in keys)
 
 
-async def test_a_column_that_is_gone_names_its_key(stage: TrainingStage) -> None:
+async def test_samples_whose_values_are_gone_are_dropped(stage: TrainingStage) -> None:
+    """The step goes on with the others; values that nobody reads need not be there."""
+    commits = []
+    for gone in (frozenset({"q0-s0-t1", "q1-s0-t2"}), frozenset[str]()):
+        run, trainer = await stage.sibling()
+        spec = run.spec(
+            algorithm={"kl_coefficient": 0.1},
+            pipeline={"steps": 10, "queries_per_step": 2, "micro_batch_samples": 3},
+        )
+        await run.open()
+        await trainer.bind(spec)
+        for query, trajectory, samples in run.rollouts(run.first_model(spec)):
+            key = f"{run.job_id}/columns/{trajectory}"
+            if trajectory not in gone:
+                length = samples[0].response_ids.shape[0]
+                run.transfer.set(key, {"value": torch.zeros(length)})
+            samples[0].columns["reference_logprobs"].ref = key
+            # Nobody reads this one: whether it is there does not matter.
+            samples[0].columns["picture"].ref = f"{run.job_id}/columns/{trajectory}/picture"
+            await run.append(query, trajectory, samples)
+        commits.append(await trainer.run(0, 0))
+        audit = await run.store.AuditTables(store_pb.AuditTablesRequest(job_id=run.job_id))
+        assert not audit.violations
+        [policy] = audit.policies
+        assert (policy.trained, policy.dropped) == (8 - len(gone), len(gone))
+        assert dict(policy.drop_reasons) == ({"value_gone": len(gone)} if gone else {})
+        assert not run.transfer.keys(f"{run.job_id}/columns/")
+    less, whole = commits
+    assert less.outcome == whole.outcome == store_pb.STEP_OUTCOME_APPLIED
+    assert (less.num_samples, whole.num_samples) == (6, 8)
+    assert less.metrics["train/values_gone"] == 2
+    assert "train/values_gone" not in whole.metrics
+
+
+async def test_a_step_of_which_all_values_are_gone_has_no_samples(stage: TrainingStage) -> None:
     spec = stage.spec(algorithm={"kl_coefficient": 0.1})
     trainer = await stage.trainer()
     await stage.open()
-    await trainer.bind(spec)
+    first = await trainer.bind(spec)
     for query, trajectory, samples in stage.rollouts(stage.first_model(spec)):
         samples[0].columns["reference_logprobs"].ref = "nowhere/columns/x"
         await stage.append(query, trajectory, samples)
-    with pytest.raises(NotFound, match="nowhere/columns/x"):
-        await trainer.run(0, 0)
+    commit = await trainer.run(0, 0)
+    assert commit.outcome == store_pb.STEP_OUTCOME_EMPTY
+    assert commit.metrics["train/values_gone"] == 8
+    assert commit.weights.version == first.version
+    audit = await stage.store.AuditTables(store_pb.AuditTablesRequest(job_id=stage.job_id))
+    assert not audit.violations
+    assert dict(audit.policies[0].drop_reasons) == {"value_gone": 8}
 
 
 async def test_only_columns_of_the_job_are_deleted(stage: TrainingStage) -> None:

@@ -34,8 +34,6 @@ for _, sample in ipairs(lines(held_now)) do
 end
 if dropped > 0 then
   redis.call('HSET', CLAIMS, claim, table.concat(kept, '\n'))
-  if redis.call('HINCRBY', HELD, claimant, -dropped) <= 0 then
-    redis.call('HDEL', HELD, claimant)
-  end
+  holds_less(claimant, dropped)
 end
 return finish({'dropped', dropped})

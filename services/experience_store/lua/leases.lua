@@ -4,6 +4,13 @@ local function held(claimant)
   return tonumber(redis.call('HGET', HELD, claimant) or 0)
 end
 
+-- `claimant` holds so many samples fewer; 0: what it claimed is gone (drop_gone.lua).
+local function holds_less(claimant, number)
+  if number > 0 and redis.call('HINCRBY', HELD, claimant, -number) <= 0 then
+    redis.call('HDEL', HELD, claimant)
+  end
+end
+
 -- Ends a live claim; its id is never given out again, so that a commit which names it is refused.
 local function give_back(claim, cause)
   local claimant = redis.call('HGET', OWNERS, claim)
@@ -16,9 +23,7 @@ local function give_back(claim, cause)
   evict(samples)
   redis.call('HSET', CLAIMS, claim, '\t' .. cause)
   redis.call('ZREM', LEASES, claim)
-  if redis.call('HINCRBY', HELD, claimant, -#samples) <= 0 then
-    redis.call('HDEL', HELD, claimant)
-  end
+  holds_less(claimant, #samples)
   changes('claimable')
   return #samples, claimant
 end

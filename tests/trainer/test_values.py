@@ -1,0 +1,78 @@
+"""Values by reference: which are gone, which are only away, and how long they are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.trainer.rows import Load
+from services.trainer.values import Values
+from troupe.rpc import Unavailable
+from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
+from troupe.v1 import experience_store_pb2 as store_pb
+
+
+def claimed(*keys: str) -> list[store_pb.ClaimedSample]:
+    columns = [{"picture": store_pb.Column(ref=key)} for key in keys]
+    samples = [
+        store_pb.Sample(sample_id=f"s{number}", columns=column)
+        for number, column in enumerate(columns)
+    ]
+    return [store_pb.ClaimedSample(sample=sample) for sample in samples]
+
+
+def read(items: Sequence[store_pb.ClaimedSample], load: Load) -> list[Any]:
+    return [load(item.sample.columns["picture"].ref).tolist() for item in items]
+
+
+class Host:
+    """What a transfer layer would say, and how long it was asked to wait."""
+
+    def __init__(self, **errors: Exception) -> None:
+        self.errors = errors
+        self.waits: list[tuple[str, float]] = []
+
+    def fetch(self, key: str, patience: float) -> Any:
+        self.waits.append((key, patience))
+        if key in self.errors:
+            raise self.errors[key]
+        return np.array([len(self.waits)])
+
+
+def timed_out(key: str, cause: Exception) -> TransferTimeout:
+    error = TransferTimeout(key, "did not appear within 30 s")
+    error.__cause__ = cause
+    return error
+
+
+def test_the_first_value_that_is_gone_is_waited_for_and_no_other() -> None:
+    host = Host(
+        b=timed_out("b", KeyNotFound("b", "nobody has it")),
+        c=KeyNotFound("c", "nobody has it"),
+        d=Corrupt("d", "its checksum is another"),
+    )
+    values = Values(host.fetch, 30.0)
+    rows, gone = values.read(claimed("a", "b", "c", "d", "e"), read)
+    assert [sample.sample_id for sample in gone] == ["s1", "s2", "s3"]
+    assert len(rows) == 2
+    assert host.waits[:2] == [("a", 30.0), ("b", 30.0)]
+    assert {patience for _, patience in host.waits[2:]} == {0.0}
+    # What was loaded is not loaded again.
+    assert [key for key, _ in host.waits].count("a") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        timed_out("b", Unavailable("its host does not answer")),
+        timed_out("b", TimeoutError()),
+        Unavailable("nobody says who has it"),
+    ],
+)
+def test_a_value_of_a_host_that_is_away_is_not_gone(error: Exception) -> None:
+    values = Values(Host(b=error).fetch, 30.0)
+    with pytest.raises(type(error)):
+        values.read(claimed("a", "b"), read)
