@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,41 @@ async def test_a_state_that_is_lost_is_said_to_be_lost(hosts: Hosts, models: Pat
         assert record.problem.kind == "state_not_found"
         assert "optimizer" in record.problem.message
         assert "TROUPE_TRAINER_STATE_REPLICAS" in (record.problem.remedy or "")
+
+
+async def test_values_of_a_host_that_is_lost_for_good_are_dropped_and_the_step_goes_on(
+    hosts: Hosts, models: Path
+) -> None:
+    """The host's memory goes with it, in the middle of a step, before anything of it is trained."""
+    for number, place in enumerate(("left", "middle")):
+        hosts.start(f"rollout-{number}", place)
+    hosts.start("trainer-0", "right", TROUPE_TRAINER_VALUE_WAIT_SECONDS="1")
+    over = {
+        "workflow": "tests.support.referring_team:play",
+        "algorithm.kl_coefficient": 0.01,
+        "pipeline.mode": "sync",
+        "pipeline.steps": 2,
+    }
+    async with client(hosts) as troupe:
+        handle = await troupe.submit(job(models, **over))
+        lost = hosts.host("left").transfer
+        async with asyncio.timeout(60):
+            while len(list((lost / handle.id / "columns").glob("*/*"))) < 6:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        hosts.kill("rollout-0")
+        shutil.rmtree(lost)
+        lost.mkdir()
+        record = await end(handle, hosts)
+        assert record.versions == dict.fromkeys(POLICIES, 2)
+        audit = await handle.audit()
+        assert not audit.violations, audit
+        dropped = {one.policy: one.drop_reasons.get("value_gone", 0) for one in audit.policies}
+        assert sum(dropped.values()) > 0, audit
+        for one in audit.policies:
+            assert (one.lost, one.duplicated, one.live) == (0, 0, 0)
+            assert one.trained + one.dropped == one.appended
+        told = [str(event) async for event in handle.watch()]
+        assert any("no host has their values" in text for text in told)
 
 
 def test_a_wrong_token_reads_nothing(hosts: Hosts) -> None:
