@@ -1,4 +1,4 @@
-"""Troupe's sampling: `python -m benchmarks.sampling.ours WORLD WORKERS COPIES SECONDS`.
+"""Troupe's sampling: `python -m benchmarks.sampling.ours WORLD WORKERS COPIES`.
 
 WORKERS processes with COPIES copies each, one torch thread a process; an actor plays whole episodes
 of all copies. What is counted has come back to the driver as the bytes of fragments.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.sampling.clock import report
+from benchmarks.sampling.clock import serve
 from benchmarks.sampling.worlds import AGENTS, CALL, STEPS
 from troupe.networks.actor import Actor, Seat
 from troupe.networks.environments.openspiel import GameCopies
@@ -68,9 +68,11 @@ def work(world: str, copies: int, seed: int, out: Connection) -> None:
 
 
 def main() -> None:
-    """Measure and report."""
-    world, workers, copies, seconds = sys.argv[1], *map(int, sys.argv[2:4]), float(sys.argv[4])
-    context = multiprocessing.get_context("spawn")
+    """Measure whenever asked to."""
+    world, workers, copies = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    # A worker begins with all that is imported here, once for all of them.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.sampling.ours"])
     processes, ends = [], []
     for number in range(workers):
         end, out = context.Pipe(duplex=False)
@@ -82,12 +84,13 @@ def main() -> None:
     for end in ends:  # everybody plays
         end.recv_bytes()
 
-    def collect() -> int:
-        ready: list[Any] = wait(ends)
+    def collect(some: int) -> int:
+        # Who is not read from stands still.
+        ready: list[Any] = wait(ends[:some] if some else ends)
         return sum(Fragment.from_bytes(end.recv_bytes()).steps for end in ready)
 
     try:
-        report(collect, seconds / 2, seconds)
+        serve(collect)
     finally:
         for end in ends:
             end.close()

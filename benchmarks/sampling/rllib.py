@@ -1,4 +1,4 @@
-"""RLlib's sampling: `PYTHON -m benchmarks.sampling.rllib WORLD WORKERS ENVS SECONDS`.
+"""RLlib's sampling: `PYTHON -m benchmarks.sampling.rllib WORLD WORKERS ENVS`.
 
 Run by the reference's Python. PPO's env runners of the new API stack, WORKERS processes with ENVS
 copies each; what is counted has come back to the driver (`synchronous_parallel_sample`).
@@ -16,13 +16,13 @@ from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
 from ray.rllib.execution.rollout_ops import synchronous_parallel_sample
 from ray.tune.registry import register_env
 
-from benchmarks.sampling.clock import report
+from benchmarks.sampling.clock import serve
 from benchmarks.sampling.worlds import STEPS, Leduc, spread
 
 
 def main() -> None:
-    """Measure and report."""
-    world, workers, envs, seconds = sys.argv[1], *map(int, sys.argv[2:4]), float(sys.argv[4])
+    """Measure whenever asked to."""
+    world, workers, envs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     ray.init(num_cpus=workers + 1, include_dashboard=False, log_to_driver=False)
     register_env("spread", lambda config: ParallelPettingZooEnv(spread()))
     register_env("leduc", lambda config: Leduc())
@@ -32,10 +32,10 @@ def main() -> None:
         .env_runners(
             num_env_runners=workers,
             num_envs_per_env_runner=envs,
-            rollout_fragment_length=STEPS * 4,
+            rollout_fragment_length=STEPS * 2,
             batch_mode="truncate_episodes",
         )
-        .training(train_batch_size_per_learner=workers * envs * STEPS * 4)
+        .training(train_batch_size_per_learner=workers * envs * STEPS * 2)
         .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], fcnet_activation="tanh"))
         .debugging(log_level="ERROR")
     )
@@ -45,13 +45,13 @@ def main() -> None:
         )
     group = config.build_algo().env_runner_group
 
-    def collect() -> int:
+    def collect(_: int) -> int:
         episodes: list[Any] = synchronous_parallel_sample(
             worker_set=group, _uses_new_env_runners=True, concat=True
         )
         return sum(episode.env_steps() for episode in episodes)
 
-    report(collect, seconds / 2, seconds)
+    serve(collect)
     ray.shutdown()
 
 

@@ -1,5 +1,4 @@
-"""Sample Factory's sampling: `PYTHON -m benchmarks.sampling.samplefactory WORLD WORKERS ENVS
-SECONDS`.
+"""Sample Factory's sampling: `PYTHON -m benchmarks.sampling.samplefactory WORLD WORKERS ENVS`.
 
 Run by the reference's Python. Its sampler as its own example of sampling alone runs it
 (`SyncSamplingAPI`): WORKERS rollout processes with ENVS copies each in two halves, one process for
@@ -21,7 +20,7 @@ from sample_factory.algo.utils.rl_utils import samples_per_trajectory
 from sample_factory.cfg.arguments import parse_full_cfg, parse_sf_args
 from sample_factory.envs.env_utils import register_env
 
-from benchmarks.sampling.clock import report
+from benchmarks.sampling.clock import serve
 from benchmarks.sampling.worlds import AGENTS, STEPS, Leduc, spread
 from troupe.networks.environments.simple_spread import SimpleSpread
 
@@ -106,8 +105,8 @@ def make(name: str, cfg: Any, env_config: Any, render_mode: str | None = None) -
 
 
 def main() -> None:
-    """Measure and report."""
-    world, workers, envs, seconds = sys.argv[1], *map(int, sys.argv[2:4]), float(sys.argv[4])
+    """Measure whenever asked to."""
+    world, workers, envs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     arrays = world == "spread_arrays"
     register_env(world, make)
     settings = {
@@ -140,12 +139,12 @@ def main() -> None:
     sampler.start()
     agents = 1 if world == "leduc" else AGENTS
 
-    def collect() -> int:
+    def collect(_: int) -> int:
         trajectory = sampler.get_trajectories_sync()
         assert trajectory is not None
         return int(samples_per_trajectory(trajectory)) // agents
 
-    report(collect, seconds / 2, seconds)
+    serve(collect)
     sampler.stop()
 
 
