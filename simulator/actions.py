@@ -16,6 +16,7 @@ from troupe.scheduling.elastic import (
     Amounts,
     Discipline,
     Host,
+    Kin,
     Placed,
     Rules,
     Running,
@@ -118,15 +119,20 @@ class ElasticPool:
         placed: Placed = yield started
         self.waited += self._env.now - action.since
         machine, cores = self._machines[placed.host], placed.holds.get(CORES, 0)
-        seconds = call.seconds(cores)
+        seconds, before = call.seconds(cores), self._curve(call)
         yield self._env.timeout(seconds)
         del machine.running[action.action_id]
         for resource, amount in placed.holds.items():
             machine.free[resource] += amount
         self.core_seconds += seconds * cores
-        self._curves[call.function] = self._curve(call).observed(max(1, cores), seconds)
-        spent, last = seconds * max(1, cores), call.function == REWARD
-        self._discipline.ran("", trajectory, spent, last=last)
+        held, function, last = max(1, cores), call.function, call.function == REWARD
+        # What it would have taken on the fewest, as far as is known.
+        alone, given = before.seconds((max(1, call.cores), held))
+        declared = call.seconds(call.cores) if self._told else 0.0
+        kin = _kin(call, trajectory)
+        self._discipline.took(function, kin, seconds * alone / given, declared=declared)
+        self._curves[function] = self._curve(call).observed(held, seconds)
+        self._discipline.ran("", trajectory, seconds * held, last=last, function=function)
         self._pump()
         return placed.host
 
@@ -147,13 +153,16 @@ class ElasticPool:
         lowest, highest = call.cores, call.max_cores
         if self._fixed is not None:
             lowest = highest = min(self._fixed, highest)
-        seconds = call.seconds(lowest) if self._told else curve.seconds((lowest,))[0]
+        average = curve.seconds((max(1, lowest),))[0]
+        declared = call.seconds(lowest) if self._told else 0.0
+        kin = _kin(call, trajectory)
+        seconds = self._discipline.expected(function, kin, average, declared=declared)
         work, last = seconds * max(1, lowest), function == REWARD
         now, elastic, needs = self._env.now, None, {CORES: lowest}
-        place = self._discipline.place(now, "", trajectory, work, last=last)
+        place = self._discipline.place(now, "", trajectory, work, last=last, query=call.query)
         if highest > lowest:
             levels = self._levels.setdefault((lowest, highest), tuple(range(lowest, highest + 1)))
-            known = seconds if self._told else 0.0
+            known = seconds if seconds != average else 0.0
             elastic, needs = curve.elastic(CORES, levels, self._count, lowest=known), {}
         return Action(action_id, now, needs, elastic, seconds, 1, function, host, place)
 
@@ -188,3 +197,7 @@ class ElasticPool:
             for resource, amount in grant.holds.items():
                 machine.free[resource] -= amount
             self._waiting.pop(action.action_id).started.succeed(grant)
+
+
+def _kin(call: Call, trajectory: str) -> Kin:
+    return Kin(call.query, trajectory, call.content)

@@ -7,7 +7,7 @@ evicted for it, `troupe.scheduling.elastic.cells` says (ARL-Tangram, section 3).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,8 +60,12 @@ class SharedPool:
         *,
         devices: int,
         restore_seconds: float,
+        next_call: Callable[[str, float], float] | None = None,
     ) -> None:
+        """`next_call`: when a service is asked next, after a time, as nobody can know: then who is
+        asked last goes first (Belady 1966), instead of the least recently used."""
         self._env = env
+        self._next_call = next_call
         self._devices = devices
         self._restore_seconds = restore_seconds
         self._states = {s.name: _State(s) for s in services}
@@ -88,7 +92,7 @@ class SharedPool:
         if not heads:
             return
         models = [
-            Model(n, s.service.gpus, s.cell, None, s.last, s.running, s.service.concurrency)
+            Model(n, s.service.gpus, s.cell, None, self._worth(s), s.running, s.service.concurrency)
             for n, s in states.items()
         ]
         chosen = plan(self._devices, models, [name for _, name in heads])
@@ -105,6 +109,12 @@ class SharedPool:
                 state.running += 1
                 state.last = self._env.now
                 started.succeed()
+
+    def _worth(self, state: _State) -> float:
+        """The least is evicted first."""
+        if self._next_call is None:
+            return state.last
+        return -self._next_call(state.service.name, self._env.now)
 
     def _restored(self, state: _State) -> simpy.Event:
         ready = self._env.timeout(self._restore_seconds)

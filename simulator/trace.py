@@ -4,7 +4,8 @@ Everything is drawn per trajectory from (seed, index), so a batch of 256 is the 
 1536. Published is: the share of its life that a coding sandbox is busy (47 %, ARL-Tangram section
 2); turns of coding agents, 26.4 on average and 408 at most among 80,036 trajectories that nobody
 cut off (the data set nebius/SWE-agent-trajectories), which is a lognormal with a sigma of 0.7; the
-longest response 5 to 9 times the mean (RollArt), a sigma of 0.5. How long actions take is ours.
+longest response 5 to 9 times the mean (RollArt), a sigma of 0.5. How long actions take is ours, and
+how much of that is the query's.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ SHELL, TESTS, REWARD = "shell", "tests", "reward"
 @dataclass(frozen=True, slots=True)
 class Call:
     """One action as it will turn out: `serial + parallel / m` seconds with m cores, of which it
-    can use `cores` .. `max_cores`. Who schedules it does not know these seconds."""
+    can use `cores` .. `max_cores`. Who schedules it does not know these seconds, but the query that
+    it is for, and whether its arguments are another's (`content`; empty: they are its own)."""
 
     function: str
     cores: int
     max_cores: int
     serial: float
     parallel: float
+    query: str = ""
+    content: str = ""
 
     def seconds(self, cores: int) -> float:
         """How long it takes with so many cores."""
@@ -53,6 +57,11 @@ class CodingLaw:
     the last of every trajectory is its reward, the whole test suite. `duty` is the part of a
     trajectory's life in which its sandbox is busy when it has `duty_cores` cores of its own: it
     says how long the model thinks in between.
+
+    `group` trajectories have one query, which decides `alike` of the variance of the logarithm of
+    their tests and rewards: wholly of rewards, which run the same suite; of tests half of it is the
+    query's and half that of the selection that is run, one of `selections`. 0: every action is
+    drawn by itself, and nothing that a scheduler may know says anything of it.
     """
 
     turns: float = 26.0
@@ -67,6 +76,9 @@ class CodingLaw:
     duty: float = 0.47
     duty_cores: int = 2
     think_spread: float = 0.5
+    group: int = 8
+    alike: float = 0.0
+    selections: int = 4
 
     @property
     def busy_seconds(self) -> float:
@@ -93,9 +105,28 @@ class CodingLaw:
 Trajectory: TypeAlias = Sequence[Turn]
 
 
-def coding(count: int, law: CodingLaw, seed: int) -> list[Trajectory]:
-    """`count` trajectories; the last turn of each is its reward."""
-    return [_trajectory(law, np.random.default_rng((seed, index))) for index in range(count)]
+def coding(count: int, law: CodingLaw, seed: int, epoch: int = 0) -> list[Trajectory]:
+    """`count` trajectories, those of a query one after another; the last turn of each is its
+    reward. With another `epoch` others of the same queries."""
+    return [
+        _trajectory(
+            law,
+            np.random.default_rng((seed, index, epoch) if epoch else (seed, index)),
+            _Query(law, seed, index),
+        )
+        for index in range(count)
+    ]
+
+
+class _Query:
+    """What tests and rewards of a query have in common: standard normal effects."""
+
+    def __init__(self, law: CodingLaw, seed: int, index: int) -> None:
+        number = index // law.group
+        self.name = f"{seed}/{number}" if law.alike else ""
+        rng = np.random.default_rng((seed, number, 1))
+        self.suite = float(rng.standard_normal())
+        self.selections = [float(rng.standard_normal()) for _ in range(law.selections)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,24 +175,41 @@ def teaching(steps: int, law: TeacherLaw, seed: int) -> list[Asked]:
     return sorted(asked, key=lambda one: one.at)
 
 
-def _trajectory(law: CodingLaw, rng: Rng) -> Trajectory:
+def _trajectory(law: CodingLaw, rng: Rng, query: _Query) -> Trajectory:
     turns: list[Turn] = []
     for _ in range(max(1, round(_lognormal(rng, law.turns, law.turns_spread)))):
         if rng.random() < law.test_share:
-            seconds = _lognormal(rng, law.test_seconds, law.seconds_spread)
-            call = _elastic(TESTS, seconds, law)
+            seconds, content = _lognormal(rng, law.test_seconds, law.seconds_spread), ""
+            if law.alike:
+                chosen = int(rng.integers(law.selections))
+                content = f"selection-{chosen}"
+                common = (query.suite + query.selections[chosen]) / math.sqrt(2)
+                seconds = _common(seconds, law.test_seconds, common, law)
+            call = _elastic(TESTS, seconds, law, query.name, content)
         else:
             seconds = _lognormal(rng, law.shell_seconds, law.seconds_spread)
-            call = Call(SHELL, 1, 1, seconds, 0.0)
+            call = Call(SHELL, 1, 1, seconds, 0.0, query.name)
         turns.append(Turn(_lognormal(rng, law.think_seconds, law.think_spread), call))
     seconds = _lognormal(rng, law.reward_seconds, law.seconds_spread)
+    if law.alike:
+        seconds = _common(seconds, law.reward_seconds, query.suite, law)
     think = _lognormal(rng, law.think_seconds, law.think_spread)
-    return [*turns, Turn(think, _elastic(REWARD, seconds, law))]
+    return [*turns, Turn(think, _elastic(REWARD, seconds, law, query.name))]
 
 
-def _elastic(function: str, seconds: float, law: CodingLaw) -> Call:
+def _common(seconds: float, mean: float, common: float, law: CodingLaw) -> float:
+    """`seconds`, a draw about `mean`, with that part of its spread replaced by what is common."""
+    spread = law.seconds_spread
+    own = (math.log(seconds / mean) + spread * spread / 2) / spread
+    drawn = math.sqrt(1 - law.alike) * own + math.sqrt(law.alike) * common
+    return mean * math.exp(spread * drawn - spread * spread / 2)
+
+
+def _elastic(
+    function: str, seconds: float, law: CodingLaw, query: str = "", content: str = ""
+) -> Call:
     parallel = seconds * law.parallel_fraction
-    return Call(function, 1, law.max_cores, seconds - parallel, parallel)
+    return Call(function, 1, law.max_cores, seconds - parallel, parallel, query, content)
 
 
 def _lognormal(rng: Rng, mean: float, spread: float) -> float:

@@ -11,10 +11,16 @@ last line is one JSON object, of what was run:
 
 - `act_elastic_s`, `act_told_s`, `act_fcfs_s`, `act_fixed_s`, `act_static_s`: mean action completion
   time of the largest batch on this machine's cores; `real_gain`, `_told`, `_fcfs`: static over
-  elastic by number of trajectories, and `_most`: over what no schedule goes below. `told`: how long
-  an action takes is known when it is asked for; `fcfs`: first come, first served. `service_cpu`:
+  elastic by number of trajectories, and `_most`: over what no schedule goes below. In `elastic` the
+  service learns how long actions take, and they are drawn so that nothing tells of a single one;
+  `told`: functions declare it by their arguments (`seconds_per`), as ARL-Tangram's profiles do;
+  `fcfs`: first come, first served. `service_cpu`:
   CPU of the service over core-seconds of the actions. `overhead`: of the service's running of an
   action over the function's own time.
+- `real_gain_alike`: static over elastic of the largest batch where trajectories are in groups of 8
+  and `Plan.alike` of the spread of durations is the query's: `learned`, `again` (the same queries a
+  second time), `told`.
+- `gain_by_likeness`: simulated, on two cores, mean of several draws, by that part of the spread.
 - `gain_by_cores`: simulated, such trajectories on more cores, mean of several draws.
 - `paced_act_...`, `paced_gain`: the same of the paced host, where a reservation is what it is in
   the published set-up. `paced_saved`: the part of the cores that elastic actions do without and are
@@ -34,7 +40,7 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rich.console import Console
@@ -62,6 +68,10 @@ class Plan:
     before: int = 32
     by_cores: tuple[int, ...] = (2, 4, 8, 16, 24, 32, 48, 64)
     draws: int = 4
+    # Of the spread of durations, what is the query's: where trajectories are alike, and simulated.
+    alike: float = 0.9
+    likeness: tuple[float, ...] = (0.0, 0.5, 0.8, 0.9)
+    likeness_draws: int = 8
     paced: tuple[int, ...] = (16, 64)
     paced_workers: int = 64
     # Seconds of the trace become these here: real work, and sleep.
@@ -82,6 +92,8 @@ QUICK = Plan(
     before=2,
     by_cores=(2, 8),
     draws=1,
+    likeness=(0.9,),
+    likeness_draws=1,
     paced=(4, 8),
     paced_workers=10,
     real_scale=1 / 1000,
@@ -123,7 +135,8 @@ async def real(plan: Plan, console: Console) -> dict[str, Any]:
                     trajectories = coding(count, law, _SEED)
                     result = await play(reward, trajectories, mode, cores, law)
                     rows.append((result, _twin(trajectories, mode, cores, before)))
-    report.live(console, "For real: the cores of this machine", rows)
+    alike = await _alike(plan, law, cores)
+    report.live(console, "For real: the cores of this machine", [*rows, *alike])
     results = [result for result, _ in rows]
     most = {}
     for result in results:
@@ -137,9 +150,37 @@ async def real(plan: Plan, console: Console) -> dict[str, Any]:
         "real_gain_told": _gains(results, "told"),
         "real_gain_fcfs": _gains(results, "fcfs"),
         "real_gain_most": most,
+        "real_gain_alike": {
+            result.mode.split(", ")[1]: round(alike[-1][0].act / result.act, 2)
+            for result, _ in alike[:-1]
+        },
         "overhead": round(largest.overhead, 4),
         "service_cpu": round(largest.scheduler, 4),
     }
+
+
+async def _alike(plan: Plan, law: CodingLaw, cores: int) -> list[tuple[Result, Played]]:
+    """The largest batch where calls of a query are alike; the last row is the reservations'."""
+    law, count = replace(law, alike=plan.alike), plan.real[-1]
+    before, first = coding(plan.before, law, _SEED + 1), coding(count, law, _SEED)
+    again = coding(count, law, _SEED, epoch=1)
+    learned, told = Mode("alike, learned", job="alike"), Mode("alike, told", told=True)
+    rows: list[tuple[Result, Played]] = []
+    async with started(cores, 4 * cores, paced=False) as reward:
+        for mode, trajectories, known in (
+            (learned, first, before),
+            (replace(learned, name="alike, again"), again, [*before, *first]),
+            (told, first, before),
+        ):
+            await breathe()
+            if mode.name != "alike, again":
+                await play(reward, before, mode, cores, law)
+            result = await play(reward, trajectories, mode, cores, law)
+            rows.append((result, _twin(trajectories, mode, cores, known)))
+        await breathe()
+        static = Mode("alike, reserved", 1, cores)
+        rows.append((await play(reward, first, static, cores, law), _twin(first, static, cores)))
+    return rows
 
 
 async def paced(plan: Plan, console: Console) -> dict[str, Any]:
@@ -191,6 +232,16 @@ def simulate(plan: Plan, console: Console) -> dict[str, Any]:
         for cores in plan.by_cores
     ]
     report.several(console, several)
+    likeness = {
+        alike: simulated.several(
+            2,
+            plan.real[-1],
+            replace(_small(plan, 2), alike=alike),
+            range(_SEED, _SEED + plan.likeness_draws),
+        )
+        for alike in plan.likeness
+    }
+    report.likeness(console, likeness)
     count, total = rows[0].trajectories, simulated.HOSTS * simulated.HOST_CORES
     trajectories = coding(count, law, _SEED)
     tight = count * simulated.POD_PARALLELISM
@@ -205,12 +256,20 @@ def simulate(plan: Plan, console: Console) -> dict[str, Any]:
     for busy in (0.03, 0.07):
         each, shared = simulated.pools(plan.pools, plan.steps, TeacherLaw(busy=busy), _SEED)
         report.pools(console, busy, each, shared)
+        first = shared[0]
+        foreseen, free = simulated.ideal(first.gpus, plan.steps, TeacherLaw(busy=busy), _SEED)
+        report.ideal(console, each, first, foreseen, free)
         least = simulated.enough(each, shared)
         enough[f"{busy:.2f}"] = None if least is None else least.gpus
     return {
         "resources_saved": round(1 - cores / tight, 3),
         "saved_of_all": round(1 - cores / total, 3),
         "gain_by_cores": {f"{one.cores}": round(one.elastic, 2) for one in several},
+        "gain_by_likeness": {
+            f"{alike}": {"learned": round(one.elastic, 2), "again": round(one.again, 2)}
+            | {"told": round(one.told, 2), "most": round(one.most, 2)}
+            for alike, one in likeness.items()
+        },
         "simulated_gain": {f"{r.trajectories}": round(r.gain, 1) for r in rows if r.static},
         "queue_s": {f"{r.trajectories}": round(r.elastic.wait, 3) for r in rows},
         "gpus_for_equal_latency": enough["0.03"],

@@ -1,7 +1,7 @@
 """A trace of trajectories, played against a reward service in real time.
 
 elastic   every action gets as many cores as the scheduler gives it
-told      the same, and who asks for an action says how long it takes on one core
+told      the same, and functions declare how long a call takes on one core (`seconds_per`)
 fcfs      as elastic, but first come, first served
 fixed     every action that is elastic gets the same number of cores
 reserved  a trajectory waits for cores of its own and holds them until it ends
@@ -53,25 +53,28 @@ class Result:
 @dataclass(frozen=True)
 class Mode:
     """How cores are given. `fixed`: so many to every action that could use more; None: elastic.
-    `places`: reservations that there are; None: nobody waits for one. `order` is the service's."""
+    `places`: reservations that there are; None: nobody waits for one. `order` is the service's.
+    What one of the same `job` was seen to do is known; empty: its own name."""
 
     name: str
     fixed: int | None = None
     places: int | None = None
     told: bool = False
     order: Order = SHORTEST
+    job: str = ""
 
 
 async def play(
     reward: Reward, trajectories: Sequence[Trajectory], mode: Mode, cores: int, law: CodingLaw
 ) -> Result:
     """All trajectories begin at once, on a service with so many cores."""
-    suffix = mode.name if mode.fixed is None else f"{mode.fixed}-cores"
-    for name in (TESTS, REWARD):
+    suffix = (mode.job or mode.name) if mode.fixed is None else f"{mode.fixed}-cores"
+    for name in (SHELL, TESTS, REWARD):
         # As a user would guess it, not as it is.
-        fixed = mode.fixed
+        fixed = 1 if name == SHELL else mode.fixed
         given = (1, law.max_cores, 0.9) if fixed is None else (fixed, fixed, 0.0)
-        await reward.register(f"{name}-{suffix}", *given, kind=REWARD if name == REWARD else "tool")
+        kind = REWARD if name == REWARD else "tool"
+        await reward.register(f"{name}-{suffix}", *given, kind=kind, told=mode.told)
     pods = asyncio.Semaphore(mode.places) if mode.places is not None else None
     ran: list[Ran] = []
     waited = 0.0
@@ -84,9 +87,8 @@ async def play(
             waited += time.perf_counter() - asked
             for turn in trajectory:
                 await asyncio.sleep(turn.think)
-                name = turn.call.function
-                name = name if name == SHELL else f"{name}-{suffix}"
-                ran.append(await reward.run(name, turn.call, who, told=mode.told))
+                name = f"{turn.call.function}-{suffix}"
+                ran.append(await reward.run(name, turn.call, who))
 
     began, cpu = time.perf_counter(), reward.cpu_seconds()
     async with asyncio.TaskGroup() as group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -78,12 +78,28 @@ def batches(console: Console, rows: Sequence[Batch]) -> None:
 def several(console: Console, rows: Sequence[Several]) -> None:
     """Gains by number of cores."""
     table = Table(title="Simulated: gains over reservations of one core")
-    for name in ("cores", "first come", "elastic", "durations known", "at most"):
+    for name in ("cores", *_GAINS[:-1]):
         table.add_column(name, justify="right")
     for row in rows:
-        gains = (row.fcfs, row.elastic, row.told, row.most)
-        table.add_row(f"{row.cores}", *(f"{gain:.2f}" for gain in gains))
+        table.add_row(f"{row.cores}", *_gains_of(row)[:-1])
     console.print(table)
+
+
+def likeness(console: Console, rows: Mapping[float, Several]) -> None:
+    """Gains by how much of the spread of durations is the query's."""
+    table = Table(title="Simulated: the same, by how much of the spread is the query's")
+    for name in ("the query's", *_GAINS):
+        table.add_column(name, justify="right")
+    for alike, row in rows.items():
+        table.add_row(f"{alike:.0%}", *_gains_of(row))
+    console.print(table)
+
+
+_GAINS: Final = ("first come", "elastic", "durations known", "at most", "elastic, again")
+
+
+def _gains_of(row: Several) -> list[str]:
+    return [f"{gain:.2f}" for gain in (row.fcfs, row.elastic, row.told, row.most, row.again)]
 
 
 def pools(console: Console, busy: float, own: Pool, shared: Sequence[Pool]) -> None:
@@ -100,6 +116,14 @@ def pools(console: Console, busy: float, own: Pool, shared: Sequence[Pool]) -> N
             f"{pool.restores:.2f}",
         )
     console.print(table)
+
+
+def ideal(console: Console, own: Pool, pool: Pool, foreseen: Pool, free: Pool) -> None:
+    """What a pool's latency is made of."""
+    console.print(
+        f"{pool.gpus} GPUs: x {pool.mean / own.mean:.2f}; were evictions decided from the future, "
+        f"x {foreseen.mean / own.mean:.2f}; did restores take no time, x {free.mean / own.mean:.2f}"
+    )
 
 
 def decisions(console: Console, spent: Sequence[float], first: float) -> Mapping[str, Any]:

@@ -62,9 +62,17 @@ class Reward:
         return times.user + times.system
 
     async def register(
-        self, name: str, lowest: int, highest: int, fraction: float = 0.0, *, kind: str = "tool"
+        self,
+        name: str,
+        lowest: int,
+        highest: int,
+        fraction: float = 0.0,
+        *,
+        kind: str = "tool",
+        told: bool = False,
     ) -> None:
-        """A function that takes `lowest` .. `highest` cores; every worker imports it."""
+        """A function that takes `lowest` .. `highest` cores; every worker imports it. `told`: it
+        declares how long a call takes on one core by its arguments, as users can."""
         spec = pb.FunctionSpec(
             name=name,
             version="1",
@@ -74,16 +82,15 @@ class Reward:
             max_cores=highest if highest > lowest else 0,
             parallel_fraction=fraction,
             kind=kind,
+            seconds_per={"serial": 1.0, "parallel": 1.0} if told else {},
         )
         await self._stub.RegisterFunction(
             pb.RegisterFunctionRequest(request_id=new_id(), function=spec)
         )
         await asyncio.gather(*(self.run(name, _NOTHING) for _ in range(2 * self._workers)))
 
-    async def run(
-        self, name: str, call: Call, who: tuple[str, str] = ("", ""), *, told: bool = False
-    ) -> Ran:
-        """Run an action for `who`, job and trajectory; `told`: say how long it takes."""
+    async def run(self, name: str, call: Call, who: tuple[str, str] = ("", "")) -> Ran:
+        """Run an action for `who`, job and trajectory."""
         asked = time.perf_counter()
         response = await self._stub.Invoke(
             pb.InvokeRequest(
@@ -93,7 +100,7 @@ class Reward:
                 arguments_json=json.dumps({"serial": call.serial, "parallel": call.parallel}),
                 job_id=who[0],
                 trajectory_id=who[1],
-                expected_seconds=call.seconds(1) if told else 0.0,
+                query_id=call.query,
             ),
             timeout=_CALL_SECONDS,
         )

@@ -6,6 +6,7 @@ modelled (`simulator`).
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,14 +122,16 @@ def least(trajectories: Sequence[Trajectory], cores: int) -> float:
 @dataclass(frozen=True)
 class Several:
     """Gains on so many cores over reservations of one core, mean of several draws: in the services'
-    order after a batch that was learned from, first come first served, with durations known, and
-    the most that any schedule could gain."""
+    order after a batch that was learned from, first come first served, with durations known, the
+    most that any schedule could gain, and in the services' order when the same queries come again.
+    """
 
     cores: int
     elastic: float
     fcfs: float
     told: float
     most: float
+    again: float
 
 
 def several(cores: int, count: int, law: CodingLaw, seeds: Sequence[int]) -> Several:
@@ -140,7 +143,11 @@ def several(cores: int, count: int, law: CodingLaw, seeds: Sequence[int]) -> Sev
         ours = elastic(trajectories, [cores], before=before).act
         fcfs = elastic(trajectories, [cores], order=FCFS, before=before).act
         told = elastic(trajectories, [cores], told=True, before=before).act
-        acts = (ours, fcfs, told, least(trajectories, cores))
+        again = ours
+        if law.alike:
+            first = coding(count, law, seed, epoch=1)
+            again = elastic(trajectories, [cores], before=[*before, *first]).act
+        acts = (ours, fcfs, told, least(trajectories, cores), again)
         gains.append(tuple(static / act for act in acts))
     means = [sum(column) / len(gains) for column in zip(*gains, strict=True)]
     return Several(cores, *means)
@@ -218,11 +225,42 @@ def pools(sizes: Sequence[int], steps: int, law: TeacherLaw, seed: int) -> tuple
     return own, [_shared(gpus, calls, services) for gpus in sizes]
 
 
-def _shared(gpus: int, calls: Sequence[Asked], services: Sequence[Service]) -> Pool:
+def ideal(gpus: int, steps: int, law: TeacherLaw, seed: int) -> tuple[Pool, Pool]:
+    """What no eviction could do better: who goes is known from the future; and restores take no
+    time."""
+    calls = teaching(steps, law, seed)
+    services = [Service(f"teacher-{i}", SERVICE_GPUS) for i in range(law.services)]
+    foreseen = _shared(gpus, calls, services, foresight=True)
+    return foreseen, _shared(gpus, calls, services, restore_seconds=0.0)
+
+
+def _shared(
+    gpus: int,
+    calls: Sequence[Asked],
+    services: Sequence[Service],
+    *,
+    restore_seconds: float = RESTORE_SECONDS,
+    foresight: bool = False,
+) -> Pool:
     made: list[SharedPool] = []
+    asked: dict[str, list[float]] = {service.name: [] for service in services}
+    for call in calls:
+        asked[services[call.service].name].append(call.at)
+
+    def next_call(name: str, now: float) -> float:
+        place = bisect.bisect_right(asked[name], now)
+        return asked[name][place] if place < len(asked[name]) else calls[-1].at + 1.0
 
     def shared(env: simpy.Environment) -> SharedPool:
-        made.append(SharedPool(env, services, devices=gpus, restore_seconds=RESTORE_SECONDS))
+        made.append(
+            SharedPool(
+                env,
+                services,
+                devices=gpus,
+                restore_seconds=restore_seconds,
+                next_call=next_call if foresight else None,
+            )
+        )
         return made[0]
 
     played = ask(calls, [service.name for service in services], shared)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+import xxhash
+
+from troupe.scheduling.elastic import Kin
 from troupe.v1 import reward_pb2 as pb
 
 if TYPE_CHECKING:
@@ -20,6 +24,7 @@ class Call:
     arguments_json: str
     job_id: str = ""
     trajectory_id: str = ""
+    query_id: str = ""
     printed: Callable[[bytes], None] | None = None
     # Stateful sandboxes that its trajectory has had.
     sandboxes: Sequence[str] = ()
@@ -28,10 +33,21 @@ class Call:
     # Trajectories that cannot go on without it, and how long its caller waits.
     waiters: int = 1
     seconds: float | None = None
-    # How long it will run with the fewest cores, as its caller thinks; 0: nobody said.
+    # How long it will run with the fewest cores, as its caller or its function says; 0: nobody did.
     expected_seconds: float = 0.0
+    # The same by what calls like it took; 0: as others of its function.
+    estimated_seconds: float = 0.0
     # Nobody wants it any more: it need not be begun.
     dropped: bool = False
+
+    @cached_property
+    def kin(self) -> Kin:
+        """What it has in common with other calls of its function."""
+        query = f"{self.job_id}/{self.query_id}" if self.query_id else ""
+        trajectory = f"{self.job_id}/{self.trajectory_id}" if self.trajectory_id else ""
+        # Arguments of another job's call may name another job's files.
+        content = xxhash.xxh3_128_hexdigest(f"{self.job_id}/{self.arguments_json}")
+        return Kin(query, trajectory, content)
 
 
 @dataclass(frozen=True)

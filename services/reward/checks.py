@@ -14,6 +14,8 @@ from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.v1 import reward_pb2 as pb
 
 _ENTRYPOINT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_ARGUMENT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_MOST_ARGUMENTS: Final = 16
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MOST_RETRIES: Final = 100
 _COUNTS: Final = (
@@ -82,6 +84,30 @@ def check(spec: pb.FunctionSpec) -> None:
             "is not within 0 .. 1",
             "It is the part of the time that more cores make shorter.",
         )
+    if not (math.isfinite(spec.expected_seconds) and spec.expected_seconds >= 0):
+        refuse(
+            "expected_seconds",
+            spec.expected_seconds,
+            "is not a number of 0 or more",
+            "Say how long a call takes with the fewest cores; 0 where nobody knows.",
+        )
+    if len(spec.seconds_per) > _MOST_ARGUMENTS:
+        refuse(
+            "seconds_per",
+            sorted(spec.seconds_per),
+            f"names more than {_MOST_ARGUMENTS} arguments",
+            "Name those that decide how long a call takes.",
+        )
+    for name, seconds in spec.seconds_per.items():
+        if not _ARGUMENT.fullmatch(name):
+            refuse("seconds_per", name, "is no argument", 'Write "tests", or "query.data.tests".')
+        if not (math.isfinite(seconds) and seconds >= 0):
+            refuse(
+                f"seconds_per.{name}",
+                seconds,
+                "is not a number of 0 or more",
+                "Say how many seconds each one of it adds.",
+            )
     if spec.kind not in KINDS:
         refuse("kind", spec.kind, "is no kind of function", 'Known: "reward" and "tool".')
     if spec.retries > _MOST_RETRIES:

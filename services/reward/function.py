@@ -56,7 +56,11 @@ class Function:
     _cold_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_COLD_STARTS))
 
     def __post_init__(self) -> None:
-        self.curve = SpeedUp(self.spec.parallel_fraction)
+        fraction = self.spec.parallel_fraction
+        self.curve = SpeedUp(fraction)
+        if self.spec.expected_seconds:
+            at_one = self.spec.expected_seconds / self.curve.seconds((max(1, self.cores),))[0]
+            self.curve = SpeedUp(fraction, at_one)
         self.cage = Cage.of(self.spec)
         if self.source is not None:
             # Workers of one source never see another's modules, whatever their names.

@@ -78,7 +78,7 @@ class Waiting:
         needs = {WORKERS: 1, **function.needs}
         if with_cores and function.elastic:
             elastic = function.curve.elastic(
-                CORES, function.levels, self.rank[1], lowest=self.call.expected_seconds
+                CORES, function.levels, self.rank[1], lowest=self.call.estimated_seconds
             )
         elif with_cores:
             needs[CORES] = function.cores
@@ -87,7 +87,7 @@ class Waiting:
             self.since,
             needs,
             elastic,
-            self.call.expected_seconds or function.seconds,
+            self.call.estimated_seconds or function.seconds,
             function=function.key,
             host=None if self.place is None else OWN_HOST,
         )
@@ -97,7 +97,7 @@ class Waiting:
 
 def cost(function: Function, call: Call) -> float:
     """Seconds, times cores, that `call` is expected to take with the fewest."""
-    return (call.expected_seconds or function.seconds) * max(1, function.cores)
+    return (call.estimated_seconds or function.seconds) * max(1, function.cores)
 
 
 # Those of one function, descending: the first in rank last, since it is taken from the end.

@@ -15,6 +15,7 @@ from services.reward.answers import as_reward
 from services.reward.audience import Audience, Watcher
 from services.reward.call import Call, Outcome, Place
 from services.reward.dispatch import Dispatcher
+from services.reward.expectation import expect, learn
 from services.reward.function import REWARD, Function
 from services.reward.host import Host
 from services.reward.metrics import Metrics
@@ -107,6 +108,7 @@ class Runtime:
         loop, now = asyncio.get_running_loop(), time.perf_counter()
         found = []
         for invocation_id, call in calls:
+            expect(function, call, self.discipline)
             waiting = Waiting(
                 invocation_id=invocation_id,
                 function=function,
@@ -134,7 +136,9 @@ class Runtime:
         """Where it stands among those of its job."""
         work, waiters = cost(function, call), max(1, call.waiters)
         last, job = function.spec.kind == REWARD, call.job_id
-        return self.discipline.place(now, job, call.trajectory_id, work, waiters, last=last)
+        return self.discipline.place(
+            now, job, call.trajectory_id, work, waiters, last=last, query=call.kin.query
+        )
 
     def watch(self, invocation_id: str, watcher: Watcher) -> AbstractContextManager[None]:
         """`watcher` is told of everything but the outcome, also of what has yet to be invoked."""
@@ -257,9 +261,14 @@ class Runtime:
         if outcome.error is None:
             response.result_json = outcome.result_json
             cores, call = max(1, waiting.cores), waiting.call
-            function.curve = function.curve.observed(cores, outcome.seconds)
-            spent, last = outcome.seconds * cores, function.spec.kind == REWARD
-            self.discipline.ran(call.job_id, call.trajectory_id, spent, last=last)
+            function.curve = learn(function, call, outcome.seconds, cores, self.discipline)
+            self.discipline.ran(
+                call.job_id,
+                call.trajectory_id,
+                outcome.seconds * cores,
+                last=function.spec.kind == REWARD,
+                function=function.key,
+            )
         else:
             function.errors += 1
             response.error.CopyFrom(outcome.error)

@@ -97,6 +97,8 @@ class Coalescer:
                     arguments_json=one.arguments_json,
                     trajectory_id=one.trajectory_id,
                     waiters=one.waiters,
+                    expected_seconds=one.expected_seconds,
+                    query_id=one.query_id,
                 )
                 for one, _, _ in calls
             ],

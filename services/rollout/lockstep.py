@@ -116,6 +116,6 @@ class _Tools:
         self._tools = tools
         self._seat = seat
 
-    async def invoke(self, name: str, arguments_json: str) -> str:
+    async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
         async with self._seat.call():
-            return await self._tools.invoke(name, arguments_json)
+            return await self._tools.invoke(name, arguments_json, expected_seconds=expected_seconds)

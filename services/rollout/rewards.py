@@ -169,9 +169,12 @@ class JobFunctions:
         timeout: float,
         had: Sandboxes,
         waiters: int = 1,
+        query_id: str = "",
+        expected_seconds: float = 0.0,
     ) -> str:
         """Result of `tools/...` or `rewards/...` as JSON, within `timeout` seconds; `had` is kept
         up to date with the sandboxes that the trajectory has; `waiters` trajectories wait for it.
+        `expected_seconds`: how long its workflow thinks that it takes; 0: it did not say.
 
         A reward service that is away, restarts, or dies during the call costs time only: the call
         is repeated until it is answered. Raises `ToolError`. Cancelling the task cancels the
@@ -183,6 +186,8 @@ class JobFunctions:
             trajectory_id=trajectory_id,
             sandboxes=sorted(had.ids),
             waiters=waiters,
+            query_id=query_id,
+            expected_seconds=expected_seconds,
         )
         try:
             async with asyncio.timeout(timeout):
@@ -324,12 +329,14 @@ class TrajectoryTools:
         trajectory_id: str,
         clock: TrajectoryClock,
         waiters: Callable[[], int] = lambda: 1,
+        query_id: str = "",
     ) -> None:
         """`waiters`: how many trajectories wait for what this one does, whenever it is asked."""
         self._functions = functions
         self._waiters = waiters
         self._trajectory_id = trajectory_id
         self._clock = clock
+        self._query_id = query_id
         self._had = Sandboxes()
 
     def close(self) -> None:
@@ -337,15 +344,15 @@ class TrajectoryTools:
         if self._had.ids or self._had.unheard:
             self._functions.close_later(self._trajectory_id)
 
-    async def invoke(self, name: str, arguments_json: str) -> str:
+    async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
         """Call a tool. Raises `ToolError`."""
-        return await self._call(f"tools/{name}", arguments_json)
+        return await self._call(f"tools/{name}", arguments_json, expected_seconds)
 
     async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a reward function; its JSON value. Raises `ToolError`."""
         return json.loads(await self._call(f"rewards/{name}", json.dumps(arguments)))
 
-    async def _call(self, name: str, arguments_json: str) -> str:
+    async def _call(self, name: str, arguments_json: str, expected_seconds: float = 0.0) -> str:
         left = self._clock.bound(math.inf)
         with self._clock.elsewhere():
             return await self._functions.call(
@@ -355,4 +362,6 @@ class TrajectoryTools:
                 timeout=max(left, 0.001),
                 had=self._had,
                 waiters=self._waiters(),
+                query_id=self._query_id,
+                expected_seconds=expected_seconds,
             )

@@ -162,7 +162,7 @@ class Trajectory:
         )
         roles = cast.evaluation_roles if evaluating else cast.roles
         waiters = partial(job.groups.waiters, ticket.query_id)
-        tools = TrajectoryTools(job.functions, name, clock, waiters)
+        tools = TrajectoryTools(job.functions, name, clock, waiters, ticket.query_id)
         seat = None if job.lockstep is None or not self._stored else job.lockstep.seat(clock)
         agents = Agents(roles, seat.backend(backend) if seat else backend, seed=ticket.seed)
         waits_for = "its query"

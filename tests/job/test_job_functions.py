@@ -18,6 +18,7 @@ def test_what_a_job_leaves_out_is_left_to_the_function() -> None:
 
 def test_the_job_goes_before_the_declaration_and_that_before_the_defaults() -> None:
     declared = {"cores": 4, "timeout_seconds": 7.0, "stateful": True}
+    declared |= {"expected_seconds": 2.0, "seconds_per": {"query.data.tests": 0.5}}
     spec = to_spec("score", "1", "tasks:score", {"cores": 0}, declared=declared)
     assert (spec.cores, spec.timeout_seconds, spec.stateful) == (0, 7.0, True)
     assert spec.memory_mib == DEFAULTS["memory_mib"]
@@ -41,6 +42,10 @@ def test_every_cost_of_a_job_has_a_place_on_the_wire() -> None:
         ({"function": "c@1", "cores": 2}, "`cores` of a deployed function"),
         ({"function": "c@1", "version": "2"}, "`version` of a deployed function"),
         ({"entrypoint": "a:b", "cores": 3, "max_cores": 2}, "less than `cores`"),
+        ({"entrypoint": "a:b", "expected_seconds": float("nan")}, "finite"),
+        ({"entrypoint": "a:b", "expected_seconds": -1}, "greater than or equal"),
+        ({"entrypoint": "a:b", "seconds_per": {"a b": 1.0}}, "pattern"),
+        ({"entrypoint": "a:b", "seconds_per": {"a": -1.0}}, "greater than or equal"),
         ({"entrypoint": "a:b", "arguments": {"x": float("inf")}}, "JSON"),
     ],
 )

@@ -159,7 +159,7 @@ async def test_jobs_have_their_turns_whatever_their_order() -> None:
 def test_what_a_call_needs_is_described_again_only_when_more_is_known() -> None:
     function = Function(pb.FunctionSpec(name="test", cores=1, max_cores=4, parallel_fraction=0.9))
     done: asyncio.Future[pb.InvokeResponse] = asyncio.Future(loop=asyncio.new_event_loop())
-    told = Waiting("a", function, Call("{}", expected_seconds=8.0), done, 0.0, (0.0, 0))
+    told = Waiting("a", function, Call("{}", estimated_seconds=8.0), done, 0.0, (0.0, 0))
     seen = told.action(with_cores=True)
     assert told.action(with_cores=True) is seen
     assert seen.elastic is not None

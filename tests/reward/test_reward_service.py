@@ -167,6 +167,10 @@ async def test_bad_requests_are_refused_with_field_and_remedy(client: Client) ->
         ("timeout_seconds", math.nan),
         ("timeout_seconds", 0),
         ("memory_mib", -1),
+        ("expected_seconds", math.nan),
+        ("expected_seconds", -1),
+        ("seconds_per", {"two words": 1.0}),
+        ("seconds_per", {f"a{i}": 1.0 for i in range(17)}),
     ):
         with pytest.raises(InvalidArgument) as refused:
             await client.register("other", **{field: value})

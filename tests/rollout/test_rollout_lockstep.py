@@ -139,7 +139,7 @@ class _Engine:
         self.asked.append(arguments)
         return "generated"
 
-    async def invoke(self, *arguments: Any) -> str:
+    async def invoke(self, *arguments: Any, **_: Any) -> str:
         self.asked.append(arguments)
         return "invoked"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +44,20 @@ def elastic(trajectories: Sequence[Trajectory], *hosts: int, **kwargs: Any) -> P
 def test_a_trace_is_its_seed_and_a_small_batch_begins_a_large_one() -> None:
     assert coding(4, LAW, 1) == coding(8, LAW, 1)[:4]
     assert coding(4, LAW, 1) != coding(4, LAW, 2)
+    alike = dataclasses.replace(LAW, alike=0.9)
+    assert coding(4, alike, 1) == coding(16, alike, 1)[:4]
+    assert [len(t) for t in coding(16, alike, 1)] == [len(t) for t in coding(16, LAW, 1)]
+
+
+def test_a_query_decides_as_much_of_the_spread_as_the_law_says() -> None:
+    for alike in (0.5, 0.9):
+        law = dataclasses.replace(CodingLaw(turns=2.0), alike=alike)
+        rewards = [math.log(t[-1].call.seconds(1)) for t in coding(800, law, 1)]
+        of_queries = [rewards[i : i + law.group] for i in range(0, 800, law.group)]
+        within = sum(statistics.pvariance(each) for each in of_queries) / len(of_queries)
+        spread = statistics.pvariance(rewards)
+        assert math.sqrt(spread) == pytest.approx(law.seconds_spread, rel=0.1)
+        assert within * law.group / (law.group - 1) / spread == pytest.approx(1 - alike, abs=0.08)
 
 
 def test_a_sandbox_of_its_own_is_busy_as_much_as_the_law_says() -> None:
@@ -152,6 +168,30 @@ def test_shortest_first_beats_first_come_where_it_is_crowded_and_nothing_beats_t
         assert acts[1] < acts[0]
 
 
+def test_calls_of_a_query_that_are_alike_are_known_from_each_other() -> None:
+    law = CodingLaw(turns=4.0, reward_seconds=60.0, max_cores=2, duty_cores=1)
+
+    def gain(alike: float) -> float:
+        """Of `shortest` over what tells trajectories of a query apart from nobody."""
+        gains = []
+        for seed in range(3):
+            trajectories = coding(32, dataclasses.replace(law, alike=alike), seed)
+            strangers = [
+                [dataclasses.replace(t, call=dataclasses.replace(t.call, query="")) for t in turns]
+                for turns in trajectories
+            ]
+            acts = []
+            for each in (strangers, trajectories):
+                learned = Learned(Discipline(patience=1e5))
+                elastic(each, 2, fractions=GUESSES, learned=learned)
+                acts.append(elastic(each, 2, fractions=GUESSES, learned=learned).act)
+            gains.append(acts[0] / acts[1])
+        return sum(gains) / len(gains)
+
+    assert gain(0.9) > 1.1
+    assert gain(0.0) == 1.0
+
+
 def test_whoever_has_much_to_do_is_not_passed_for_ever() -> None:
     """One core, always somebody with little to do: who has much waits for its patience to end."""
     env, began = simpy.Environment(), dict[str, float]()
@@ -188,6 +228,30 @@ def test_a_model_is_restored_when_it_is_asked_and_stays_until_another_is() -> No
     calls = [Asked(0.0, 0, 1.0), Asked(10.0, 0, 1.0), Asked(20.0, 1, 1.0), Asked(30.0, 0, 1.0)]
     assert shared(4, calls) == [3.0, 1.0, 3.0, 3.0]
     assert shared(8, calls) == [3.0, 1.0, 3.0, 1.0]
+
+
+def test_who_is_asked_last_is_evicted_where_the_future_is_known() -> None:
+    calls = [Asked(10.0 * i, service, 1.0) for i, service in enumerate((0, 1, 2, 0, 1, 0))]
+
+    def restores(next_call: Any) -> int:
+        made: list[SharedPool] = []
+
+        def pool(env: simpy.Environment) -> SharedPool:
+            services = [Service(name, 4) for name in "abc"]
+            made.append(
+                SharedPool(env, services, devices=8, restore_seconds=1.0, next_call=next_call)
+            )
+            return made[0]
+
+        ask(calls, "abc", pool)
+        return made[0].restores
+
+    def known(name: str, now: float) -> float:
+        later = (call.at for call in calls if "abc"[call.service] == name and call.at > now)
+        return min(later, default=1e9)
+
+    # a, b, c for b, a stays, b for c, a stays.
+    assert (restores(known), restores(None)) == (4, 5)
 
 
 def test_who_is_at_work_is_not_evicted() -> None:

@@ -19,7 +19,7 @@ from troupe.workflow.toolcalls import ToolCall
 class Adder:
     """A tool backend."""
 
-    async def invoke(self, name: str, arguments_json: str) -> str:
+    async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
         arguments = json.loads(arguments_json)
         if "a" not in arguments:
             raise ToolError("KeyError: 'a'", kind="raised", traceback="...")
@@ -52,6 +52,28 @@ async def test_tools_return_json_values() -> None:
     assert await Tools(["add"], Adder()).call("add", a=1, b=2) == {"sum": 3}
 
 
+class Clock:
+    """Tells how long its calls were expected to take."""
+
+    async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
+        return json.dumps(expected_seconds)
+
+
+async def test_a_workflow_may_say_how_long_a_call_takes() -> None:
+    tools = Tools(["clock"], Clock())
+    assert await tools.expecting(90).call("clock") == 90.0
+    told = await tools.expecting(2.5).run(ToolCall("a", "clock", "{}"))
+    assert told["content"] == "2.5"
+    assert await tools.call("clock") == 0.0
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf, "9", True, None])
+def test_an_estimate_that_is_none_is_refused(seconds: Any) -> None:
+    with pytest.raises(ToolError, match="cannot be expected to take") as caught:
+        Tools(["clock"], Clock()).expecting(seconds)
+    assert (caught.value.kind, caught.value.field) == ("bad_estimate", "seconds")
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "kind"),
     [
@@ -70,7 +92,7 @@ async def test_a_failed_call_tells_its_kind(
 
 
 class Doubler:
-    async def invoke(self, name: str, arguments_json: str) -> str:
+    async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
         arguments = json.loads(arguments_json)
         if "times" not in arguments:
             raise ToolError("tools/double: it raised", kind="raised")

@@ -50,7 +50,13 @@ def costs_of(spec: pb.FunctionSpec) -> dict[str, Any]:
     """The costs on the wire by their names: those that are set."""
     own = ("name", "version", "entrypoint", "kind", "description", "parameters_json")
     return {
-        field.name: list(value) if field.is_repeated else value
+        field.name: _plain(field, value)
         for field, value in spec.ListFields()
         if field.name not in (*own, "source_sha256")
     }
+
+
+def _plain(field: Any, value: Any) -> Any:
+    if field.message_type is not None:  # a map
+        return dict(value)
+    return list(value) if field.is_repeated else value

@@ -20,6 +20,7 @@ Kind = Literal["reward", "tool"]
 ATTRIBUTE: Final = "__troupe__"
 NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 VERSION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
+ARGUMENT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 SANDBOXES: Final = ("process", "bubblewrap", "container")
 # The least that a number may be.
 _LEAST: Final = {
@@ -89,6 +90,8 @@ class Costs(TypedDict, total=False):
     cores: int
     max_cores: int
     parallel_fraction: float
+    expected_seconds: float
+    seconds_per: dict[str, float]
     gpus: int
     quota: str
     sandbox: str
@@ -185,8 +188,26 @@ def _check(function: str, name: object, version: object, costs: Mapping[str, Any
     fraction = costs.get("parallel_fraction", 0.5)
     if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
         refuse("parallel_fraction", fraction, "is not within 0 .. 1", "See `parallel_fraction`.")
+    expected = costs.get("expected_seconds", 0.0)
+    if not _is_seconds(expected):
+        refuse("expected_seconds", expected, "is not a number of 0 or more", "Leave it out.")
+    per = costs.get("seconds_per", {})
+    if not isinstance(per, Mapping):
+        refuse("seconds_per", per, "is no dict of seconds by argument", 'Write {"tests": 2.5}.')
+    for argument, seconds in per.items():
+        if not isinstance(argument, str) or not ARGUMENT.fullmatch(argument):
+            refuse(
+                "seconds_per", argument, "is no argument", 'Write "tests" or "query.data.tests".'
+            )
+        if not _is_seconds(seconds):
+            refuse(f"seconds_per.{argument}", seconds, "is not a number of 0 or more", "Mend it.")
     if costs.get("sandbox", SANDBOXES[0]) not in SANDBOXES:
         refuse("sandbox", costs["sandbox"], "is no sandbox", f"Known: {', '.join(SANDBOXES)}.")
     most, least = costs.get("max_cores", 0), max(1, costs.get("cores", 1))
     if most and most < least:
         refuse("max_cores", most, f"is less than cores ({least})", "Leave it out, or raise it.")
+
+
+def _is_seconds(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < math.inf  # type: ignore[operator]

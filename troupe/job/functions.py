@@ -7,11 +7,14 @@ What a job leaves out is as the function declares it (`@troupe.reward`, `@troupe
 from __future__ import annotations
 
 import re
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from troupe.job.section import Section, check_entrypoint, check_json
+
+ArgumentPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _DEPLOYED: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}@[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 
@@ -51,6 +54,14 @@ class FunctionSpec(Section):
     parallel_fraction: float | None = Field(default=None, ge=0, le=1)
     """Part of a call's time that more cores make shorter. A first guess: it is learned from calls
     that ran with different numbers of cores. Default: 0.9."""
+    expected_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """How long a call takes with the fewest cores: a first guess, as `parallel_fraction`; with
+    `seconds_per` what every call takes besides. Default: 0, nobody knows."""
+    seconds_per: dict[ArgumentPath, Seconds] | None = Field(default=None, max_length=16)
+    """How much longer a call takes for what it is given, by argument: seconds for each one of a
+    number, else for each item or character. `{tests: 2.5}`; `{query.data.tests: 2.5}` for a reward.
+    Its scale is learned from calls, so that it need not be measured on this machine; what calls of
+    one query took corrects it. Default: none."""
     gpus: int | None = Field(default=None, ge=0)
     """Units of GPU that a call takes. Default: 0."""
     model_service: str | None = None

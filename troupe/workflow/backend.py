@@ -183,8 +183,9 @@ class EndpointBackend(Protocol):
 class ToolBackend(Protocol):
     """Calls tools for one trajectory."""
 
-    async def invoke(self, name: str, arguments_json: str) -> str:
+    async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
         """Run the tool with a JSON object of keyword arguments; returns its result as JSON.
+        `expected_seconds`: how long that takes with the fewest cores; 0: nobody said.
 
         Raises `ToolError`; bounded by the tool's own timeout.
         """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, Final
 
 from troupe.workflow import numbering
@@ -26,6 +28,7 @@ class Tools:
         backend: ToolBackend,
         definitions: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        self._expected_seconds = 0.0
         self._names = frozenset(names)
         self._backend = backend
         self._definitions = definitions
@@ -35,6 +38,27 @@ class Tools:
         """The tools as `Agent.chat(..., tools=...)` takes them: name, docstring, and the JSON
         schema that the type hints of a `@troupe.tool` give."""
         return [dict(one) for one in self._definitions]
+
+    def expecting(self, seconds: float) -> Tools:
+        """The same tools, whose calls take about `seconds` with the fewest cores of their tool.
+
+        `await tools.expecting(90.0).call("run_tests", files=files)`: what decides the order of
+        calls and their cores where a workflow knows more than the tool declares (`seconds_per`) or
+        calls before have shown. Nothing is held against a call that takes longer. Raises
+        `ToolError` of kind `bad_estimate`.
+        """
+        number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if not number or not 0 <= seconds < math.inf:
+            raise ToolError(
+                f"a call cannot be expected to take {seconds!r} seconds",
+                kind="bad_estimate",
+                field="seconds",
+                value=seconds,
+                remedy="Say how long it takes with the fewest cores; 0 where nobody knows.",
+            )
+        same = copy(self)
+        same._expected_seconds = float(seconds)
+        return same
 
     async def run(self, call: ToolCall) -> dict[str, Any]:
         """Do what a reply asks for; returns the message that tells its agent the result.
@@ -82,4 +106,5 @@ class Tools:
                 remedy="Pass strings, finite numbers, booleans, None, lists and dicts only.",
             ) from error
         with numbering.outside():
-            return json.loads(await self._backend.invoke(name, payload))
+            expected = self._expected_seconds
+            return json.loads(await self._backend.invoke(name, payload, expected_seconds=expected))

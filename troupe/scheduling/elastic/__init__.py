@@ -11,6 +11,7 @@ from troupe.scheduling.elastic.actions import (
 )
 from troupe.scheduling.elastic.curves import SpeedUp
 from troupe.scheduling.elastic.decision import Rules, decide
+from troupe.scheduling.elastic.durations import Durations, Kin
 from troupe.scheduling.elastic.hosts import Host, Placed, decide_over, nowhere
 from troupe.scheduling.elastic.order import Discipline
 
@@ -18,9 +19,11 @@ __all__ = [
     "Action",
     "Amounts",
     "Discipline",
+    "Durations",
     "Elastic",
     "Grant",
     "Host",
+    "Kin",
     "Placed",
     "Rules",
     "Running",

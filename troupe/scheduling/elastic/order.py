@@ -22,6 +22,7 @@ from collections import OrderedDict
 from typing import Final, Literal, TypeAlias
 
 from troupe.scheduling.elastic import waiters as waiting
+from troupe.scheduling.elastic.durations import Durations, Kin
 from troupe.scheduling.elastic.remaining import Remaining
 
 Order: TypeAlias = Literal["shortest", "fcfs"]
@@ -32,6 +33,8 @@ PATIENCE: Final = 300.0
 
 # Jobs of which is remembered what they did; the longest unheard of are forgotten.
 _JOBS: Final = 256
+# Functions of which is remembered how long their calls take.
+_FUNCTIONS: Final = 1024
 # What is typical follows the last so many actions of a job.
 _TYPICAL: Final = 256.0
 
@@ -62,6 +65,31 @@ class Discipline:
         self.order, self._patience = order, patience
         # With what is typical of a job: work over waiters.
         self._jobs: OrderedDict[str, tuple[Remaining, float]] = OrderedDict()
+        # By function: seconds of all calls, and of those whose seconds were declared (True) by
+        # what was declared of each.
+        self._durations: OrderedDict[tuple[str, bool], Durations] = OrderedDict()
+
+    def expected(self, function: str, kin: Kin, seconds: float, *, declared: float = 0.0) -> float:
+        """Seconds that a call takes that is like `kin`, where calls of `function` take `seconds` on
+        average; `declared` is what was said of this one, 0: nothing was."""
+        known = self._durations.get((function, declared > 0))
+        if known is None:
+            return declared or seconds
+        return known.factor(kin) * (declared * known.scale() if declared else seconds)
+
+    def took(self, function: str, kin: Kin, seconds: float, *, declared: float = 0.0) -> None:
+        """A call took so many seconds, where `declared` were expected."""
+        self._durations_of(function, declared=False).observed(seconds, kin)
+        if declared:
+            self._durations_of(function, declared=True).observed(seconds / declared, kin)
+
+    def _durations_of(self, function: str, *, declared: bool) -> Durations:
+        key = (function, declared)
+        known = self._durations.setdefault(key, Durations())
+        self._durations.move_to_end(key)
+        if len(self._durations) > _FUNCTIONS:
+            self._durations.popitem(last=False)
+        return known
 
     def place(
         self,
@@ -72,26 +100,43 @@ class Discipline:
         waiters: int = 1,
         *,
         last: bool = False,
+        query: str = "",
     ) -> float:
         """Sorts the action that `trajectory` asks for now; least first.
 
         `work`: core-seconds that the action itself is expected to take. `last`: its trajectory
-        needs nothing after it. One without a trajectory has nothing behind it either.
+        needs nothing after it. One without a trajectory has nothing behind it either. What
+        trajectories of `query` took before says what this one will take.
         """
         if self.order == FCFS:
             return first_come(now, waiters)
         remaining, typical = self._of(job)
-        left = remaining.asked(trajectory, work, last=last) if trajectory else work
+        left = work
+        if trajectory:
+            kin = Kin(query)
+
+            def beside(function: str) -> float:
+                return self.expected(function, kin, 1.0) if query else 1.0
+
+            left = remaining.asked(trajectory, work, last=last, beside=beside)
         ratio = left / max(1, waiters)
         # The first is as typical as can be.
         typical = ratio if not typical else typical + (ratio - typical) / _TYPICAL
         self._jobs[job] = (remaining, typical)
         return now + later(left, waiters, typical=typical, patience=self._patience)
 
-    def ran(self, job: str, trajectory: str, core_seconds: float, *, last: bool = False) -> None:
-        """An action took so much."""
+    def ran(
+        self,
+        job: str,
+        trajectory: str,
+        core_seconds: float,
+        *,
+        last: bool = False,
+        function: str = "",
+    ) -> None:
+        """An action, a call of `function`, took so much."""
         if self.order != FCFS and trajectory:
-            self._of(job)[0].ran(core_seconds, last=last)
+            self._of(job)[0].ran(core_seconds, last=last, function=function)
 
     def closed(self, job: str, trajectory: str) -> None:
         """`trajectory` has ended."""

@@ -10,6 +10,7 @@ reward, is told by the caller.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 # Trajectories of a job that are kept apart at once, and numbers of actions: those beyond share one.
@@ -22,6 +23,13 @@ _DOUBT: Final = 4.0
 _MEMORY: Final = 16_384
 # The estimates are made anew when there is so much more to make them from.
 _NEWS: Final = 1 / 16
+# Functions whose share of a job's actions is counted; those beyond share one.
+_FUNCTIONS: Final = 64
+
+
+def _as_all(function: str) -> float:
+    """Nothing is known of a query: its calls are as all others."""
+    return 1.0
 
 
 class Remaining:
@@ -35,13 +43,21 @@ class Remaining:
         self._ended = [0.0] * (_STEPS + 1)
         self._news, self._total = 0.0, 0.0
         self._further: list[float] = []
-        # Mean work of an action, and of a last one: sums and counts.
-        self._work = {False: (0.0, 0.0), True: (0.0, 0.0)}
+        # Work of actions, and of last ones, by function: sums and counts.
+        self._work: dict[bool, dict[str, tuple[float, float]]] = {False: {}, True: {}}
 
-    def asked(self, trajectory: str, work: float, *, last: bool) -> float:
+    def asked(
+        self,
+        trajectory: str,
+        work: float,
+        *,
+        last: bool,
+        beside: Callable[[str], float] = _as_all,
+    ) -> float:
         """What `trajectory` has left when it asks for an action of `work`, that one included.
 
         `last`: nothing is expected to follow; what follows all the same is a trajectory anew.
+        `beside`: how much longer calls of a function take for its query than for others.
         """
         steps = self._steps.pop(trajectory, 0)
         self._decide(steps, ended=last)
@@ -50,12 +66,16 @@ class Remaining:
         self._steps[trajectory] = steps + 1
         if len(self._steps) > _TRAJECTORIES:
             self._steps.popitem(last=False)
-        return work + self.further(steps + 1) * self._mean(False, work) + self._mean(True, 0.0)
+        each, end = self._mean(False, work, beside), self._mean(True, 0.0, beside)
+        return work + self.further(steps + 1) * each + end
 
-    def ran(self, work: float, *, last: bool) -> None:
+    def ran(self, work: float, *, last: bool, function: str = "") -> None:
         """An action took so much."""
-        total, count = self._work[last]
-        self._work[last] = (total + work, count + 1.0)
+        functions = self._work[last]
+        if function not in functions and len(functions) >= _FUNCTIONS:
+            function = ""
+        total, count = functions.get(function, (0.0, 0.0))
+        functions[function] = (total + work, count + 1.0)
 
     def closed(self, trajectory: str) -> None:
         """It asks for nothing more, be it that its last action was told or not."""
@@ -70,8 +90,10 @@ class Remaining:
             self._estimate()
         return self._further[min(steps, len(self._further) - 1)]
 
-    def _mean(self, last: bool, unknown: float) -> float:
-        total, count = self._work[last]
+    def _mean(self, last: bool, unknown: float, beside: Callable[[str], float]) -> float:
+        functions = self._work[last]
+        count = sum(count for _, count in functions.values())
+        total = sum(total * beside(function) for function, (total, _) in functions.items())
         return total / count if count else unknown
 
     def _decide(self, steps: int, *, ended: bool) -> None:
@@ -84,7 +106,10 @@ class Remaining:
             self._total /= 2
             self._decided = [count / 2 for count in self._decided]
             self._ended = [count / 2 for count in self._ended]
-            self._work = {key: (total / 2, count / 2) for key, (total, count) in self._work.items()}
+            self._work = {
+                last: {name: (total / 2, count / 2) for name, (total, count) in functions.items()}
+                for last, functions in self._work.items()
+            }
 
     def _estimate(self) -> None:
         self._news = 0.0

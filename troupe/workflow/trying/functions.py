@@ -37,8 +37,8 @@ class LocalFunctions:
         }
         self._seconds = seconds
 
-    async def invoke(self, name: str, arguments_json: str) -> str:
-        """Call a tool. Raises `ToolError`."""
+    async def invoke(self, name: str, arguments_json: str, *, expected_seconds: float = 0.0) -> str:
+        """Call a tool, at once, whatever it is expected to take. Raises `ToolError`."""
         return await self._call(f"tools/{name}", arguments_json)
 
     async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:

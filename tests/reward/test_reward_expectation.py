@@ -1,0 +1,120 @@
+"""How long a call is expected to take: as its function declares, its caller says, others took."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.chassis.telemetry import Telemetry
+from services.reward.call import Call, Outcome
+from services.reward.expectation import declared_seconds, expect, learn
+from services.reward.function import Function
+from services.reward.runtime import Runtime
+from troupe.scheduling.elastic import Discipline
+from troupe.v1 import reward_pb2 as pb
+
+
+def spec(**fields: Any) -> pb.FunctionSpec:
+    return pb.FunctionSpec(name="f", timeout_seconds=100.0, **fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [
+        ({"tests": ["a", "b", "c"]}, 7.0),
+        ({"tests": 10}, 21.0),
+        ({"tests": "four"}, 9.0),
+        ({"tests": {"a": 1}, "query": {"data": {"size": 0.5}}}, 3.5),
+        ({}, 1.0),
+        ({"tests": None, "query": {"data": [1]}}, 1.0),
+        ({"tests": -3}, 1.0),
+        ({"tests": 10**400}, 100.0),
+        ({"tests": [0] * 1000}, 100.0),
+        ([1], 1.0),
+    ],
+)
+def test_a_declared_estimate_follows_the_arguments(arguments: Any, seconds: float) -> None:
+    given = spec(expected_seconds=1.0, seconds_per={"tests": 2.0, "query.data.size": 1.0})
+    assert declared_seconds(given, json.dumps(arguments)) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"tests": NaN}', '{"tests": 1e999}'])
+def test_arguments_that_are_none_are_for_the_worker_to_refuse(text: str) -> None:
+    given = spec(expected_seconds=1.0, seconds_per={"tests": 2.0})
+    assert declared_seconds(given, text) in (1.0, 100.0)
+
+
+def test_a_declared_time_is_where_learning_begins() -> None:
+    for cores in (1, 2):
+        function = Function(spec(expected_seconds=30.0, parallel_fraction=0.9, cores=cores))
+        assert function.seconds == pytest.approx(30.0)
+        call, discipline = Call("{}"), Discipline()
+        expect(function, call, discipline)
+        assert (call.expected_seconds, call.estimated_seconds) == (0.0, 0.0)
+        for _ in range(20):
+            function.curve = learn(function, call, 6.0, cores, discipline)
+        assert function.seconds == pytest.approx(6.0)
+
+
+def test_the_caller_goes_before_the_declaration_and_runs_correct_both() -> None:
+    function = Function(spec(seconds_per={"tests": 2.0}))
+    discipline = Discipline()
+    declared, said = Call('{"tests": 4}'), Call('{"tests": 4}', expected_seconds=5.0)
+    for call, seconds in ((declared, 8.0), (said, 5.0)):
+        expect(function, call, discipline)
+        assert (call.expected_seconds, call.estimated_seconds) == (seconds, seconds)
+    # This machine is ten times as fast as the one on which it was declared.
+    for tests in range(1, 50):
+        call = Call(json.dumps({"tests": tests}), "job", f"{tests}")
+        expect(function, call, discipline)
+        function.curve = learn(function, call, 0.2 * tests, 1, discipline)
+    call = Call('{"tests": 45}')
+    expect(function, call, discipline)
+    assert call.estimated_seconds == pytest.approx(9.0, rel=0.02)
+
+
+def test_runs_with_more_cores_tell_of_the_fewest() -> None:
+    function = Function(spec(parallel_fraction=1.0, max_cores=4))
+    discipline = Discipline()
+    for query, seconds in (("slow", 8.0), ("fast", 2.0)) * 8:
+        call = Call("{}", "job", new_trajectory(), query)
+        function.curve = learn(function, call, seconds / 4, 4, discipline)
+    known = {}
+    for query in ("slow", "fast"):
+        call = Call("{}", "job", "another", query)
+        expect(function, call, discipline)
+        known[query] = call.estimated_seconds
+    assert known["slow"] == pytest.approx(8.0, rel=0.2)
+    assert known["fast"] == pytest.approx(2.0, rel=0.2)
+    # What another job names alike is another's.
+    call = Call("{}", "other job", "another", "slow")
+    expect(function, call, discipline)
+    assert call.estimated_seconds == 0.0
+
+
+_trajectories = iter(range(10**6))
+
+
+def new_trajectory() -> str:
+    return f"trajectory {next(_trajectories)}"
+
+
+async def test_of_one_query_what_took_long_goes_last() -> None:
+    runtime = Runtime([], Telemetry())
+    function = Function(pb.FunctionSpec(name="score", kind="reward"))
+
+    def submit(name: str, query: str) -> None:
+        runtime.submit([(name, Call(f'"{name}"', "job", name, query))], function)
+
+    for number in range(20):
+        query, seconds = ("slow", 9.0) if number % 2 else ("fast", 1.0)
+        submit(f"{number}", query)
+        (waiting,) = runtime.dispatcher.queues.first(9)
+        runtime.dispatcher.queues.remove(waiting)
+        runtime.ended(waiting, Outcome("1.0", seconds))
+    for name, query in (("a", "slow"), ("b", "fast"), ("c", "slow"), ("d", "fast")):
+        submit(name, query)
+    first = [waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9)]
+    assert [sorted(first[:2]), sorted(first[2:])] == [["b", "d"], ["a", "c"]]
