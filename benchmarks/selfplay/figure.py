@@ -12,9 +12,9 @@ _COLOURS: Final = ("#1f77b4", "#d95f02", "#2ca02c")
 
 
 def draw(curves: Mapping[str, Curve]) -> str:
-    """SVG: exploitability over steps; thin the newest version, thick what is played."""
-    steps = max(max(curve.newest) for curve in curves.values()) or 1
-    highest = max(value for curve in curves.values() for value in curve.newest.values())
+    """SVG: exploitability over steps, of what `Curve.points` says."""
+    steps = max(curve.points[-1][0] for curve in curves.values()) or 1
+    highest = max(value for curve in curves.values() for _, value in curve.points)
 
     def at(step: float, value: float) -> str:
         x = _LEFT + (_WIDTH - _LEFT - 10) * step / steps
@@ -25,8 +25,7 @@ def draw(curves: Mapping[str, Curve]) -> str:
         drawn = " ".join(at(step, value) for step, value in points)
         return f'<polyline points="{drawn}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
-    newest_of = next(iter(curves.values())).newest
-    third = newest_of[min(newest_of)] / 3
+    third = next(iter(curves.values())).untrained / 3
     goal, end = at(0, third), at(steps, third)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
@@ -44,9 +43,6 @@ def draw(curves: Mapping[str, Curve]) -> str:
         "or the newest where there is none</text>",
     ]
     for number, ((name, curve), colour) in enumerate(zip(curves.items(), _COLOURS, strict=False)):
-        newest = sorted(curve.newest.items())
-        parts.append(line(newest, colour, 1 if curve.population else 2.5))
-        if curve.population:
-            parts.append(line(curve.population, colour, 2.5))
+        parts.append(line(curve.points, colour, 2))
         parts.append(f'<text x="{_LEFT + 20 + 130 * number}" y="36" fill="{colour}">{name}</text>')
     return "\n".join([*parts, "</svg>", ""])
