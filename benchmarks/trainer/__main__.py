@@ -1,6 +1,6 @@
 """Tokens per second and memory of the trainer's update, against TRL's on the same batch.
 
-    python -m benchmarks.trainer [--quick] [--json] [--threads 1] [--steps 3]
+    python -m benchmarks.trainer [--quick] [--json] [--threads 1] [--steps 3] [--only BATCH]...
 
 Both sides train the same model from the same weights on the same samples, with AdamW, clipping and
 the same token-mean loss; the norms of their first gradients have to agree. TRL's side is
@@ -100,9 +100,12 @@ def compare(
         off = abs(ours["grad_norm"] / theirs["grad_norm"] - 1)
         if off > _TOLERANCE:
             raise RuntimeError(f"{case.name}: gradients of the two sides differ by {off:.1e}")
-    name = f"{case.name}, activations again" if again else case.name
     tokens = sum(len(ids) for ids, _, _ in case.rows())
-    return Compared(name, tokens, case.heavy, ours, apart, theirs)
+    return Compared(_name(case, again=again), tokens, case.heavy, ours, apart, theirs)
+
+
+def _name(case: Case, *, again: bool) -> str:
+    return f"{case.name}, activations again" if again else case.name
 
 
 def main() -> None:
@@ -112,6 +115,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", action="append", metavar="BATCH", help="as the table calls it")
     options = parser.parse_args()
     console = Console(stderr=True, quiet=options.json)
     size, cases = ("quick", QUICK) if options.quick else ("full", CASES)
@@ -122,11 +126,10 @@ def main() -> None:
         except ReferenceUnavailable as error:
             console.print(f"without TRL: {error}")
         found = []
-        for case in cases:
-            console.print(f"{case.name} ...")
-            found.append(compare(size, case, reference, options, again=False))
-        console.print("with activation checkpointing ...")
-        found.append(compare(size, cases[0], reference, options, again=True))
+        for case, again in [*((case, False) for case in cases), (cases[0], True)]:
+            if (name := _name(case, again=again)) in (options.only or [name]):
+                console.print(f"{name} ...")
+                found.append(compare(size, case, reference, options, again=again))
     console.print(_table(found))
     print(json.dumps(_summary(found)))
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.transfer [--quick] [--json] [--max-mib N]`
+"""`python -m benchmarks.transfer [--quick] [--json] [--mib N]...`
 
 States of several sizes within a process, through shared memory, and between two processes and two
 network namespaces (as root) through UCX and gRPC, against memcpy and bare UCX in the same run; what
@@ -52,7 +52,7 @@ def main() -> None:
     """Run it all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one small state")
-    parser.add_argument("--max-mib", type=int, default=4096, help="leave larger states out")
+    parser.add_argument("--mib", type=int, action="append", help="a size of state, for the others")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
     args = parser.parse_args()
     console = Console(stderr=args.json, width=None if args.json else 120)
@@ -60,12 +60,17 @@ def main() -> None:
     # Through gRPC on purpose: its warnings would fill the screen.
     logging.getLogger("troupe.transfer").setLevel(logging.ERROR)
     sizes, rounds = QUICK if args.quick else FULL
-    sizes = [size for size in sizes if size <= args.max_mib * MIB]
+    sizes = [mib * MIB for mib in args.mib] if args.mib else sizes
     # Beside the place of real states: in shared memory where there is some.
     with tempfile.TemporaryDirectory(prefix="troupe-bench-", dir=default_root().parent) as where:
-        rows = [measure(size, rounds, Path(where)) for size in sizes]
+        rows = []
+        for size in sizes:
+            rows.append(measure(size, rounds, Path(where)))
+            # Each by itself, too: the largest take minutes.
+            console.print(_table(rows[-1:]))
         rest = _rest(rows[-1].num_bytes, rounds, Path(where), quick=args.quick)
-    console.print(_table(rows))
+    if len(rows) > 1:
+        console.print(_table(rows))
     console.print(_rest_table(rest))
     print(json.dumps(as_json(rows, rest) | {"quick": args.quick} | _machine()))
 
@@ -111,7 +116,7 @@ def _rest(num_bytes: int, rounds: int, where: Path, *, quick: bool) -> Rest:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table(title="GiB/s (best of the rounds); a get without a copy takes microseconds")
+    table = Table(title="GiB/s (of UCX and bare UCX medians, else the best of the rounds)")
     table.add_column("")
     for row in rows:
         table.add_column(f"{row.num_bytes // MIB} MiB", justify="right")
@@ -132,6 +137,9 @@ def _table(rows: list[Row]) -> Table:
     for name, values in speeds.items():
         shown = [r.speed(v) for r, v in zip(rows, values, strict=True)]
         table.add_row(name, *("not installed" if v is None else f"{v:.2f}" for v in shown))
+    for name, pairs in (("shared memory", [r.near for r in rows]), ("TCP", [r.tcp for r in rows])):
+        turns = [_turns(pair) for pair in pairs]
+        table.add_row(f"UCX {name} over bare UCX in one turn: median, least, most", *turns)
     table.add_row("get in process, ms", *(f"{r.get_in_process * 1e3:.2f}" for r in rows))
     table.add_row("get shared, not verified, ms", *(f"{r.get_shared * 1e3:.2f}" for r in rows))
     table.add_row("reader's copies / state", *(f"{r.copied_fraction:.4f}" for r in rows))
@@ -142,12 +150,18 @@ def _table(rows: list[Row]) -> Table:
     return table
 
 
+def _turns(pair: Pair | None) -> str:
+    if pair is None:
+        return "not installed"
+    return f"{pair.ratio:.2f} ({min(pair.ratios):.2f} to {max(pair.ratios):.2f})"
+
+
 def _rest_table(rest: Rest) -> Table:
     table = Table(title=rest.missing or None)
     table.add_column("")
     table.add_column("", justify="right")
     if rest.network is not None:
-        table.add_row("two network namespaces over bare UCX", f"{rest.network.ratio:.2f}")
+        table.add_row("two network namespaces over bare UCX", _turns(rest.network))
     if rest.readers is not None:
         one, four = rest.readers
         link = f"{networks.LINK_MBIT} Mbit/s links"

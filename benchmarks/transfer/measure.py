@@ -6,11 +6,12 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -24,15 +25,22 @@ TCP = {**os.environ, "UCX_TLS": "tcp,self"}
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds by `Transfer`, verified, and by two bare UCX workers, in turns."""
+    """Medians of turns, one after another: seconds by `Transfer`, verified, and by two bare UCX
+    workers, and of what they are to each other in one turn."""
 
     ours: float
     bare: float
+    ratio: float
+    """Of bare UCX's speed. A machine whose memory others use has fast and slow seconds: of one turn
+    both sides see the same ones, of the best of all turns they need not."""
+    ratios: tuple[float, ...]
+    """Of each turn."""
 
-    @property
-    def ratio(self) -> float:
-        """Of bare UCX's speed."""
-        return self.bare / self.ours
+    @classmethod
+    def of(cls, ours: Sequence[float], bare: Sequence[float]) -> Pair:
+        """Of turns, in order."""
+        ratios = tuple(theirs / mine for theirs, mine in zip(bare, ours, strict=True))
+        return cls(median(ours), median(bare), median(ratios), ratios)
 
 
 @dataclass(frozen=True)
@@ -176,18 +184,21 @@ def in_turns(
     reader: subprocess.Popen[str],
     rounds: int,
 ) -> Pair:
-    """The fastest of `rounds` each, in turns: a machine is not equally busy twice."""
+    """`rounds` each, in turns, who is first in turns too: a machine is not equally busy twice."""
     line(sender)
     line(reader)
     ours, bare = [], []
     for version in range(rounds + 2):
+        if version % 2:
+            ours.append(_version(owner, reader, version, "ucx"))
         tell(receiver, "go")
         line(receiver)
         tell(sender, "go")
         bare.append(float(line(receiver)))
-        ours.append(_version(owner, reader, version, "ucx"))
+        if not version % 2:
+            ours.append(_version(owner, reader, version, "ucx"))
     # Once there are files to fill again.
-    return Pair(min(ours[2:]), min(bare[2:]))
+    return Pair.of(ours[2:], bare[2:])
 
 
 def _by_grpc(num_bytes: int, directory: Path) -> float:
