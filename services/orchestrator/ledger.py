@@ -1,7 +1,8 @@
 """The ledger: which version each policy of a job has, and every version it ever had.
 
-It is the only place where a version moves, one step at a time, and it remembers one checksum per
-version: the same number with other content is refused.
+It is the only place where a version moves, one step at a time, or back to the first weights under
+the next number (`restart`). It remembers one checksum per version: the same number with other
+content is refused.
 """
 
 from __future__ import annotations
@@ -67,8 +68,22 @@ class Ledger:
             weights = pb.WeightsRef(policy=commit.policy) if known is None else known.weights
         return await self._move(job_id, commit.step + 1, weights, commit.outcome)
 
+    async def restart(self, job_id: str, done: int, weights: pb.WeightsRef) -> Entry:
+        """Move a policy that has `done` steps to its next version without one: `weights`, which
+        are its first ones again. Repeating it, or a step later, changes nothing.
+
+        Raises as `commit`.
+        """
+        return await self._move(job_id, done, weights, es.STEP_OUTCOME_UNSPECIFIED, restarted=True)
+
     async def _move(
-        self, job_id: str, done: int, weights: pb.WeightsRef, outcome: es.StepOutcome.ValueType
+        self,
+        job_id: str,
+        done: int,
+        weights: pb.WeightsRef,
+        outcome: es.StepOutcome.ValueType,
+        *,
+        restarted: bool = False,
     ) -> Entry:
         keys = JobKeys(job_id)
         entry = orch.PolicyVersion(
@@ -76,6 +91,7 @@ class Ledger:
             step=done,
             published_at=timestamp(self._clock()),
             outcome=outcome,
+            restarted=restarted,
         )
         verdict, stored = await self._redis.run(
             "ledger",
@@ -86,6 +102,7 @@ class Ledger:
                 str(weights.version),
                 weights.checksum,
                 entry.SerializeToString(),
+                int(restarted),
             ],
         )
         if verdict == b"missing":
@@ -99,6 +116,15 @@ class Ledger:
                 field="weights.checksum",
                 value=weights.checksum,
                 remedy="The training state of that version was lost or changed; submit a new job.",
+            )
+        if verdict == b"gap" and restarted:
+            raise FailedPrecondition(
+                f"policy {weights.policy} has done {newest.step} steps and is at version "
+                f"{newest.weights.version}; after {done} steps it cannot begin again as version "
+                f"{weights.version}",
+                kind="ledger_gap",
+                field="weights.version",
+                value=weights.version,
             )
         if verdict == b"gap":
             raise FailedPrecondition(

@@ -68,6 +68,11 @@ class Trainers:
             return_exceptions=True,
         )
 
+    def began_with(self, versions: Mapping[str, int]) -> None:
+        """By policy: samples that an older version began are not trained any more."""
+        for policy, version in versions.items():
+            self.policies[policy].oldest = version
+
     def close(self) -> None:
         """Nobody trains with these any more. Repeatable."""
         for trainer in self.policies.values():
@@ -92,6 +97,8 @@ class PolicyTrainer:
         self._seat = Seat(job, policy, team.tables)
         self._weights = None if entry is None else entry.weights
         self._binding = asyncio.Lock()
+        # The version that it began again with, if it did.
+        self.oldest = 0
         # What it published is not where it was: Bind publishes again.
         self._publish = False
         self._victims = Victims(
@@ -201,6 +208,39 @@ class PolicyTrainer:
             self._seat.bound = False
             self._seat.drop()
         return commit
+
+    async def restart(self, left: int, checksum: str, patience: Patience) -> pb.WeightsRef:
+        """Have the first weights (`checksum`) as the version after `left`, without a step; the
+        ledger moves. Repeatable; no step is open.
+
+        Raises `TroupeError`: FailedPrecondition of kind "state_not_found" or "weights_changed"
+        when the first version is not there as it was.
+        """
+        attempts, ledger = Attempts(patience), self._job.shared.ledger
+        while True:
+            try:
+                with self._seat.visit():
+                    worker = await self._bind(patience)
+                    if self.weights.version != left:
+                        return self.weights  # whoever began this came so far
+                    request = tr.RestartRequest(
+                        request_id=f"{self._job.job_id}-{self.policy}-restart-{left}",
+                        job_id=self._job.job_id,
+                        policy=self.policy,
+                        version=left,
+                        checksum=checksum,
+                    )
+                    patience.say(f"{self.policy} begins again")
+                    with self._seat.in_use():
+                        async with worker.while_alive():
+                            response = await worker.trainer.Restart(request, timeout=patience.left)
+                done = (await ledger.entries(self._job.job_id))[self.policy].done
+                entry = await ledger.restart(self._job.job_id, done, response.weights)
+                self._weights = entry.weights
+                return entry.weights
+            except TroupeError as error:
+                self.unbind_after(error)
+                await attempts.failed(error)
 
     async def save_checkpoint(self) -> tr.SaveCheckpointResponse:
         """Write the newest weights as a checkpoint. Raises `TroupeError` when that fails."""
@@ -322,7 +362,9 @@ class PolicyTrainer:
             policy=self.policy,
             step=step,
             version=self.weights.version,
-            oldest_version=max(0, self.weights.version - self._job.spec.alpha_of(self.policy)),
+            oldest_version=max(
+                self.oldest, self.weights.version - self._job.spec.alpha_of(self.policy)
+            ),
         )
         async with worker.while_alive():
             async for event in worker.trainer.RunStep(request, timeout=patience.left):

@@ -170,6 +170,17 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
         await self.worker.prefetch(*where, request.state)
         return trainer_pb2.PrefetchResponse(num_bytes=request.state.num_bytes)
 
+    async def Restart(
+        self, request: trainer_pb2.RestartRequest, context: Any
+    ) -> trainer_pb2.BindResponse:
+        """Make the first weights the next version."""
+        _require(request, "job_id", "policy", "checksum")
+        return _bound(
+            await self.worker.restart(
+                request.job_id, request.policy, request.version, request.checksum
+            )
+        )
+
     async def Release(
         self, request: trainer_pb2.ReleaseRequest, context: Any
     ) -> trainer_pb2.ReleaseResponse:

@@ -19,7 +19,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.state import Frontier, StateStore, TrainingState
 from services.trainer.suspension import Luggage
 from troupe.job import JobSpec
-from troupe.rpc import DataLoss
+from troupe.rpc import DataLoss, FailedPrecondition
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -117,6 +117,34 @@ class Versions:
         weights = self._publication.publish(self.committed + 1, self.learner.published())
         self._states.save(self._snapshot(weights, frontier))
         return weights
+
+    def restart(self, version: int, checksum: str) -> None:
+        """Make the first version's state the one after `version`, without a step. Repeatable.
+
+        What the policy was trained on so far stays its frontier, and generators go on drawing.
+        `checksum`: that of version 0 in the ledger. Raises FailedPrecondition of kind "not_bound"
+        at another version, "state_not_found" when version 0 is not kept, "weights_changed" when it
+        is another one; StorageFull, ResourceExhausted.
+        """
+        if self.committed == version + 1 and self.weights.checksum == checksum:
+            return
+        if self.committed != version:
+            raise FailedPrecondition(
+                f"policy {self._policy} is bound at version {self.committed}",
+                kind="not_bound",
+                field="version",
+                value=version,
+                remedy="Bind the policy at the ledger's version first.",
+            )
+        frontier, verified, randomness = self.frontier, self.verified, self.randomness
+        randomness.rewind()
+        self._restore(0, checksum)
+        self.dirty = True  # of the next version in memory, until all of it is durable
+        self.frontier, self.verified, self.randomness = frontier, verified, randomness
+        weights = self._publication.ensure(version + 1, self.learner.published(), checksum)
+        self._states.save(self._snapshot(weights, frontier))
+        # The version that is left stays: the ledger may not hear of this.
+        self.weights, self.dirty = weights, False
 
     def adopt(self, commit: store_pb.StepCommit) -> None:
         """Make what a commit names the committed version.
@@ -237,7 +265,9 @@ class Versions:
 
     def _prune(self) -> None:
         keep = self._settings.trainer_keep_states
-        self._states.prune(self.committed, keep, first=self.learner.needs_reference)
+        population = self._spec.population
+        again = population is not None and population.restart == "base"
+        self._states.prune(self.committed, keep, first=again or self.learner.needs_reference)
         self._publication.prune(self.committed, keep)
 
 

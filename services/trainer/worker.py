@@ -163,6 +163,10 @@ class TrainerWorker:
         where = (job_id, policy, version)
         await asyncio.to_thread(self._members.drop, *where, files=files)
 
+    async def restart(self, job_id: str, policy: str, version: int, checksum: str) -> Binding:
+        """`Versions.restart`, also if the caller does not wait for it; no step may run."""
+        return await self._detached(self._restart((job_id, policy), version, checksum))
+
     async def offer_state(
         self, job_id: str, policy: str, version: int, checksum: str
     ) -> trainer_pb2.OfferStateResponse:
@@ -267,6 +271,24 @@ class TrainerWorker:
             self._foreign.store(*key),
             self._gangs,
         )
+
+    async def _restart(self, key: Key, version: int, checksum: str) -> Binding:
+        async with self.bindings.lock(key):
+            binding = self.bindings.find(key)
+            if not binding.trainable:
+                raise FailedPrecondition(
+                    f"policy {key[1]} is frozen", kind="policy_frozen", field="policy", value=key[1]
+                )
+            if self._steps.running(key) is not None:
+                raise FailedPrecondition(
+                    f"policy {key[1]} is in the middle of a step",
+                    kind="step_in_progress",
+                    field="policy",
+                    value=key[1],
+                    remedy="Begin again when its step is over.",
+                )
+            await self._compute.run(binding.versions.restart, version, checksum)
+            return binding
 
     async def _release(self, key: Key) -> None:
         bindings = self.bindings

@@ -52,7 +52,8 @@ def population_job(
             }
             for policy in policies
         },
-        "algorithm": {"name": "grpo", "group_by": "turn"},
+        # Whatever a policy says that knows nothing, there is something to learn from it.
+        "algorithm": {"advantage": "rae"},
         "pipeline": {"steps": 2, "queries_per_step": 4, "group_size": 4, **(pipeline or {})},
         "limits": {"trajectory_seconds": 60, "turn_seconds": 30, "step_seconds": 150},
         "logging": {"tensorboard": False},
@@ -104,23 +105,24 @@ def check_payoffs(found: Population, matches: list[Match]) -> None:
 async def check_members(end: Ended, found: Population, data_dir: Path) -> None:
     """Members follow from each other, and their files hold the bits that were published."""
     for learner in dict.fromkeys(name for pool in found.pools for name in pool.learners):
-        ledger = {one.version: one.checksum for one in await end.handle.versions(learner)}
-        members = {
-            one.id: one for pool in found.pools for one in pool.members if one.learner == learner
-        }
-        before = ""
-        for one in members.values():
-            assert one.parent == before
+        versions = await end.handle.versions(learner)
+        ledger = {one.version: one.checksum for one in versions}
+        restarts = [one.version for one in versions if one.outcome == "restarted"]
+        first = before = ""
+        since = 0
+        members = [one for pool in found.pools for one in pool.members if one.learner == learner]
+        for one in {one.id: one for one in members}.values():
+            again = any(since < version < one.version for version in restarts)
+            assert one.parent == (first if again else before)
             assert one.checksum == ledger[one.version]
+            first, before, since = first or one.id, one.id, one.version
             folder = data_dir / end.job.id / "members" / learner / f"v{one.version}"
             if one.state == "retired" and not folder.is_dir():
-                before = one.id
                 continue
             files = {path.name: path for path in folder.glob("*.safetensors")}
             bits = files.get("published.safetensors", files.get("model.safetensors"))
             assert bits is not None
             assert checksum_of(load_file(bits)) == one.checksum
-            before = one.id
 
 
 def match_seats(matches: list[Match]) -> Counter[tuple[str, str]]:

@@ -72,6 +72,10 @@ def test_a_league_has_learners_that_no_agent_names() -> None:
         ({"learners": {"nobody": {}}}, "population.learners.nobody: is no trained policy"),
         ({"learners": {"player": {"kind": "main_exploiter"}}}, "exploiters are of a league"),
         (
+            {"restart": "base", "algorithm": "self_play"},
+            "restart: `self_play` goes on with one policy",
+        ),
+        (
             {"stop": {"improvement": 0.1}, "algorithm": "self_play", "matches": {"least": 0}},
             "stop.improvement: is known of payoffs",
         ),

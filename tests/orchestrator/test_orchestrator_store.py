@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.orchestrator.audit import contradictions
 from services.orchestrator.event_log import EventLog
 from services.orchestrator.job_store import JobStore, Superseded
 from services.orchestrator.ledger import Ledger
@@ -224,3 +225,31 @@ async def test_a_redis_that_is_not_there_is_named_without_its_password() -> None
     assert "secret" not in text
     assert "TROUPE_REDIS_URL" in text
     await redis.close()
+
+
+async def test_the_ledger_begins_again_without_a_step(desk: Desk) -> None:
+    job_id = (await desk.make()).job_id
+    first = weights_of("j", "solver", 0)
+
+    def again(version: int) -> pb.WeightsRef:
+        ref = weights_of("j", "solver", version)
+        ref.checksum = first.checksum
+        return ref
+
+    await desk.ledger.open(job_id, first)
+    await desk.ledger.commit(job_id, commit(0, 1, es.STEP_OUTCOME_APPLIED))
+    for _ in range(2):
+        entry = await desk.ledger.restart(job_id, 1, again(2))
+        assert (entry.done, entry.weights.version) == (1, 2)
+    for done, version in ((1, 4), (0, 3), (2, 3)):  # a gap; steps that are not those done
+        with pytest.raises(FailedPrecondition, match="cannot begin again"):
+            await desk.ledger.restart(job_id, done, again(version))
+    await desk.ledger.commit(job_id, commit(1, 3, es.STEP_OUTCOME_APPLIED))
+    assert (await desk.ledger.restart(job_id, 1, again(2))).weights.version == 3, "late"
+    versions = await desk.ledger.versions(job_id, "solver")
+    assert [(one.step, one.weights.version, one.restarted) for one in versions] == [
+        (0, 0, False), (1, 1, False), (1, 2, True), (2, 3, False),
+    ]  # fmt: skip
+    assert contradictions([], versions) == []
+    versions[2].weights.checksum = "another"
+    assert "not the first weights" in contradictions([], versions)[0]

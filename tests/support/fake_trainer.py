@@ -41,7 +41,7 @@ class TrainerScript:
     bind_error: TroupeError | None = None
     # Steps whose update is skipped (a NaN).
     skip: frozenset[int] = frozenset()
-    # Go down, once: "claimed", "committed" (before anyone is told) or "reported".
+    # Go down, once: "claimed", "committed" (before anyone is told), "reported" or "restarted".
     die_when: str = ""
     # Break the stream, once, while the step goes on.
     break_stream: bool = False
@@ -50,6 +50,8 @@ class TrainerScript:
     slots: int = 0
     # The suspended state is gone when it is resumed, once.
     lose_suspended: bool = False
+    # The first version of every policy is gone.
+    lose_first: bool = False
 
 
 class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
@@ -93,9 +95,34 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.calls["Bind"] += 1
         if self.script.bind_error is not None:
             raise self.script.bind_error
-        weights = weights_of(request.job_id, request.policy, request.version)
+        weights = self._weights(request.job_id, request.policy, request.version)
         self._bound(request, weights)
         return tr.BindResponse(weights=weights, num_parameters=1)
+
+    def _weights(self, job_id: str, policy: str, version: int) -> pb.WeightsRef:
+        """Of a version that may have the content of the first one again."""
+        weights = weights_of(job_id, policy, version)
+        if (self.settings.data_dir / job_id / "restarted" / policy / str(version)).exists():
+            weights.checksum = weights_of(job_id, policy, 0).checksum
+        return weights
+
+    async def Restart(self, request: tr.RestartRequest, context: Any) -> tr.BindResponse:
+        self.calls["Restart"] += 1
+        key = (request.job_id, request.policy)
+        if key not in self.bound:
+            raise NotFound(f"{request.policy} is not bound here", kind="not_bound")
+        if self.script.lose_first:
+            raise FailedPrecondition(
+                "no training state of version 0", kind="state_not_found", field="version"
+            )
+        assert self.bound[key].version in (request.version, request.version + 1)
+        folder = self.settings.data_dir / request.job_id / "restarted" / request.policy
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / str(request.version + 1)).touch()
+        self.bound[key] = self._weights(*key, request.version + 1)
+        assert self.bound[key].checksum == request.checksum
+        await self._maybe_die("restarted")
+        return tr.BindResponse(weights=self.bound[key], num_parameters=1)
 
     def _bound(self, request: tr.BindRequest | tr.ResumeRequest, weights: pb.WeightsRef) -> None:
         self.bound[request.job_id, request.policy] = weights
@@ -124,7 +151,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         if self.script.lose_suspended:
             self.script.lose_suspended = False
             raise NotFound("it is gone", kind="suspended_state_gone", field="state.key")
-        weights = weights_of(request.job_id, request.policy, request.version)
+        weights = self._weights(request.job_id, request.policy, request.version)
         self._bound(request, weights)
         return tr.BindResponse(weights=weights, num_parameters=1)
 
@@ -264,7 +291,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
             outcome, version = es.STEP_OUTCOME_SKIPPED, request.version
         elif not claims:
             outcome, version = es.STEP_OUTCOME_EMPTY, request.version
-        weights = weights_of(request.job_id, request.policy, version)
+        weights = self._weights(request.job_id, request.policy, version)
         metrics = {"loss/policy": 0.5, "grad_norm": float("nan")}
         if stale:
             metrics |= {"staleness/mean": sum(stale) / len(stale), "staleness/max": max(stale)}

@@ -115,7 +115,7 @@ class Version:
     num_bytes: int
     step: int
     published_at: datetime
-    # "applied", "skipped", "empty"; "" for version 0.
+    # "applied", "skipped", "empty"; "restarted" for the first weights again; "" for version 0.
     outcome: str
 
     @classmethod
@@ -128,7 +128,9 @@ class Version:
             num_bytes=version.weights.num_bytes,
             step=version.step,
             published_at=when(version.published_at),
-            outcome=word(experience_store_pb2.StepOutcome, version.outcome),
+            outcome="restarted"
+            if version.restarted
+            else word(experience_store_pb2.StepOutcome, version.outcome),
         )
 
 

@@ -33,6 +33,7 @@ MetaSolverName = Literal[
     "latest",
 ]
 WeightingName = Literal["hard", "variance", "linear"]
+Beginning = Literal["latest", "base"]
 LearnerKind = Literal["main", "main_exploiter", "league_exploiter"]
 
 
@@ -116,6 +117,12 @@ class PopulationSpec(Section):
     iteration_steps: int = Field(default=10, ge=1)
     """Optimizer steps of one best response. After each such iteration the learners' versions are
     frozen, matches fill the payoff table, and the next opponents are decided upon."""
+    restart: Beginning = "latest"
+    """What the next best response begins with. `latest`: its learner as it is; `base`: the first
+    weights of its policy and a fresh optimizer, as in the papers: of every learner after every
+    iteration; in `pipeline_psro` of those whose best response was settled, in a `league` of
+    exploiters that were settled, never of main agents. It is a version of its own, without a step;
+    learning rates that warm up or fall count it. Version 0 stays on disk."""
     redraw_steps: int = Field(default=0, ge=0)
     """Steps after which the slots are given other members, where fewer fit than there are to meet;
     0: once per iteration. In mode `async` open steps end first."""
@@ -146,10 +153,10 @@ class PopulationSpec(Section):
     """How many matches fill the payoff table."""
     game: str | None = None
     """OpenSpiel name of the game that the workflow plays ("kuhn_poker"; a `GameWorkflow` over the
-    OpenSpiel environment), where its tree is small enough to walk. Payoffs and NashConv are then
-    computed of what members say in every information state, exactly, and no matches are played; but
-    for `prioritized` and `league`, which choose by wins. Players then draw from the whole
-    vocabulary: no `top_p`, no `top_k`."""
+    OpenSpiel environment), or the environment of networks (`openspiel`, all players agents), where
+    its tree is small enough to walk. Payoffs and NashConv are then computed of what members say in
+    every information state, exactly, and no matches are played; but for `prioritized` and `league`,
+    which choose by wins. Players then draw from the whole vocabulary: no `top_p`, no `top_k`."""
     stop: StopSpec = StopSpec()
     """When it is good enough."""
 
@@ -175,6 +182,11 @@ class PopulationSpec(Section):
             raise ValueError(
                 f"matches.least: {self.matches.least} is not between 2 and matches.most = "
                 f"{self.matches.most} (or 0: no matches)"
+            )
+        if self.restart == "base" and self.algorithm in ("self_play", "regularized"):
+            raise ValueError(
+                f"restart: `{self.algorithm}` goes on with one policy, and no best response begins "
+                "again from `base`; remove it, or choose another algorithm"
             )
         if self.league.self_play + self.league.forgotten > 1:
             raise ValueError("league.forgotten: with `self_play` it is more than all games")

@@ -796,8 +796,11 @@ class PolicyVersion(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PUBLISHED_AT_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    RESTARTED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     outcome: _experience_store_pb2.StepOutcome.ValueType
+    restarted: _builtins.bool
+    """No step made it: a best response begins again from the first weights (`population.restart`)."""
     @_builtins.property
     def weights(self) -> _common_pb2.WeightsRef: ...
     @_builtins.property
@@ -809,10 +812,11 @@ class PolicyVersion(_message.Message):
         step: _builtins.int = ...,
         published_at: _timestamp_pb2.Timestamp | None = ...,
         outcome: _experience_store_pb2.StepOutcome.ValueType = ...,
+        restarted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["published_at", b"published_at", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "published_at", b"published_at", "step", b"step", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "published_at", b"published_at", "restarted", b"restarted", "step", b"step", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -857,3 +857,36 @@ class DropMemberResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropMemberResponse: _TypeAlias = DropMemberResponse  # noqa: Y015
+
+@_typing.final
+class RestartRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    job_id: _builtins.str
+    policy: _builtins.str
+    version: _builtins.int
+    """The ledger's, which is left; the new one is the next."""
+    checksum: _builtins.str
+    """The ledger's of version 0: other first weights are not taken."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        policy: _builtins.str = ...,
+        version: _builtins.int = ...,
+        checksum: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestartRequest: _TypeAlias = RestartRequest  # noqa: Y015

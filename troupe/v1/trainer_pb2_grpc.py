@@ -94,6 +94,11 @@ class TrainerStub:
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.DropMemberRequest.SerializeToString,
                 response_deserializer=troupe_dot_v1_dot_trainer__pb2.DropMemberResponse.FromString,
                 _registered_method=True)
+        self.Restart = channel.unary_unary(
+                '/troupe.v1.Trainer/Restart',
+                request_serializer=troupe_dot_v1_dot_trainer__pb2.RestartRequest.SerializeToString,
+                response_deserializer=troupe_dot_v1_dot_trainer__pb2.BindResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/troupe.v1.Trainer/Release',
                 request_serializer=troupe_dot_v1_dot_trainer__pb2.ReleaseRequest.SerializeToString,
@@ -199,6 +204,14 @@ class TrainerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Restart(self, request, context):
+        """Makes the first weights of a bound policy its next version, without a step: a best response
+        begins again from there. Optimizer and all else that learns begin again, too. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Gives the devices back, and forgets a suspended state. State of the last committed step is
         already stored.
@@ -275,6 +288,11 @@ def add_TrainerServicer_to_server(servicer, server):
                     servicer.DropMember,
                     request_deserializer=troupe_dot_v1_dot_trainer__pb2.DropMemberRequest.FromString,
                     response_serializer=troupe_dot_v1_dot_trainer__pb2.DropMemberResponse.SerializeToString,
+            ),
+            'Restart': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restart,
+                    request_deserializer=troupe_dot_v1_dot_trainer__pb2.RestartRequest.FromString,
+                    response_serializer=troupe_dot_v1_dot_trainer__pb2.BindResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -611,6 +629,33 @@ class Trainer:
             '/troupe.v1.Trainer/DropMember',
             troupe_dot_v1_dot_trainer__pb2.DropMemberRequest.SerializeToString,
             troupe_dot_v1_dot_trainer__pb2.DropMemberResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restart(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/troupe.v1.Trainer/Restart',
+            troupe_dot_v1_dot_trainer__pb2.RestartRequest.SerializeToString,
+            troupe_dot_v1_dot_trainer__pb2.BindResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -67,6 +67,10 @@ class TrainerStub:
     """
     DropMember: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.DropMemberRequest, _trainer_pb2.DropMemberResponse]
     """Takes a member's weights out of the transfer layer; its files too, if asked to. Idempotent."""
+    Restart: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.RestartRequest, _trainer_pb2.BindResponse]
+    """Makes the first weights of a bound policy its next version, without a step: a best response
+    begins again from there. Optimizer and all else that learns begin again, too. Idempotent.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseRequest, _trainer_pb2.ReleaseResponse]
     """Gives the devices back, and forgets a suspended state. State of the last committed step is
     already stored.
@@ -112,6 +116,10 @@ class TrainerAsyncStub(TrainerStub):
     """
     DropMember: _aio.UnaryUnaryMultiCallable[_trainer_pb2.DropMemberRequest, _trainer_pb2.DropMemberResponse]  # type: ignore[assignment]
     """Takes a member's weights out of the transfer layer; its files too, if asked to. Idempotent."""
+    Restart: _aio.UnaryUnaryMultiCallable[_trainer_pb2.RestartRequest, _trainer_pb2.BindResponse]  # type: ignore[assignment]
+    """Makes the first weights of a bound policy its next version, without a step: a best response
+    begins again from there. Optimizer and all else that learns begin again, too. Idempotent.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ReleaseRequest, _trainer_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives the devices back, and forgets a suspended state. State of the last committed step is
     already stored.
@@ -226,6 +234,16 @@ class TrainerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.DropMemberResponse, _abc.Awaitable[_trainer_pb2.DropMemberResponse]]:
         """Takes a member's weights out of the transfer layer; its files too, if asked to. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def Restart(
+        self,
+        request: _trainer_pb2.RestartRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_pb2.BindResponse, _abc.Awaitable[_trainer_pb2.BindResponse]]:
+        """Makes the first weights of a bound policy its next version, without a step: a best response
+        begins again from there. Optimizer and all else that learns begin again, too. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def Release(

@@ -1,5 +1,6 @@
 -- Moves one policy in the ledger: exactly one step on from where it is, or nothing.
--- KEYS record, ledger, versions. ARGV policy, steps done, version, checksum, entry.
+-- KEYS record, ledger, versions. ARGV policy, steps done, version, checksum, entry, and whether it
+-- is a restart (0/1): the next version without a step.
 -- Returns {outcome, entry}: moved | same | older | gap | conflict | missing.
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {'missing', ''}
@@ -12,7 +13,15 @@ local known = redis.call('HGET', KEYS[2], policy .. ':v' .. ARGV[3])
 if known and known ~= ARGV[4] then
   return {'conflict', entry}
 end
-if not now then
+if ARGV[6] == '1' then
+  -- Versions have no gaps, so that the newest is the one whose next is not known.
+  local left = redis.call('HGET', KEYS[2], policy .. ':v' .. string.format('%d', ARGV[3] - 1))
+  if known then
+    return {'same', entry}
+  elseif not left or done ~= tonumber(now) then
+    return {'gap', entry}
+  end
+elseif not now then
   if done ~= 0 then
     return {'gap', entry}
   end

@@ -5,6 +5,8 @@ Functions of the specification and the state alone: who takes a job over decides
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
 from services.orchestrator.populations.state import (
@@ -90,6 +92,22 @@ def settle_due(spec: JobSpec, state: PopulationState) -> list[str]:
         if is_due(learner, league, wins, since, rules):
             found.append(name)
     return found
+
+
+def restart_due(
+    spec: JobSpec, state: PopulationState, settled: Collection[str] | None = None
+) -> list[str]:
+    """`restart: base`: the learners whose best response is over now that an iteration is, or that
+    the candidates of `settled` have become members for good."""
+    population, pools = sections(spec)
+    if population.restart == "latest":
+        return []
+    if population.algorithm == "pipeline_psro":
+        return sorted(settled or ())
+    if population.algorithm == "league":
+        # Main agents are what the league is for (Vinyals et al. 2019, methods).
+        return [name for name in sorted(settled or ()) if pools.learners[name].kind != "main"]
+    return list(pools.learners) if settled is None else []
 
 
 def levels(pool: Pool, state: PopulationState) -> list[str]:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import Final
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.dispatch import Dispatch
 from services.orchestrator.engines import Engines
-from services.orchestrator.faults import Patience
+from services.orchestrator.faults import Patience, together
 from services.orchestrator.populations.decisions import (
     measured,
     mixtures,
+    restart_due,
     sections,
     settle_due,
     solution,
@@ -56,6 +58,7 @@ class Population:
         self._population, self._pools = sections(job.spec)
         self.state = state
         self.slots = Slots(job, weights, store, state)
+        trainers.began_with(state.began_with)
         self._matches: Matches
         self._exact: ExactPayoffs | None = None
         if self._population.game is not None:
@@ -115,6 +118,7 @@ class Population:
                 await self._conclude(step, seconds)
         if finished or self.stopped:
             return
+        await self._begin_again()
         if state.pending and self._aside is None:
             self._aside = asyncio.create_task(self._measure(), name="matches")
         await self.slots.cast(step, self._patience("loading opponents"))
@@ -163,9 +167,11 @@ class Population:
                 await self.close()
         await self._measure()
         state = self.state
-        for learner in settle_due(self._job.spec, state):
+        settled = settle_due(self._job.spec, state)
+        for learner in settled:
             state.newest(learner).state = SETTLED
             state.settled_at[learner] = state.iteration
+        self._note_restarts(restart_due(self._job.spec, state, settled))
         solved = solution(self._job.spec, state, step)
         if self._exact is not None:
             solved.nash_conv = await self._exact.nash_conv(solved.mixtures)
@@ -183,12 +189,12 @@ class Population:
         state, retired = self.state, []
         fresh: list[Member] = []
         for learner in self._pools.learners:
-            parent = state.newest(learner)
+            newest, parent = state.newest(learner), state.parent(learner)
             ref, size = await self._weights.freeze(learner)
-            if parent.state == CANDIDATE:
-                retired.append(parent)
-            if ref.version == parent.version:
-                continue  # it has not learned anything: its newest member is what it is
+            if newest.state == CANDIDATE:
+                retired.append(newest)
+            if ref.checksum == parent.checksum:
+                continue  # it has not learned anything: there is such a member
             where = {"step": step, "iteration": state.iteration + 1}
             fresh.append(_member(self._job, ref, size, **where, parent=parent.member_id))
         for one in retired:
@@ -204,10 +210,39 @@ class Population:
         state.iteration += 1
         state.began = step
         state.pending = True
+        self._note_restarts(restart_due(self._job.spec, state))
         await self._save()
         # Who retired before may have been drawn from until now, or a crash came between.
         for one in state.unneeded(since=state.iteration - _SWEPT):
             await self._weights.drop(one, files=True)
+
+    def _note_restarts(self, learners: Iterable[str]) -> None:
+        """These begin again with their first weights, unless they are there: durable before it is
+        done, so that whoever takes the job over leaves the same versions."""
+        for learner in learners:
+            weights = self._trainers.policies[learner].weights
+            if weights.checksum != self.state.first(learner).checksum:
+                self.state.restarting[learner] = weights.version
+
+    async def _begin_again(self) -> None:
+        """Move those that are to begin again to their next version. No step is open."""
+        state = self.state
+        if not state.restarting:
+            return
+        patience = self._patience("beginning again")
+
+        async def one(learner: str, left: int) -> None:
+            trainer = self._trainers.policies[learner]
+            weights = await trainer.restart(left, state.first(learner).checksum, patience)
+            await self.slots.engines.update(weights, patience)
+
+        await together(*(one(*item) for item in state.restarting.items()))
+        names = ", ".join(sorted(state.restarting))
+        state.began_with |= {learner: left + 1 for learner, left in state.restarting.items()}
+        state.restarting = {}
+        self._trainers.began_with(state.began_with)
+        await self._save()
+        await self._job.info(f"{names}: the next best response begins with the first weights")
 
     def _stop_reason(self, seconds: float) -> str:
         stop, state = self._population.stop, self.state

@@ -103,6 +103,10 @@ class PopulationState:
     casting: Casting | None = None
     settled_at: dict[str, int] = field(default_factory=dict)
     """By learner: the iteration in which a version of it was settled last."""
+    restarting: dict[str, int] = field(default_factory=dict)
+    """By learner that is to begin again with its first weights: the version that it leaves."""
+    began_with: dict[str, int] = field(default_factory=dict)
+    """By learner: the version that its best response began with, where that was a restart."""
     stopped: str = ""
 
     def win_rates(self) -> dict[tuple[str, str], float]:
@@ -115,6 +119,18 @@ class PopulationState:
         """Its newest member."""
         own = [one for one in self.members.values() if one.learner == learner]
         return max(own, key=lambda one: (one.iteration, one.version))
+
+    def first(self, learner: str) -> Member:
+        """Its first version, with which it begins again."""
+        own = [one for one in self.members.values() if one.learner == learner]
+        return min(own, key=lambda one: one.version)
+
+    def parent(self, learner: str) -> Member:
+        """The member that it has gone on from."""
+        newest = self.newest(learner)
+        if self.began_with.get(learner, 0) > newest.version:
+            return self.first(learner)
+        return newest
 
     def unneeded(self, since: int = 0) -> list[Member]:
         """Retired members of the iterations from `since` on whom nobody plays, or may draw."""
@@ -149,6 +165,8 @@ class PopulationState:
             "ratings": {name: asdict(one) for name, one in sorted(self.ratings.items())},
             "played": self.played,
             "settled_at": self.settled_at,
+            "restarting": self.restarting,
+            "began_with": self.began_with,
             "stopped": self.stopped,
             "table": self.table.to_json(),
         }
@@ -181,5 +199,8 @@ class PopulationState:
             slots={slot: (one, n) for slot, (one, n) in json.loads(fields["slots"]).items()},
             casting=None if casting is None else Casting(**casting),
             settled_at=rest["settled_at"],
+            # Of a job that began before there were any.
+            restarting=rest.get("restarting", {}),
+            began_with=rest.get("began_with", {}),
             stopped=rest["stopped"],
         )
