@@ -128,7 +128,7 @@ def cores() -> int:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Run all sides, print a table and the JSON object."""
     options = options_of(__doc__, arguments, parts=("peers", "workers"))
-    plan = Plan(cores(), (1, 2, 4, 8, 16), 2.0, 3)
+    plan = Plan(cores(), (1, 2, 4, 8, 16), 1.5, 3)
     if options.quick:
         plan = Plan(1, (1, 2), 0.5, 1)
     header = f"{'copies':>6} {'steps/s':>12} {'steps/CPU s':>14}"

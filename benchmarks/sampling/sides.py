@@ -1,7 +1,7 @@
 """A side of the comparison: a process that samples a window of time whenever it is asked to.
 
 All sides of a group live at once and are asked in turns, so that whatever else the machine does
-meets all of them; who is not asked stands still, its buffers being full.
+meets all of them; who is not asked is stopped, since a sampler otherwise goes on by itself.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class Running:
         )
 
     def wait_ready(self) -> None:
-        """Until all its workers play. Raises SideFailed."""
+        """Until all its workers play; then it stands still. Raises SideFailed."""
         self._said(_START_SECONDS)
+        self._signal(signal.SIGSTOP)
 
     def window(self, seconds: float, workers: int = 0) -> Rate:
         """So many seconds; of our side with so many of its workers (0: all of them).
@@ -95,16 +96,23 @@ class Running:
         Raises SideFailed.
         """
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it has ended: the answer says so
             self._process.stdin.write(f"{seconds} {workers}\n")
             self._process.stdin.flush()
-        return Rate(**self._said(2 * seconds + _LATE_SECONDS))
+        found = Rate(**self._said(2 * seconds + _LATE_SECONDS))
+        self._signal(signal.SIGSTOP)
+        return found
 
-    def close(self) -> None:
-        """End it and all that it started."""
+    def leave(self) -> None:
+        """Let it end."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
+
+    def close(self) -> None:
+        """Wait until it and all that it started have ended."""
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -127,6 +135,12 @@ class Running:
         said = self._errors.read().strip()[-800:]
         raise SideFailed(f"{self.side.name} on {self.side.world} has ended: {said}")
 
+    def _signal(self, number: signal.Signals) -> None:
+        # Ray's processes miss each other's heartbeats; they wait by themselves.
+        if self.side.module != "rllib":
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -147,6 +161,8 @@ def started(sides: Sequence[Side]) -> Iterator[list[Running]]:
                 one.wait_ready()
             yield running
         finally:
+            for one in running:
+                one.leave()
             for one in running:
                 one.close()
 
