@@ -24,6 +24,8 @@ from troupe.populations.learned import (  # noqa: E402
     enumerated,
     train,
 )
+from troupe.populations.matches import Precision  # noqa: E402
+from troupe.populations.sampled import SampledGame  # noqa: E402
 
 
 def oracle(updates: int, copies: int = 64, gradients: int = 2) -> Oracle:
@@ -96,6 +98,22 @@ def test_levels_train_beside_each_other_and_become_members_in_turn() -> None:
 def test_levels_are_some() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         LearnedPsro("kuhn_poker", levels=0)
+
+
+def test_payoffs_are_played_where_they_are_asked_for() -> None:
+    psro = LearnedPsro("kuhn_poker", oracle(2), seed=2, sampled=Precision(least=500))
+    found = list(psro.run(2))
+    form = psro.histories.form
+    assert isinstance(psro.meta_game, SampledGame)
+    assert found[1].sizes == psro.meta_game.sizes
+    for members in np.ndindex(*found[1].sizes):
+        cell = psro.meta_game.table.cell(members)
+        assert cell is not None
+        assert cell.matches == 500
+        plans = [pool[k] for pool, k in zip(psro.meta_game.pools, members, strict=True)]
+        assert np.abs(cell.mean - form.values(plans)).max() <= 2.5 * cell.half_width() + 1e-12
+    # Measured in the whole game all the same.
+    assert found[1].nash_conv == pytest.approx(form.nash_conv(found[1].plans))
 
 
 @pytest.mark.slow

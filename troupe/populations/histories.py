@@ -98,6 +98,18 @@ class Histories:
         return found
 
 
+def cumulated(shares: Array, width: int) -> Floats:
+    """Cumulated probabilities of rows [r, A], as [r, width]; from the last possible one on, beyond
+    any draw."""
+    found = np.full((len(shares), width), 2.0, dtype=np.float32)
+    columns = np.arange(shares.shape[1])
+    last = np.where(shares > 0, columns, -1).max(axis=1)
+    total = shares.sum(axis=1, keepdims=True)
+    below = columns < last[:, None]
+    found[:, : shares.shape[1]] = np.where(below, np.cumsum(shares, axis=1) / total, 2.0)
+    return found
+
+
 @dataclass
 class _Reading:
     """Visits all histories once."""

@@ -1,8 +1,9 @@
 """PSRO whose best responses are networks that learn (Lanctot et al. 2017), several at once
 (pipeline PSRO, McAleer et al. 2020), on games whose tree can be walked.
 
-A member is a network, and by what it does at every information set it is a plan, too: payoffs and
-NashConv are exact. It answers with its likeliest or best action. Importing this needs torch.
+A member is a network, and by what it does at every information set it is a plan, too: NashConv is
+exact, and so are payoffs unless they are to be played. It answers with its likeliest or best
+action. Importing this needs torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from troupe.networks.spec import NetworkSpec, QLearningSpec
 from troupe.networks.vector import Spaces
 from troupe.populations.games import Array, Profile
 from troupe.populations.histories import Histories
+from troupe.populations.matches import Precision
 from troupe.populations.psro import Iteration, MetaGame
+from troupe.populations.sampled import SampledGame
 from troupe.populations.solvers import MetaSolver, solve
 
 Tensors = dict[str, torch.Tensor]
@@ -170,14 +173,20 @@ class LearnedPsro:
         levels: int = 1,
         stretch: int | None = None,
         workers: Workers = map,
+        sampled: Precision | None = None,
     ) -> None:
         """`game`: OpenSpiel's name. `workers`: carries out the trainings of a stretch, all at once
-        if it can (`Executor.map` of processes with one torch thread each). Raises ValueError."""
+        if it can (`Executor.map` of processes with one torch thread each). `sampled`: payoffs are
+        not computed, but played to this precision; NashConv stays exact. Raises ValueError."""
         self.oracle = oracle or Oracle()
         if levels < 1 or (stretch is not None and stretch < 1):
             raise ValueError(f"levels and stretch are at least 1, not {levels} and {stretch}")
         self.game, self.histories = game, histories_of(game)
-        self.meta_game = MetaGame(self.histories.form)
+        self.meta_game = (
+            MetaGame(self.histories.form)
+            if sampled is None
+            else SampledGame(self.histories, sampled, seed)
+        )
         self.tables: list[list[Array]] = [
             [self.histories.uniform(player)] for player in range(self.histories.form.players)
         ]

@@ -35,6 +35,18 @@ class Cell:
         self.mean = self.mean + change / self.matches
         self.squares = self.squares + change * (payoffs - self.mean)
 
+    def add_all(self, payoffs: Array) -> None:
+        """Count many matches [m, n] at one stroke (Chan et al. 1979, section 2)."""
+        new = len(payoffs)
+        if not new:
+            return
+        mean = payoffs.mean(axis=0)
+        change, whole = mean - self.mean, self.matches + new
+        apart = change**2 * self.matches * new / whole
+        self.squares = self.squares + ((payoffs - mean) ** 2).sum(axis=0) + apart
+        self.mean = self.mean + change * new / whole
+        self.matches = whole
+
     @property
     def variance(self) -> Array:
         """Of one match, per player [n]; infinite before the second."""
@@ -84,6 +96,15 @@ class PayoffTable:
     def record(self, members: Members, payoffs: Sequence[float]) -> None:
         """Count one whole match. Raises ValueError for members or payoffs that are none."""
         self._cell(members).add(self._canonical(members, payoffs))
+
+    def record_all(self, members: Members, payoffs: Array) -> None:
+        """Count many whole matches of the same members, payoffs [m, n]. Raises as `record`."""
+        given = np.asarray(payoffs, dtype=np.float64)
+        if given.ndim != 2 or given.shape[1] != self.players or not np.isfinite(given).all():
+            raise ValueError(f"matches give {self.players} finite payoffs each")
+        if self.symmetric:
+            given = given[:, list(_order(members))]
+        self._cell(members).add_all(given)
 
     def settle(self, members: Members, payoffs: Sequence[float]) -> None:
         """The expected payoffs are known exactly. Raises ValueError."""

@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from troupe.networks.vector import Actions, Observed, Spaces, Stepped
-from troupe.populations.histories import Histories
+from troupe.populations.histories import Histories, cumulated
 from troupe.rpc.errors import InvalidArgument
 
 Indices = NDArray[np.int64]
-Floats = NDArray[np.float32]
 Array = NDArray[np.float64]
 
 
@@ -191,15 +190,4 @@ class GameCopies:
         blocks: list[Array] = [rows.reshape(-1, rows.shape[-1]) for rows, _ in self._pools]
         blocks.append(self.histories.chances)
         self._begin = np.concatenate([[0], np.cumsum([len(block) for block in blocks])])
-        self._rows = np.concatenate([_summed(block, self._width) for block in blocks])
-
-
-def _summed(shares: Array, width: int) -> Floats:
-    """Cumulated probabilities [r, width]; from the last possible one on, beyond any draw."""
-    found = np.full((len(shares), width), 2.0, dtype=np.float32)
-    columns = np.arange(shares.shape[1])
-    last = np.where(shares > 0, columns, -1).max(axis=1)
-    total = shares.sum(axis=1, keepdims=True)
-    below = columns < last[:, None]
-    found[:, : shares.shape[1]] = np.where(below, np.cumsum(shares, axis=1) / total, 2.0)
-    return found
+        self._rows = np.concatenate([cumulated(block, self._width) for block in blocks])
