@@ -1,0 +1,1 @@
+"""Small networks that learn poker against their own past."""
