@@ -177,7 +177,7 @@ class Batch:
 def batches(sizes: Sequence[int], beyond: Sequence[int], law: CodingLaw, seed: int) -> list[Batch]:
     """`sizes` elastic and static, those `beyond` elastic only."""
     hosts = [HOST_CORES] * HOSTS
-    trajectories = coding(max(*sizes, *beyond), law, seed)
+    trajectories = coding(max((*sizes, *beyond)), law, seed)
     found = []
     for size in sorted({*sizes, *beyond}):
         part = trajectories[:size]

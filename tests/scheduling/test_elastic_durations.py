@@ -116,6 +116,14 @@ def test_declared_seconds_need_not_be_seconds_of_this_machine() -> None:
     assert discipline.expected("g", Kin(), 3.0, declared=50.0) == 50.0
 
 
+def test_what_is_remembered_is_bounded() -> None:
+    durations = Durations()
+    for number in range(5000):
+        durations.observed(1.0 + number % 7, Kin(f"{number}", f"{number}", "same"))
+    levels = (durations._queries, durations._contents, durations._trajectories)
+    assert [len(level._means) for level in levels] == [4096, 1024, 1024]
+
+
 @pytest.mark.parametrize("multiple", [-1.0, math.nan, math.inf])
 def test_what_means_nothing_is_refused(multiple: float) -> None:
     with pytest.raises(ValueError, match="times what was expected"):

@@ -16,8 +16,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-# Keys of one kind that are remembered; the longest unheard of are forgotten.
-_KEYS: Final = 4096
+# Queries that are remembered, which come again an epoch later; and trajectories, and arguments,
+# which come again soon or never. The longest unheard of are forgotten.
+_QUERIES: Final = 4096
+_OTHERS: Final = 1024
 # Older calls count less than the last so many: of a function, and of one key of it.
 _MEMORY: Final = 1024.0
 _KEY_MEMORY: Final = 32.0
@@ -52,7 +54,8 @@ class _Mean:
 class _Level:
     """Calls by one kind of key, and how far those of one key are apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: int) -> None:
+        self._keys = keys
         self._means: OrderedDict[object, _Mean] = OrderedDict()
         self._pairs, self._squares = 0.0, 0.0
 
@@ -62,7 +65,7 @@ class _Level:
         known = self._means.get(key)
         if known is None:
             self._means[key] = _Mean(1.0, value, value, of)
-            if len(self._means) > _KEYS:
+            if len(self._means) > self._keys:
                 self._means.popitem(last=False)
             return
         self._means.move_to_end(key)
@@ -96,7 +99,8 @@ class Durations:
     def __init__(self) -> None:
         self._count, self._mean, self._variance = 0.0, 0.0, 0.0
         self._ratio, self._ratios = 0.0, 0.0
-        self._queries, self._contents, self._trajectories = _Level(), _Level(), _Level()
+        self._queries = _Level(_QUERIES)
+        self._contents, self._trajectories = _Level(_OTHERS), _Level(_OTHERS)
 
     def observed(self, multiple: float, kin: Kin = Kin()) -> None:  # noqa: B008 (a tuple)
         """A call took so many times what was taken for one. Raises ValueError."""

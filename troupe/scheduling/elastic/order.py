@@ -34,7 +34,7 @@ PATIENCE: Final = 300.0
 # Jobs of which is remembered what they did; the longest unheard of are forgotten.
 _JOBS: Final = 256
 # Functions of which is remembered how long their calls take.
-_FUNCTIONS: Final = 1024
+_FUNCTIONS: Final = 256
 # What is typical follows the last so many actions of a job.
 _TYPICAL: Final = 256.0
 
