@@ -7,11 +7,12 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from services.rollout import rewards
+from services.rollout.clock import TrajectoryClock
 from tests.rollout.house import PLAYS, House, evaluation, open_house
 from tests.rollout.processes import ServiceProcess
 from tests.support.cluster import job_yaml
@@ -21,6 +22,7 @@ from troupe.rpc import connect
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub
+from troupe.workflow import Tools
 
 FAILED = common.TRAJECTORY_STATE_FAILED
 COMPLETED = common.TRAJECTORY_STATE_COMPLETED
@@ -50,6 +52,23 @@ async def test_a_tool_gives_its_value(house: House) -> None:
     await house.prepare("uses_tool", tools={"add": function("add")})
     event = await house.run_one(index=3)
     assert event.rewards["solver"] == 4.0
+
+
+async def test_the_service_is_told_the_query_and_what_the_workflow_expects() -> None:
+    asked: list[pb.InvokeRequest] = []
+
+    class Stub:
+        async def Invoke(self, request: pb.InvokeRequest, timeout: float) -> pb.InvokeResponse:
+            asked.append(request)
+            return pb.InvokeResponse(result_json="3")
+
+    spec = parse_job(job_yaml(tools={"add": function("add")}))
+    functions = rewards.JobFunctions(cast("Any", Stub()), "job", spec)
+    clock = TrajectoryClock(60, longest=60, patient=False)
+    tools = Tools(["add"], rewards.TrajectoryTools(functions, "t", clock, query_id="q7"))
+    assert await tools.expecting(4.5).call("add", a=1, b=2) == 3
+    assert await tools.call("add", a=1, b=2) == 3
+    assert [(one.query_id, one.expected_seconds) for one in asked] == [("q7", 4.5), ("q7", 0.0)]
 
 
 @pytest.mark.slow
