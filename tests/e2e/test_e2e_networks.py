@@ -14,6 +14,7 @@ import yaml
 
 from tests.e2e.conftest import House
 from troupe.client import AsyncJobHandle
+from troupe.networks.exported import ExportedNetwork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -47,9 +48,14 @@ async def _rows(house: House, handle: AsyncJobHandle) -> list[dict[str, float]]:
     return [row for row in rows if "step/seconds" in row]
 
 
-async def test_a_killed_trainer_changes_no_bit_and_async_keeps_its_bound(house: House) -> None:
+async def test_a_killed_trainer_changes_no_bit_and_async_keeps_its_bound(
+    house: House, tmp_path: Path
+) -> None:
     quiet = await house.client.submit(_job("two_step.yaml", mode="sync", deterministic=True))
     wanted = await _end(house, quiet)
+    exported = ExportedNetwork.read(await quiet.export("team", tmp_path / "exported"))
+    returns = exported.actor(exported.play(copies=2)).sample(0, explore=False).returns
+    assert returns[0, 0] in (0, 1, 7, 8), "what the two games pay"
 
     handle = await house.client.submit(_job("two_step.yaml", mode="sync", deterministic=True))
     async with asyncio.timeout(120):

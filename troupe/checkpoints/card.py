@@ -9,6 +9,16 @@ from typing import Any
 
 from troupe.checkpoints.lineage import Lineage
 
+_NETWORK_USAGE = """```python
+from troupe.networks.exported import ExportedNetwork
+
+network = ExportedNetwork.read(".")
+actor = network.actor(network.play(copies=16))
+print(actor.sample(seed=0, explore=False).returns)
+```
+
+"""
+
 
 def write_card(folder: Path, rewards: Mapping[str, float]) -> None:
     """Write README.md beside the weights; `rewards` by name, of the step that made them.
@@ -19,9 +29,10 @@ def write_card(folder: Path, rewards: Mapping[str, float]) -> None:
     if lineage is None:
         return
     adapter = (folder / "adapter_config.json").is_file()
+    network = not adapter and _is_network(folder)
     head: dict[str, Any] = {
-        "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "library_name": "troupe" if network else "peft" if adapter else "transformers",
+        "pipeline_tag": "reinforcement-learning" if network else "text-generation",
         "tags": ["troupe", "reinforcement-learning", *(["lora"] if adapter else [])],
     }
     if lineage.base_model:
@@ -41,11 +52,22 @@ def write_card(folder: Path, rewards: Mapping[str, float]) -> None:
     # JSON is YAML: no library, and nothing to escape by hand.
     front = "".join(f"{name}: {json.dumps(value)}\n" for name, value in head.items())
     what = "A LoRA adapter" if adapter else "A causal language model"
+    what = "A small network" if network else what
+    usage = _NETWORK_USAGE if network else ""
     (folder / "README.md").write_text(
         f"---\n{front}---\n\n# {lineage.job}: {lineage.policy} @ {lineage.version}\n\n"
-        f"{what} trained with Troupe.\n\n| | |\n|---|---|\n{table}",
+        f"{what} trained with Troupe.\n\n{usage}| | |\n|---|---|\n{table}",
         encoding="utf-8",
     )
+
+
+def _is_network(folder: Path) -> bool:
+    """Whether `troupe.networks.exported` loads it."""
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return bool(described["model_type"] == "troupe_network")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def rewards_of(rows: Mapping[str, float]) -> dict[str, float]:

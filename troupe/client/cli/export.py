@@ -48,7 +48,8 @@ def export(
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Copy a checkpoint into DIR, where transformers, PEFT and SGLang load it.
+    """Copy a checkpoint into DIR, where transformers, PEFT and SGLang load it; a small network's,
+    `troupe.networks.exported`.
 
     From the cluster that runs, or else from the data directory of one that has stopped.
     """

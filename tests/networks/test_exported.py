@@ -1,0 +1,79 @@
+"""A checkpoint's folder plays as the network that it was written of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.trainer.networks.learner import NetworkLearner
+from troupe.checkpoints.card import write_card
+from troupe.checkpoints.lineage import Lineage
+from troupe.job import JobSpec
+from troupe.networks.exported import ExportedNetwork
+from troupe.rpc.errors import InvalidArgument
+
+
+def written(folder: Path, learning: dict[str, Any]) -> NetworkLearner:
+    """A checkpoint as trainers write it."""
+    spec = {
+        "name": "exported",
+        "environment": {"source": "simple_spread", "args": {"steps": 6}, "copies": 4},
+        "agents": {f"agent_{i}": {"policy": "team"} for i in range(3)},
+        "policies": {"team": {"network": {"hidden": [8], "learning": learning}}},
+        "pipeline": {"steps": 1, "queries_per_step": 1},
+    }
+    if learning["paradigm"] == "maddpg":
+        spec["environment"]["args"]["continuous"] = True  # type: ignore[index]
+    learner = NetworkLearner(JobSpec.model_validate(spec), "team")
+    folder.mkdir()
+    weights = {name: tensor.contiguous() for name, tensor in learner.weights().items()}
+    learner.model.save_pretrained(folder, weights)
+    return learner
+
+
+@pytest.mark.parametrize("paradigm", ["ppo", "mappo", "dqn", "vdn", "qmix", "maddpg"])
+def test_it_plays_what_the_learner_published(paradigm: str, tmp_path: Path) -> None:
+    learner = written(tmp_path / "out", {"paradigm": paradigm})
+    found = ExportedNetwork.read(tmp_path / "out")
+    published = learner.published()
+    assert found.weights.keys() == published.keys()
+    assert all(torch.equal(found.weights[name], published[name]) for name in published)
+    assert found.agents == ("agent_0", "agent_1", "agent_2")
+    environment = found.play(copies=5)
+    assert (environment.copies, environment.spaces) == (5, found.spaces)
+    returns = found.actor(environment).sample(3, explore=False).returns
+    assert returns.shape == (5, 3)
+    assert np.isfinite(returns).all()
+
+
+def test_a_folder_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"config\.json"):
+        ExportedNetwork.read(tmp_path)
+    folder = tmp_path / "out"
+    written(folder, {"paradigm": "ppo"})
+    weights = load_file(folder / "model.safetensors")
+    name = next(one for one in weights if one.startswith("acting.policy"))
+    save_file({n: t for n, t in weights.items() if n != name}, folder / "model.safetensors")
+    with pytest.raises(InvalidArgument, match="is missing") as missing:
+        ExportedNetwork.read(folder)
+    assert name.removeprefix("acting.") in str(missing.value)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(InvalidArgument, match="no network"):
+        ExportedNetwork.read(folder)
+
+
+def test_its_card_says_what_loads_it(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    written(folder, {"paradigm": "ppo"})
+    Lineage("job-1", "particles", "team", 3, 2, "x" * 16, "network").write(folder)
+    write_card(folder, {"reward/mean": -20.0})
+    card = (folder / "README.md").read_text()
+    assert 'library_name: "troupe"' in card
+    assert "A small network" in card
+    assert "ExportedNetwork.read" in card
