@@ -16,7 +16,8 @@ class Batch:
 
     `on_end` sees each trajectory's first ending; what it raises ends the batch. `ended` asks the
     experience store which trajectories have ended although nobody said so. A worker may run them
-    when it serves at least the versions `floors` (None: exactly the newest ones).
+    when it serves at least the versions `floors` (None: exactly the newest ones). What runs `aside`
+    starts when nothing else waits.
     """
 
     def __init__(
@@ -27,8 +28,10 @@ class Batch:
         *,
         floors: Mapping[str, int] | None = None,
         ended: Callable[[], Awaitable[Collection[str]]] | None = None,
+        aside: bool = False,
     ) -> None:
         self.step = step
+        self.aside = aside
         self.patience = patience
         self.floors = floors
         # Trajectories that ended, says the store, while whoever ran them could not tell.

@@ -36,7 +36,7 @@ class Dispatch:
     """All trajectories of a job, of however many batches, in one window.
 
     A stream that breaks, or a worker that is lost, costs nothing but time: what it had not ended
-    goes to whoever is ready. Batches of older steps go first.
+    goes to whoever is ready. Batches of older steps go first, those that run aside last.
     """
 
     def __init__(self, job: JobContext, engines: Engines) -> None:
@@ -143,9 +143,13 @@ class Dispatch:
             if (left := [one for one in group if one.trajectory_id in self._open])
         ]
         # Stable: first come, first served within a step.
-        groups.sort(key=lambda group: self._open[group[0].trajectory_id].batch.step)
+        groups.sort(key=self._turn_of)
         self._waiting = groups
         self._wake.set()
+
+    def _turn_of(self, group: Group) -> tuple[bool, int]:
+        batch = self._open[group[0].trajectory_id].batch
+        return batch.aside, batch.step
 
     def _in_flight(self) -> int:
         """Trajectories dispatched and not ended; also told to whoever pictures the cluster."""

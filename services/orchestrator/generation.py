@@ -159,6 +159,8 @@ class Generation:
             )
             await worker.rollout.PrepareJob(request, timeout=patience.left)
         finally:
+            if spec.slots:
+                await (await on_demand("pool")).let_go(job)
             await trainers.release(shared.settings.cleanup_seconds)
             trainers.close()
         return worker

@@ -170,6 +170,7 @@ class JobRunner:
         if not await alongside(self._play(progress, engines), aside):
             return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
         # Engines stay up, so that people can generate, until another job needs the room.
+        await self._let_members_go()
         await trainers.release(self._shared.settings.cleanup_seconds)
         await self._move(pb.JOB_STATE_SUCCEEDED, progress.checkpoint_problem)
         if self._job.spec.pipeline.max_uses > 1:
@@ -248,8 +249,7 @@ class JobRunner:
             await progress.advance()
             if self._pause.is_set() and not progress.finished:
                 return False
-        await progress.catch_up()
-        return True
+        return await self._unless_paused(progress.catch_up()) is not None
 
     async def _prepare(self, engines: Engines) -> bool:
         patience = self._patient(
@@ -292,8 +292,18 @@ class JobRunner:
             await make_room(self._shared, self._job_id, self_too=True)
         else:
             await self._engines.release(seconds)
+        await self._let_members_go()
         if self._trainers is not None:
             await self._trainers.release(seconds)
+
+    async def _let_members_go(self) -> None:
+        """Members of a population are published for its engines only."""
+        if hasattr(self, "_job") and self._job.spec.population is not None:
+            if self._population is not None:
+                await self._population.close()
+            # Where libraries are missing nobody has published any.
+            with suppress(FailedPrecondition):
+                await (await on_demand("pool")).let_go(self._job)
 
     async def _unless_paused(self, part: Coroutine[Any, Any, T]) -> T | None:
         """What `part` returns; None when a pause was asked for, before or during it."""

@@ -127,4 +127,5 @@ class Members:
 
 
 def _key(job_id: str, policy: str, version: int) -> str:
-    return f"{job_id}/{policy}/member@{version}"
+    # Each is the only version of its name: who has read a newer one still needs those before.
+    return f"{job_id}/{policy}/members/{version}@0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from services.orchestrator.ledger import Ledger
 from tests.support.cluster import Cluster, job_yaml
-from troupe.rpc import NotFound
+from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
@@ -31,7 +32,9 @@ def game(name: str = "game", **over: Any) -> str:
 
 def version_of(cluster: Cluster, policy: str) -> int:
     """Of the member that a slot serves, or of the learner."""
-    return int(cluster.rollouts[0].keys[policy].rpartition("@")[2])
+    found = re.search(r"(\d+)(@0)?$", cluster.rollouts[0].keys[policy])
+    assert found is not None
+    return int(found[1])
 
 
 def newer_wins(cluster: Cluster, *, zero_sum: bool = True) -> None:
@@ -320,6 +323,70 @@ async def test_a_complete_population_goes_on_where_a_resume_asks_for_more(
     job = await cluster.wait(job_id, seconds=60)
     assert (job.state, job.step) == (pb.JOB_STATE_SUCCEEDED, 3), job.problem
     assert (await population(cluster, job_id)).stopped == "3 iterations are over"
+
+
+def published(cluster: Cluster) -> set[str]:
+    """Members that the trainers' transfer layer holds."""
+    return set().union(*(trainer.published for trainer in cluster.trainers))
+
+
+async def test_members_are_published_while_slots_are_served(cluster: Cluster) -> None:
+    """However a job ends nothing of them is left in memory; their files are."""
+    newer_wins(cluster)
+    done = await cluster.submit(game())
+    assert (await cluster.wait(done, seconds=60)).state == pb.JOB_STATE_SUCCEEDED
+    assert not published(cluster)
+    await cluster.api.GeneratePolicy(
+        orch.GeneratePolicyRequest(job_id=done, policy="all--0", input_ids=[1]), timeout=20
+    )
+    assert not published(cluster), "what was published to be talked to"
+    cluster.rollouts[0].script.seconds = 0.05
+    for end in (cluster.pause, cluster.cancel):
+        job_id = await cluster.submit(game(pipeline__steps=50))
+        await cluster.until(job_id, lambda job: job.step >= 1, seconds=60)
+        assert published(cluster)
+        await end(job_id)
+        await cluster.wait(job_id, (pb.JOB_STATE_PAUSED, pb.JOB_STATE_CANCELLED), seconds=60)
+        assert not published(cluster)
+        if end == cluster.pause:
+            await cluster.cancel(job_id)
+    assert {path.name for path in (cluster.directory / done / "members" / "player").iterdir()}
+
+
+async def test_a_match_that_was_aborted_is_played_again(cluster: Cluster) -> None:
+    newer_wins(cluster)
+    cluster.rollouts[0].script.abort = {"m0x0-t1": 1, "m0x1-t2": 2}
+    job_id = await cluster.submit(game())
+    job = await cluster.wait(job_id, seconds=60)
+    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
+    assert not any(cluster.rollouts[0].script.abort.values())
+    assert {cell.matches for cell in (await population(cluster, job_id)).cells} == {4}
+    assert {one.state for one in await matches(cluster, job_id)} == {pb.TRAJECTORY_STATE_COMPLETED}
+
+
+async def test_a_pause_ends_the_last_round_of_matches(cluster: Cluster) -> None:
+    newer_wins(cluster)
+    section = {"iteration_steps": 2, "matches": {"least": 40}}
+    job_id = await cluster.submit(game(pipeline__steps=2, population=section))
+    await cluster.until(job_id, lambda job: job.step == 2, seconds=60)
+    cluster.rollouts[0].script.seconds = 0.3
+    assert (await cluster.pause(job_id)).state == pb.JOB_STATE_PAUSING
+    await cluster.wait(job_id, [pb.JOB_STATE_PAUSED], seconds=60)
+    cluster.rollouts[0].script.seconds = 0.0
+    await cluster.resume(job_id)
+    assert (await cluster.wait(job_id, seconds=60)).state == pb.JOB_STATE_SUCCEEDED
+    assert {cell.matches for cell in (await population(cluster, job_id)).cells} == {40}
+
+
+async def test_pages_of_matches(cluster: Cluster) -> None:
+    newer_wins(cluster)
+    job_id = await cluster.submit(game())
+    await cluster.wait(job_id, seconds=60)
+    assert len(await matches(cluster, job_id)) == 24
+    for token in ("m0x0-t0", "5:nobody", "-1:m0x0-t0", "9" * 40 + ":x"):
+        with pytest.raises(InvalidArgument) as caught:
+            await cluster.api.ListMatches(orch.ListMatchesRequest(job_id=job_id, page_token=token))
+        assert caught.value.field == "page_token"
 
 
 RESTART = {"iteration_steps": 1, "matches": MATCHES, "restart": "base"}

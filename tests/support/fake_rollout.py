@@ -35,6 +35,8 @@ class RolloutScript:
     reward: Callable[[ro.Ticket], dict[str, float]] = lambda ticket: {"solver": 1.0, "team": 1.0}
     # A reason: the trajectory fails with it.
     fail: Callable[[ro.Ticket], str | None] = lambda ticket: None
+    # By trajectory: so often it is aborted, for nobody's fault.
+    abort: dict[str, int] = field(default_factory=dict)
     # A fault of the job, reported with the first trajectory.
     problem: pb.Problem | None = None
     prepare_error: TroupeError | None = None
@@ -283,7 +285,11 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         if script.problem is not None:
             event.problem.CopyFrom(script.problem)
         reason = script.fail(ticket)
-        if reason is None:
+        aborted = script.abort.get(ticket.trajectory_id, 0)
+        if aborted:
+            script.abort[ticket.trajectory_id] = aborted - 1
+            event.state, event.reason = pb.TRAJECTORY_STATE_ABORTED, "the worker is drained"
+        elif reason is None:
             event.state = pb.TRAJECTORY_STATE_COMPLETED
             event.rewards.update(script.reward(ticket))
         else:

@@ -66,6 +66,8 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.bound: dict[tuple[str, str], pb.WeightsRef] = {}
         self.calls: Counter[str] = Counter()
         self.requests: list[tr.RunStepRequest] = []
+        # Keys of members in the transfer layer.
+        self.published: set[str] = set()
         # The most policies that were bound at once.
         self.most = 0
         self._steps: dict[tuple[str, str, int], asyncio.Task[es.StepCommit]] = {}
@@ -217,13 +219,16 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
                 value=f"{request.policy}@{request.version}",
             )
         weights = weights_of(request.job_id, request.policy, request.version)
-        weights.key = f"{request.job_id}/{request.policy}/member@{request.version}"
+        weights.key = f"{request.job_id}/{request.policy}/members/{request.version}@0"
+        self.published.add(weights.key)
         return tr.PublishMemberResponse(weights=weights)
 
     async def DropMember(
         self, request: tr.DropMemberRequest, context: Any
     ) -> tr.DropMemberResponse:
         self.calls["DropMember"] += 1
+        key = f"{request.job_id}/{request.policy}/members/{request.version}@0"
+        self.published.discard(key)
         if request.files:
             shutil.rmtree(self._member(request), ignore_errors=True)
         return tr.DropMemberResponse()

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from services.trainer.members import _key
 from tests.trainer.stage import Trainer, TrainingStage
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.transfer import checksum_of
+from troupe.transfer.manifest import stem_of
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import trainer_pb2
 
@@ -46,7 +48,10 @@ async def test_a_member_outlives_its_version(stage: TrainingStage) -> None:
     await trainer.release()
     other = await stage.trainer(worker_id="another")
     ref = await publish(other, first)
-    assert ref.key == f"{first.job_id}/solver/member@0"
+    assert ref.key == f"{first.job_id}/solver/members/0@0"
+    # No member is a newer version of another, whose place it would take on other hosts.
+    stems = {stem_of(_key("job", "solver", version)) for version in range(3)}
+    assert len(stems) == 3
     assert checksum_of(stage.weights(ref)) == ref.checksum == first.checksum
     assert ref.num_bytes == first.num_bytes
     # Out of memory, but not gone.

@@ -796,7 +796,7 @@ class PublishMemberResponse(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def weights(self) -> _common_pb2.WeightsRef:
-        """Under `{job}/{policy}/member@{version}`."""
+        """Under `{job}/{policy}/members/{version}@0`: members are no versions of each other."""
 
     def __init__(
         self,

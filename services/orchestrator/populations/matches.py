@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from services.orchestrator.batch import Batch
 from services.orchestrator.context import JobContext
@@ -32,6 +33,9 @@ from troupe.scheduling import admission
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
+
+# Times that a match is played which somebody aborts.
+_ROUNDS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -95,17 +99,31 @@ class Matches:
         known = await self._store.matches(self._job.job_id, list(names))
         self._ended = dict(known)
         self._failed = sum(one.state == pb.TRAJECTORY_STATE_FAILED for one in known.values())
-        left = [one for name, one in names.items() if name not in known]
+        for _ in range(_ROUNDS):
+            left = [one for name, one in names.items() if name not in self._ended]
+            await self._waves(left, len(plan))
+        if gone := [name for name in names if name not in self._ended]:
+            raise ResourceExhausted(
+                f"{len(gone)} matches were aborted {_ROUNDS} times, the first is {gone[0]}",
+                kind="matches_aborted",
+                field="population.matches",
+                remedy="Look into the rollout workers' logs for who aborts them, then resume the "
+                "job.",
+            )
+        if len(known) < len(plan) and self._failed >= len(plan):
+            # However many may fail: else such rounds would follow each other for ever.
+            last = next(one for name, one in self._ended.items() if name not in known)
+            raise self._too_many(len(plan), last.reason)
+        self._fold(plan)
+
+    async def _waves(self, left: Sequence[Planned], total: int) -> None:
+        """Play these, with as few loads as may be."""
         pool_of = [self._pools.pool_of(agent).name for agent in self._pools.agents]
         served = {pool.name: len(pool.match_slots) for pool in self._pools.pools}
         cells = list(dict.fromkeys(one.cell for one in left))
         for loaded, some in match_waves(cells, pool_of, served):
             chosen = set(some)
-            await self._wave(loaded, [one for one in left if one.cell in chosen], len(plan))
-        if left and self._failed >= len(plan):
-            # However many may fail: else such rounds would follow each other for ever.
-            raise self._too_many(len(plan), self._ended[left[-1].name].reason)
-        self._fold(plan)
+            await self._wave(loaded, [one for one in left if one.cell in chosen], total)
 
     async def _wave(
         self, loaded: dict[str, list[int]], wave: Sequence[Planned], total: int
@@ -123,12 +141,16 @@ class Matches:
         members = {one.name: self._members(one) for one in wave}
 
         def on_end(event: ro.TrajectoryEvent) -> None:
+            if event.state == pb.TRAJECTORY_STATE_ABORTED:
+                return  # by whoever ran it, for no fault of the game: it is played again
             match = self._match(event, members[event.trajectory_id])
             new[event.trajectory_id] = self._ended[event.trajectory_id] = match
             recent.add(event)
             self._check_failures(event, total)
 
-        batch = Batch(step, patience, on_end, floors=self._slots.match_floors())
+        batch = Batch(
+            step, patience, on_end, floors=self._slots.match_floors(), aside=self._slots.apart
+        )
         self._dispatch.add(batch, [[self._ticket(one, members[one.name], places)] for one in wave])
         batch.seal()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Final, TypeVar
 
 import structlog
@@ -22,6 +25,8 @@ _log = structlog.get_logger(__name__)
 # Writing or reading the files of one policy.
 _SECONDS: Final = 600.0
 _DROP_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 1.0
+_TRAINER: Final = orch.WORKER_KIND_TRAINER
 
 
 class MemberWeights:
@@ -83,19 +88,7 @@ class MemberWeights:
 
     async def drop(self, member: Member, *, files: bool) -> None:
         """Nobody plays it now; with `files`: never again. Who does not answer keeps it."""
-        request = tr.DropMemberRequest(
-            request_id=new_id("member"),
-            job_id=self._job.job_id,
-            policy=member.learner,
-            version=member.version,
-            files=files,
-        )
-        for worker in self._job.shared.workers.usable(orch.WORKER_KIND_TRAINER):
-            try:
-                async with worker.while_alive():
-                    await worker.trainer.DropMember(request, timeout=_DROP_SECONDS)
-            except TroupeError as error:
-                _log.warning("member not dropped", member=member.member_id, error=str(error))
+        await _drop(self._job, member, files=files)
 
     async def _anybody(
         self, call: Callable[[Worker], Awaitable[T]], patience: Patience, what: str
@@ -103,10 +96,11 @@ class MemberWeights:
         """The answer of the first trainer worker that can give one."""
         attempts, workers = Attempts(patience), self._job.shared.workers
         patience.say(what)
+        until = time.monotonic() + self._job.shared.settings.workers_timeout_seconds
         while True:
             refused: TroupeError | None = None
             passing: TroupeError | None = None
-            for worker in workers.usable(orch.WORKER_KIND_TRAINER):
+            for worker in workers.usable(_TRAINER):
                 try:
                     async with worker.while_alive():
                         return await call(worker)
@@ -115,12 +109,50 @@ class MemberWeights:
                 except TroupeError as error:
                     passing = error
             if passing is None and refused is not None:
-                raise refused
-            if passing is not None:
+                # Hosts may share no files, and who has them may be about to come back.
+                away = [one for one in workers.all() if one.kind == _TRAINER and not one.usable]
+                if not away or time.monotonic() >= until:
+                    raise refused
+                patience.say(f"{what}: waiting for {away[0]}, which may have its files")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_SECONDS):
+                        await patience.wait(workers.change())
+            elif passing is not None:
                 await attempts.failed(passing)
             else:
                 patience.say(f"{what}: waiting for a trainer worker")
                 await patience.wait(workers.change())
+
+
+async def let_go(job: JobContext) -> None:
+    """Take all members of a job out of the transfer layer: it is over, or paused. Their files stay;
+    whoever wants one again publishes it again. Who does not answer in time keeps them."""
+    state = await job.shared.populations.load(job.job_id)
+    if state is None:
+        return
+    held = {member for member, _ in state.slots.values()}
+    # A crash may have come between publishing others and saying where.
+    members = sorted(state.members.values(), key=lambda one: one.member_id not in held)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(job.shared.settings.cleanup_seconds):
+            for one in members:
+                await _drop(job, one, files=False)
+
+
+async def _drop(job: JobContext, member: Member, *, files: bool) -> None:
+    request = tr.DropMemberRequest(
+        request_id=new_id("member"),
+        job_id=job.job_id,
+        policy=member.learner,
+        version=member.version,
+        files=files,
+    )
+    for worker in job.shared.workers.usable(_TRAINER):
+        try:
+            async with worker.while_alive():
+                await worker.trainer.DropMember(request, timeout=_DROP_SECONDS)
+        except TroupeError as error:
+            _log.warning("member not dropped", member=member.member_id, error=str(error))
 
 
 def member_id_of(ref: pb.WeightsRef) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from services.orchestrator.job_store import JobStore
 from services.orchestrator.populations import on_demand
 from services.orchestrator.redis_access import JobKeys, RedisAccess
 from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import orchestrator_pb2 as orch
+
+# Of a place in a list; Redis takes no larger ones.
+_DIGITS: Final = 18
 
 if TYPE_CHECKING:  # most jobs have none: libraries that solve games are imported for those that do
     from services.orchestrator.populations.state import PopulationState
@@ -76,6 +79,10 @@ class PopulationStore:
             if one is not None
         }
 
+    async def ended(self, job_id: str) -> int:
+        """Matches that have ended, counted or not."""
+        return int(await self._redis.call("LLEN", JobKeys(job_id).matches[0]))
+
     async def page(
         self, job_id: str, size: int, token: str, member_id: str = ""
     ) -> tuple[list[orch.Match], str]:
@@ -84,29 +91,41 @@ class PopulationStore:
         Raises InvalidArgument for a token of another list.
         """
         order, kept = JobKeys(job_id).matches
-        names = [one.decode() for one in await self._redis.call("LRANGE", order, 0, -1)][::-1]
+        # The list only grows, so that a place in it stays what it is.
+        before = int(await self._redis.call("LLEN", order))
         if token:
-            if token not in names:
-                raise InvalidArgument(
-                    "is not a page of this list",
-                    field="page_token",
-                    value=token,
-                    remedy="Start from the first page.",
-                )
-            names = names[names.index(token) + 1 :]
+            before = await self._place(order, token)
         page: list[orch.Match] = []
-        while names and len(page) < size:
-            some, names = names[:size], names[size:]
-            found = await self._redis.call("HMGET", kept, *some)
-            for at, data in enumerate(found):
-                match = orch.Match.FromString(data)
+        place = before
+        while before > 0 and len(page) < size:
+            first = max(0, before - size)
+            names = await self._redis.call("LRANGE", order, first, before - 1)
+            found = await self._redis.call("HMGET", kept, *names)
+            for at in range(before - 1, first - 1, -1):
+                match = orch.Match.FromString(found[at - first])
                 if member_id and member_id not in match.members.values():
                     continue
                 page.append(match)
+                place = at
                 if len(page) == size:
-                    names = [*some[at + 1 :], *names]
                     break
-        return page, page[-1].trajectory_id if names and page else ""
+            before = first
+        more = bool(page) and len(page) == size and place > 0
+        return page, f"{place}:{page[-1].trajectory_id}" if more else ""
+
+    async def _place(self, order: str, token: str) -> int:
+        """Where the match is that `token` names."""
+        place, _, name = token.partition(":")
+        if place.isdecimal() and len(place) < _DIGITS:
+            found = await self._redis.call("LINDEX", order, int(place))
+            if found is not None and found.decode() == name:
+                return int(place)
+        raise InvalidArgument(
+            "is not a page of this list",
+            field="page_token",
+            value=token,
+            remedy="Start from the first page.",
+        )
 
     async def _fenced(
         self,

@@ -54,8 +54,10 @@ async def population(shared: Shared, record: JobRecord) -> orch.Population:
     found.iteration = state.iteration
     found.stopped = state.stopped
     found.matches_played = state.played
-    if state.pending and (plan := [one.name for one in due(spec, state)]):
-        found.matches_due = len(plan) - len(await shared.populations.matches(record.job_id, plan))
+    if state.pending and (plan := due(spec, state)):
+        # What has ended beyond what was counted is of this very round.
+        begun = await shared.populations.ended(record.job_id) - sum(state.attempts.values())
+        found.matches_due = max(0, len(plan) - max(0, begun))
     for pool in found.pools:
         pool.members.extend(_member(state.members[name]) for name in state.pools[pool.name])
     found.cells.extend(_cells(state))
