@@ -21,4 +21,7 @@ def test_a_quick_run_measures_all_parts() -> None:
     assert set(found["real_gain"]) == {"1", "2"}
     assert all(found["real_gain"][n] <= found["real_gain_most"][n] for n in ("1", "2"))
     assert set(found["gain_by_cores"]) == {"2", "8"}
+    assert set(found["real_gain_alike"]) == {"learned", "again", "told"}
+    likely = found["gain_by_likeness"]["0.9"]
+    assert all(1 < likely[name] <= likely["most"] for name in ("learned", "again", "told"))
     assert found["overhead"] > 0
