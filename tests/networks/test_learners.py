@@ -141,11 +141,15 @@ def test_of_who_did_not_play_nothing_is_learned(paradigm: str) -> None:
             for name, array in one.arrays.items()
         }
         some.append(Fragment("p", 0, (AGENTS[seat],), own))
+    # In others it had all seats: who meets itself as it is learns of both.
+    both = fragment(3, [2])
+    some.append(both)
+    whole.append(both)
     learners = [make_learner(network(paradigm), SPACES, AGENTS, seed=3) for _ in range(2)]
     before = learners[0].published()
     metrics = [one.update(them) for one, them in zip(learners, (some, whole), strict=True)]
     assert metrics[0]["return"] == pytest.approx(
-        np.mean([*first.returns()[:, 1], *second.returns()[:, 0]])
+        np.mean([*first.returns()[:, 1], *second.returns()[:, 0], *both.returns().ravel()])
     )
     after, wanted = learners[0].published(), learners[1].published()
     assert all(torch.equal(value, wanted[name]) for name, value in after.items())

@@ -144,7 +144,7 @@ class PPOLearner(Owner):
                 made += 1
         self._owned.counts["updates"] += 1
         metrics = {name: total / max(made, 1) for name, total in sums.items()}
-        returns = np.concatenate([fragment.returns() for fragment in fragments])
+        returns = np.concatenate([fragment.returns().ravel() for fragment in fragments])
         metrics["return"] = float(returns.mean())
         metrics["decisions"] = float(rows.lengths.sum())
         return metrics

@@ -120,7 +120,7 @@ class QLearner(Owner):
         first, last = learning.epsilon
         done = min(1.0, counts["episodes"] / learning.epsilon_episodes)
         self._acting.epsilon.fill_(first + (last - first) * done)
-        returns = np.concatenate([fragment.returns() for fragment in fragments])
+        returns = np.concatenate([fragment.returns().ravel() for fragment in fragments])
         metrics = {"return": float(returns.mean()), "epsilon": float(self._acting.epsilon)}
         metrics["buffer"] = float(len(self._replay))
         if len(self._replay) >= max(1, learning.warmup):

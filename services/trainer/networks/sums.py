@@ -20,11 +20,11 @@ def metrics_of(rows: Sequence[FragmentRow], version: int) -> dict[str, float]:
     the step starts from."""
     if not rows:
         return {"samples": 0.0}
-    returns = np.concatenate([row.fragment.returns() for row in rows])
+    returns = np.concatenate([row.fragment.returns().ravel() for row in rows])
     versions = np.array([row.version for row in rows])
     return {
         "samples": float(len(rows)),
-        "episodes": float(len(returns)),
+        "episodes": float(sum(row.fragment.episodes for row in rows)),
         "environment_steps": float(sum(row.fragment.steps for row in rows)),
         "reward/mean": float(returns.mean()),
         "reward/std": float(returns.std()),
