@@ -119,9 +119,8 @@ def _tree(arena: Arena, game: str) -> Histories:
 
 def _same(one: Histories, other: Histories) -> bool:
     names = [[ours.names for ours in tree.form.decisions] for tree in (one, other)]
-    return (
-        one is other
-        or (names[0] == names[1]
+    return one is other or (
+        names[0] == names[1]
         and np.array_equal(one.form.leaves, other.form.leaves)
-        and np.array_equal(one.form.returns, other.form.returns))
+        and np.array_equal(one.form.returns, other.form.returns)
     )
