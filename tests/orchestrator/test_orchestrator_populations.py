@@ -330,6 +330,7 @@ def published(cluster: Cluster) -> set[str]:
     return set().union(*(trainer.published for trainer in cluster.trainers))
 
 
+@pytest.mark.slow
 async def test_members_are_published_while_slots_are_served(cluster: Cluster) -> None:
     """However a job ends nothing of them is left in memory; their files are."""
     newer_wins(cluster)
@@ -364,6 +365,7 @@ async def test_a_match_that_was_aborted_is_played_again(cluster: Cluster) -> Non
     assert {one.state for one in await matches(cluster, job_id)} == {pb.TRAJECTORY_STATE_COMPLETED}
 
 
+@pytest.mark.slow
 async def test_a_pause_ends_the_last_round_of_matches(cluster: Cluster) -> None:
     newer_wins(cluster)
     section = {"iteration_steps": 2, "matches": {"least": 40}}
@@ -421,6 +423,7 @@ async def test_best_responses_that_begin_again(cluster: Cluster) -> None:
     assert "begins with the first weights" in " ".join(await cluster.notices(job_id))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["pipeline_psro", "league"])
 async def test_who_was_settled_begins_again(cluster: Cluster, algorithm: str) -> None:
     newer_wins(cluster)
@@ -454,7 +457,7 @@ async def test_who_was_settled_begins_again(cluster: Cluster, algorithm: str) ->
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("moved", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_an_orchestrator_that_dies_while_a_policy_begins_again(
     cluster: Cluster, moved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
