@@ -149,6 +149,12 @@ class EngineSpec(Section):
     """Turns that are being generated when new weights come. `keep`: retracted and continued, their
     keys and values computed anew; each token carries its version. `restart`: aborted and asked for
     again, so that every turn is of one version."""
+    own_process: bool = False
+    """`embedded`: whether each engine's model is computed by a process of its own. Engines in the
+    rollout process wait for its interpreter lock, and it for theirs. Worth it for small models that
+    draw many turns at once, or with several engines; costs the memory of another interpreter
+    (0.4 GB) and seconds at the start. Engines of deterministic jobs, and those whose turns do not
+    fit into memory at full length, stay where they are."""
     start_timeout_seconds: float = Field(default=600, gt=0)
     """How long an engine may take until it is ready."""
 

@@ -1,4 +1,4 @@
-"""The engine inside the rollout process: continuous batching in one thread."""
+"""The engine inside the rollout process: continuous batching in one thread, or in a process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
 from services.rollout.engines import plain
 from services.rollout.engines.adapted import Adapted, check_base, check_published
+from services.rollout.engines.apart.batcher import ApartBatcher
 from services.rollout.engines.base import Generation, Memory, SamplingParams
 from services.rollout.engines.continuous import ContinuousBatcher
 from services.rollout.engines.errors import EngineDied, EngineStartFailed
@@ -29,6 +30,8 @@ from troupe.rpc.errors import Internal, TroupeError
 from troupe.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+Batcher: TypeAlias = ContinuousBatcher | SlotBatcher | ApartBatcher
 
 # A step takes milliseconds to seconds. One that takes this long is stuck.
 STALL_SECONDS = 60.0
@@ -47,6 +50,8 @@ class EmbeddedEngine(EngineFront):
     Weights change between two steps of the model: turns in hand are retracted, their tokens so
     far read again under the new weights, and they go on. `threads` is the number of torch
     threads of the process; more than one hurts on shared cores, where they spin.
+
+    With `engine.own_process` the passes are computed by a process of the engine's own (apart/).
 
     An adapter is merged into a copy of its base, which is the model that serves.
 
@@ -70,7 +75,7 @@ class EmbeddedEngine(EngineFront):
         self._threads = threads
         self._deterministic = deterministic
         self._model: torch.nn.Module | None = None
-        self._batcher: ContinuousBatcher | SlotBatcher | None = None
+        self._batcher: Batcher | None = None
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
         self._progress_at = time.monotonic()
         self._misses = 0
@@ -252,7 +257,7 @@ class EmbeddedEngine(EngineFront):
         self._batcher = batcher
         self._progress_at, self._misses = time.monotonic(), 0
 
-    def _build(self, loop: asyncio.AbstractEventLoop) -> ContinuousBatcher | SlotBatcher:
+    def _build(self, loop: asyncio.AbstractEventLoop) -> Batcher:
         """In a worker thread: the model and its batcher, not started yet."""
         torch.set_num_threads(self._threads)
         spec = self._spec
@@ -277,11 +282,19 @@ class EmbeddedEngine(EngineFront):
             with contextlib.suppress(RuntimeError):  # the loop has ended before us
                 loop.call_soon_threadsafe(self._exited, batcher, reason)
 
-        kind: type[ContinuousBatcher | SlotBatcher] = ContinuousBatcher
+        kind: Callable[..., Batcher] = ContinuousBatcher
         if self._deterministic:
             kind = FixedBatcher
         elif fits_slots(model, spec.engine.max_running, self.max_context):
             kind = SlotBatcher
+            if spec.engine.own_process:
+                kind = partial(
+                    ApartBatcher,
+                    source=spec.language_model,
+                    policy=self.policy,
+                    threads=self._threads,
+                    start_seconds=spec.engine.start_timeout_seconds,
+                )
         batcher = kind(
             model,
             max_running=spec.engine.max_running,
@@ -292,7 +305,7 @@ class EmbeddedEngine(EngineFront):
         self._model = model
         return batcher
 
-    def _require_batcher(self) -> ContinuousBatcher | SlotBatcher:
+    def _require_batcher(self) -> Batcher:
         if self._batcher is None or not self._batcher.alive:
             self._die("its thread ended")
             raise EngineDied(self.engine_id, self.message)
@@ -321,7 +334,7 @@ class EmbeddedEngine(EngineFront):
                 )
             )
 
-    def _exited(self, batcher: ContinuousBatcher | SlotBatcher, reason: str) -> None:
+    def _exited(self, batcher: Batcher, reason: str) -> None:
         if batcher is self._batcher:
             log.error("engine %s of policy %s died: %s", self.engine_id, self.policy, reason)
             self._die(reason)

@@ -1,0 +1,203 @@
+"""An engine whose model is computed by a process of its own: what it survives, and what ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from multiprocessing import Pipe
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from services.rollout.engines.apart import frames, memory
+from services.rollout.engines.embedded import EmbeddedEngine
+from services.rollout.engines.errors import EngineDied, EngineStartFailed
+from services.rollout.engines.models import skeleton
+from tests.rollout.engines.asking import LONG, ask, prompt, until
+from tests.rollout.engines.models import (
+    CONFIG,
+    make_model,
+    policy_spec,
+    publish,
+    reference_logprobs,
+)
+from troupe.transfer import Transfer
+from troupe.v1 import common_pb2 as pb
+
+
+def _process_of(engine: EmbeddedEngine) -> subprocess.Popen[bytes]:
+    process = engine._batcher._process  # type: ignore[union-attr]
+    assert process is not None
+    return process
+
+
+@pytest.fixture
+async def apart(transfer: Transfer, model: PreTrainedModel) -> AsyncIterator[EmbeddedEngine]:
+    engine = EmbeddedEngine("e0", "solver", policy_spec(own_process=True))
+    await engine.start()
+    await engine.update_weights(publish(transfer, model, 0), transfer)
+    yield engine
+    await engine.stop()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_two_models_in_one_memory_have_the_same_weights(tied: bool) -> None:
+    config = AutoConfig.for_model(**{**CONFIG, "tie_word_embeddings": tied})
+    writer, reader = (skeleton(config, "float32", "solver") for _ in range(2))
+    descriptor = memory.reserve(writer)
+    try:
+        for one in (writer, reader):
+            memory.settle(one, descriptor)
+    finally:
+        os.close(descriptor)
+    expected = AutoModelForCausalLM.from_config(config).eval()
+    writer.load_state_dict(expected.state_dict())
+    ids = torch.tensor([[3, 1, 2]])
+    with torch.no_grad():
+        assert torch.equal(reader(ids).logits, expected(ids).logits)
+    assert (reader.lm_head.weight is reader.model.embed_tokens.weight) == tied
+
+
+def test_messages_keep_their_order_and_what_is_exact_stays_exact() -> None:
+    ours, theirs = Pipe()
+    box = frames.Outbox(ours, lambda: None)
+    values = [0.1, -1e-300, float("-inf"), float(torch.tensor(-4.6052).item())]
+    for i in range(500):
+        box.put("drew", i, values)
+    box.close(LONG)
+    ours.close()
+    heard: list[frames.Message] = []
+    while len(heard) < 500:
+        heard += frames.receive(theirs)
+    assert heard == [["drew", i, values] for i in range(500)]
+
+
+def test_who_sends_hears_that_nobody_listens() -> None:
+    ours, theirs = Pipe()
+    gone = threading.Event()
+    box = frames.Outbox(ours, gone.set)
+    theirs.close()
+    box.put("turn")
+    assert gone.wait(LONG)
+
+
+@pytest.mark.slow
+async def test_the_same_turns_are_drawn_in_the_process_and_apart(
+    apart: EmbeddedEngine, transfer: Transfer, model: PreTrainedModel
+) -> None:
+    inside = EmbeddedEngine("e1", "solver", policy_spec())
+    await inside.start()
+    await inside.update_weights(publish(transfer, model, 0), transfer)
+    rng = random.Random(5)
+    prompts = [prompt(rng, 3, 40) for _ in range(40)]
+
+    async def answers(engine: EmbeddedEngine) -> list[tuple[list[int], str, int]]:
+        asked = (ask(engine, f"r{i}", p, seed=i, top_k=20) for i, p in enumerate(prompts))
+        return [
+            (a.token_ids, a.finish_reason, a.versions[0].version)
+            for a in await asyncio.gather(*asked)
+        ]
+
+    assert await answers(apart) == await answers(inside)
+    await inside.stop()
+
+
+@pytest.mark.slow
+async def test_a_killed_process_hands_its_turns_over_and_comes_back(
+    apart: EmbeddedEngine, transfer: Transfer, model: PreTrainedModel
+) -> None:
+    first = prompt(random.Random(1), 3, 20)
+    turn = asyncio.ensure_future(ask(apart, "r", first, max_new_tokens=200))
+    await until(lambda: apart.load().generated_tokens >= 5)
+    os.kill(_process_of(apart).pid, signal.SIGKILL)
+    with pytest.raises(EngineDied) as lost:
+        await turn
+    drawn = lost.value.drawn
+    assert drawn is not None
+    assert len(drawn.token_ids) >= 5
+    expected = reference_logprobs(model, first, drawn.token_ids)
+    assert drawn.logprobs == pytest.approx(expected, abs=2e-4)
+    assert apart.state == pb.ENGINE_STATE_DEAD
+    await apart.start()
+    assert apart.state == pb.ENGINE_STATE_STALE
+    await apart.update_weights(publish(transfer, make_model(1), 1), transfer)
+    assert (await ask(apart, "again", first)).versions[0].version == 1
+
+
+@pytest.mark.slow
+async def test_a_process_that_hangs_refuses_new_weights(
+    apart: EmbeddedEngine, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.rollout.engines.apart.batcher.PASS_SECONDS", 0.3)
+    process = _process_of(apart)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDied):
+        await apart.update_weights(publish(transfer, make_model(1), 1), transfer)
+    assert apart.state == pb.ENGINE_STATE_DEAD
+    monkeypatch.undo()
+    await apart.start()  # which ends the process that hangs
+    assert process.returncode == -signal.SIGKILL
+    assert _process_of(apart).pid != process.pid
+
+
+@pytest.mark.slow
+async def test_a_stopped_engine_leaves_no_process(apart: EmbeddedEngine) -> None:
+    process = _process_of(apart)
+    await apart.stop()
+    assert process.returncode == 0
+
+
+@pytest.mark.slow
+async def test_a_process_that_is_not_ready_in_time_is_ended() -> None:
+    engine = EmbeddedEngine(
+        "e0", "solver", policy_spec(own_process=True, start_timeout_seconds=0.2)
+    )
+    with pytest.raises(EngineStartFailed, match="ready"):
+        await engine.start()
+    assert engine.state == pb.ENGINE_STATE_DEAD
+
+
+_WORKER = """
+import asyncio, sys
+from services.rollout.engines.embedded import EmbeddedEngine
+from tests.rollout.engines.models import policy_spec
+
+async def main():
+    engine = EmbeddedEngine("e0", "solver", policy_spec(own_process=True))
+    await engine.start()
+    print(engine._batcher._process.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_the_process_ends_with_a_worker_that_is_killed() -> None:
+    worker = subprocess.Popen([sys.executable, "-c", _WORKER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout is not None
+        pid = int(worker.stdout.readline())
+    finally:
+        worker.kill()
+        worker.wait(LONG)
+    until_then = time.monotonic() + 60
+    while _runs(pid):
+        assert time.monotonic() < until_then
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
