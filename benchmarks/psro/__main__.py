@@ -7,9 +7,9 @@ and grow by a best response per player, Nash equilibria of the meta-game by line
 payoffs and best responses exact. Seconds are of CPU, of the whole run from the game's name on;
 imports, and measuring NashConv where PSRO itself does not need it, are not counted.
 
-About a minute and a half. `--deep` goes on to NashConv 0.157 on Leduc poker, three minutes more.
+Some minutes. `--deep` goes on to NashConv 0.157 on Leduc poker, three times as long.
 `--learned`: best responses that a DQN learns on both sides, too (`benchmarks.psro.learned`), with
-the same limit of CPU seconds for both: five minutes more.
+the same limit of CPU seconds for both; all of it took twelve minutes on two busy cores.
 """
 
 from __future__ import annotations
