@@ -58,6 +58,8 @@ class Network:
 
     def __exit__(self, *_: object) -> None:
         for k in range(self._count):
+            # A namespace takes its links along later, when the kernel comes to it.
+            _run(f"ip link delete {self._name}o{k}", check=False)
             _run(f"ip netns delete {self._name}n{k}", check=False)
         _run(f"ip link delete {self._name}br", check=False)
 

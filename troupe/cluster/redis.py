@@ -52,7 +52,7 @@ def write_config(
         'save ""',
         # Rows are freed when they are trained, and hardly compress. By default the file is written
         # anew, with all that waits to be trained, whenever it has doubled beyond 64 MB.
-        "auto-aof-rewrite-min-size 256mb",
+        "auto-aof-rewrite-min-size 1gb",
         "rdbcompression no",
         "maxmemory-policy noeviction",
         "daemonize no",
