@@ -36,6 +36,8 @@ from troupe.v1 import rollout_pb2 as ro
 
 # Times that a match is played which somebody aborts.
 _ROUNDS: Final = 3
+# Matches in a row, in whole rounds, that fail before nobody expects another end of the next one.
+_IN_VAIN: Final = 16
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class Matches:
         self._state = state
         self._population, self._pools = sections(job.spec)
         self._ended: dict[str, orch.Match] = {}
-        self._failed = 0
+        # Of the round; in whole rounds since a match was completed.
+        self._failed = self._in_vain = 0
 
     def due(self) -> list[Planned]:
         """The matches of the next round, the same whenever this is asked before it is folded."""
@@ -110,10 +113,15 @@ class Matches:
                 remedy="Look into the rollout workers' logs for who aborts them, then resume the "
                 "job.",
             )
-        if len(known) < len(plan) and self._failed >= len(plan):
-            # However many may fail: else such rounds would follow each other for ever.
-            last = next(one for name, one in self._ended.items() if name not in known)
-            raise self._too_many(len(plan), last.reason)
+        if self._failed < len(plan):
+            self._in_vain = 0
+        elif len(known) < len(plan):
+            # However many may fail: else such rounds would follow each other for ever. But a round
+            # of a few, those that failed before, may fail as a whole by chance.
+            self._in_vain += len(plan)
+            if self._in_vain >= _IN_VAIN:
+                last = next(one for name, one in self._ended.items() if name not in known)
+                raise self._too_many(f"the last {self._in_vain} matches all failed", last.reason)
         self._fold(plan)
 
     async def _waves(self, left: Sequence[Planned], total: int) -> None:
@@ -235,6 +243,8 @@ class Matches:
 
     def _fold(self, plan: Sequence[Planned]) -> None:
         state = self._state
+        state.planned += len(plan)
+        state.failed += self._failed
         for one in plan:
             state.attempts[one.cell] = max(state.attempts.get(one.cell, 0), one.number + 1)
             match = self._ended[one.name]
@@ -273,18 +283,20 @@ class Matches:
         if event.state != pb.TRAJECTORY_STATE_FAILED:
             return
         self._failed += 1
+        # Of all rounds of the iteration: those after the first are of few matches.
+        failed, planned = self._state.failed + self._failed, self._state.planned + total
         limit = self._job.spec.limits.max_failed_fraction
-        if admission.too_many_failed(self._failed, total, limit):
-            raise self._too_many(total, event.reason)
+        if admission.too_many_failed(failed, planned, limit):
+            raise self._too_many(
+                f"{failed} of {planned} matches failed (at most {limit:.0%} may)", event.reason
+            )
 
-    def _too_many(self, total: int, reason: str) -> ResourceExhausted:
-        limit = self._job.spec.limits.max_failed_fraction
+    def _too_many(self, what: str, reason: str) -> ResourceExhausted:
         return ResourceExhausted(
-            f"{self._failed} of {total} matches failed (at most {limit:.0%} may), the last so: "
-            f"{reason}",
+            f"{what}, the last so: {reason}",
             kind="too_many_failed_matches",
             field="limits.max_failed_fraction",
-            value=limit,
+            value=self._job.spec.limits.max_failed_fraction,
             remedy="Mend the cause (`troupe population matches` shows what failed), then "
             "resume the job.",
         )

@@ -208,6 +208,7 @@ class Population:
         sizes = [len(state.pools[self._pools.pool_of(a).name]) for a in self._pools.agents]
         state.table.grow(sizes)
         state.iteration += 1
+        state.planned = state.failed = 0
         state.began = step
         state.pending = True
         self._note_restarts(restart_due(self._job.spec, state))

@@ -93,6 +93,10 @@ class PopulationState:
     history: list[Solution] = field(default_factory=list)
     attempts: dict[Members, int] = field(default_factory=dict)
     """Matches of each cell that have ended, however."""
+    planned: int = 0
+    """Matches of the iteration that have ended, however."""
+    failed: int = 0
+    """Those of them that have failed."""
     wins: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     """Of a member against another: won, drawn, played."""
     ratings: dict[str, Rating] = field(default_factory=dict)
@@ -161,6 +165,8 @@ class PopulationState:
             "mixtures": self.mixtures,
             "history": [asdict(one) for one in self.history],
             "attempts": [[list(key), count] for key, count in sorted(self.attempts.items())],
+            "planned": self.planned,
+            "failed": self.failed,
             "wins": [[*pair, *counts] for pair, counts in sorted(self.wins.items())],
             "ratings": {name: asdict(one) for name, one in sorted(self.ratings.items())},
             "played": self.played,
@@ -193,6 +199,9 @@ class PopulationState:
             mixtures=rest["mixtures"],
             history=[Solution(**one) for one in rest["history"]],
             attempts={tuple(key): count for key, count in rest["attempts"]},
+            # Of a job that began before there were any.
+            planned=rest.get("planned", 0),
+            failed=rest.get("failed", 0),
             wins={(one, other): counts for one, other, *counts in rest["wins"]},
             ratings={name: Rating(**one) for name, one in rest["ratings"].items()},
             played=rest["played"],

@@ -1,0 +1,121 @@
+"""Rounds of matches alone: how many may fail, who sits where, what lasts when one breaks off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from services.orchestrator.batch import Batch
+from services.orchestrator.populations.matches import Matches
+from services.orchestrator.populations.state import SETTLED, Member, PopulationState
+from tests.support.cluster import job_yaml
+from troupe.job import JobSpec, parse_job
+from troupe.populations.payoffs import PayoffTable
+from troupe.rpc import ResourceExhausted
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2 as ro
+
+COMPLETED, FAILED = pb.TRAJECTORY_STATE_COMPLETED, pb.TRAJECTORY_STATE_FAILED
+AGENTS = {"alice": {"policy": "player"}, "bob": {"policy": "player"}}
+
+
+def job_of(**over: Any) -> JobSpec:
+    """A symmetric game of two."""
+    changes: dict[str, Any] = {"agents": AGENTS, "population": {"matches": {"least": 4}}}
+    return parse_job(job_yaml(policies=["player"], **(changes | over)))
+
+
+class Table:
+    """Everything around the matches of two members; `play` says how each ends."""
+
+    def __init__(self, spec: JobSpec, play: Callable[[ro.Ticket], ro.TrajectoryEvent]) -> None:
+        self.play, self.kept = play, dict[str, orch.Match]()
+        self.apart = True
+        names = [f"player@{n}" for n in range(2)]
+        members = {
+            name: Member(name, "player", "main", n, "", n, n, "", SETTLED, 0, 0.0)
+            for n, name in enumerate(names)
+        }
+        self.state = PopulationState({"all": names}, PayoffTable([2, 2], True), members)
+        recent = SimpleNamespace(add=lambda event: None, flush=self.flush)
+        shared = SimpleNamespace(
+            trajectories=SimpleNamespace(buffer=lambda *a, **k: recent),
+            settings=SimpleNamespace(activity_seconds=0.01),
+        )
+        job: Any = SimpleNamespace(spec=spec, job_id="job", epoch=1, shared=shared)
+        around: Any = self
+        store: Any = SimpleNamespace(matches=self.known, add_matches=self.add_matches)
+        self.matches = Matches(job, around, store, around, self.state)
+
+    # What a dispatch does.
+    def add(self, batch: Batch, groups: list[list[ro.Ticket]]) -> None:
+        batch.add([ticket.trajectory_id for (ticket,) in groups])
+        for (ticket,) in groups:
+            batch.end(self.play(ticket))
+
+    def withdraw(self, batch: Batch, queries: list[str], reason: str) -> None: ...
+
+    # What slots do.
+    async def load_matches(self, *_: Any) -> None: ...
+
+    def places(self) -> dict[tuple[str, str], str]:
+        return {("all", f"player@{n}"): f"all--{n}" for n in range(2)}
+
+    def match_floors(self) -> None: ...
+
+    # What stores do.
+    async def known(self, job_id: str, names: list[str]) -> dict[str, orch.Match]:
+        return {name: self.kept[name] for name in names if name in self.kept}
+
+    async def add_matches(self, job_id: str, epoch: int, found: dict[str, orch.Match]) -> None:
+        self.kept |= found
+
+    async def flush(self) -> None: ...
+
+    async def fill(self) -> int:
+        """Play until nothing is due: how many rounds that took."""
+        rounds = 0
+        while plan := self.matches.due():
+            await self.matches.play(plan)
+            rounds += 1
+        return rounds
+
+
+def ended(ticket: ro.Ticket, *, failed: bool = False) -> ro.TrajectoryEvent:
+    event = ro.TrajectoryEvent(trajectory_id=ticket.trajectory_id, state=COMPLETED)
+    if failed:
+        event.state, event.reason = FAILED, "the game broke"
+    else:
+        event.rewards.update({"alice": 1.0, "bob": -1.0})
+    return event
+
+
+@pytest.mark.parametrize("limit", [0.5, 1.0])
+async def test_few_failures_are_few_of_the_iteration(limit: float) -> None:
+    """The rounds after the first are of those that failed: one of one is not half of all."""
+    broken = {"m0x1-t1", "m0x1-t4", "m0x1-t5"}
+    spec = job_of(limits={"step_seconds": 30, "max_failed_fraction": limit})
+    table = Table(spec, lambda one: ended(one, failed=one.trajectory_id in broken))
+    assert await table.fill() == 4
+    assert {cell.matches for cell in table.state.table.cells.values()} == {4}
+    assert (table.state.planned, table.state.failed) == (15, 3)
+
+
+@pytest.mark.parametrize(("limit", "most"), [(0.4, 4), (1.0, 16)])
+async def test_a_cell_that_never_fills_ends_the_round(limit: float, most: int) -> None:
+    played = []
+
+    def play(ticket: ro.Ticket) -> ro.TrajectoryEvent:
+        if failed := ticket.trajectory_id.startswith("m0x1"):
+            played.append(ticket.trajectory_id)
+        return ended(ticket, failed=failed)
+
+    spec = job_of(limits={"step_seconds": 30, "max_failed_fraction": limit})
+    with pytest.raises(ResourceExhausted, match="the game broke") as caught:
+        await Table(spec, play).fill()
+    assert caught.value.kind == "too_many_failed_matches"
+    assert len(played) == 4 + most
