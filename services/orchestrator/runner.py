@@ -301,9 +301,13 @@ class JobRunner:
         if hasattr(self, "_job") and self._job.spec.population is not None:
             if self._population is not None:
                 await self._population.close()
-            # Where libraries are missing nobody has published any.
-            with suppress(FailedPrecondition):
+            try:
                 await (await on_demand("pool")).let_go(self._job)
+            except (Superseded, RedisUnavailable):
+                raise
+            except Exception as error:
+                # What stays costs memory; not to know how the job ended would cost more.
+                _log.warning("members not let go", job_id=self._job_id, error=str(error))
 
     async def _unless_paused(self, part: Coroutine[Any, Any, T]) -> T | None:
         """What `part` returns; None when a pause was asked for, before or during it."""
