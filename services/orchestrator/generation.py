@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from services.orchestrator.context import JobContext, Shared
 from services.orchestrator.faults import Patience
+from services.orchestrator.job_store import Superseded
 from services.orchestrator.jobs import Jobs
 from services.orchestrator.populations import on_demand
 from services.orchestrator.records import JobRecord
@@ -159,8 +161,10 @@ class Generation:
             )
             await worker.rollout.PrepareJob(request, timeout=patience.left)
         finally:
-            if spec.slots:
-                await (await on_demand("pool")).let_go(job)
             await trainers.release(shared.settings.cleanup_seconds)
             trainers.close()
+            if spec.slots:
+                # Resumed elsewhere: they are another runner's now.
+                with suppress(Superseded):
+                    await (await on_demand("pool")).let_go(job)
         return worker

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 from services.orchestrator.batch import Batch
 from services.orchestrator.dispatch import Dispatch
 from services.orchestrator.faults import Patience
-from services.orchestrator.populations.pool import MemberWeights
+from services.orchestrator.job_store import Superseded
+from services.orchestrator.populations import pool
+from services.orchestrator.populations.pool import MemberWeights, let_go
 from services.orchestrator.populations.state import SETTLED, Member
-from troupe.rpc import NotFound
+from services.orchestrator.runner import JobRunner
+from troupe.rpc import Internal, NotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
@@ -42,6 +46,7 @@ class Host:
     def __init__(self, *, files: bool, usable: bool = True) -> None:
         self.kind, self.usable, self._files = orch.WORKER_KIND_TRAINER, usable, files
         self.trainer = self
+        self.beat = SimpleNamespace(engines=[], bindings=[])
 
     async def PublishMember(
         self, request: tr.PublishMemberRequest, timeout: float
@@ -98,3 +103,76 @@ async def test_a_member_that_nobody_brings_back_is_gone(away: list[Host]) -> Non
     hosts = Hosts(Host(files=False), *away)
     with pytest.raises(NotFound):
         await weights_of(hosts, 0.0).publish(MEMBER, patience())
+
+
+class Record:
+    """The durable record of a job: how it is, and who may say so."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch, self.state, self.problem = epoch, pb.JOB_STATE_RUNNING, pb.Problem()
+
+    async def get(self, job_id: str) -> Any:
+        return self
+
+    async def check_epoch(self, job_id: str, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise Superseded("another orchestrator has it")
+
+    async def move(self, job_id: str, target: Any, epoch: int, problem: pb.Problem) -> None:
+        self.state, self.problem = target, problem
+
+
+def populated(record: Record, dropped: list[int]) -> Any:
+    """The context of a job, taken over as number 1, with three members on one worker."""
+
+    async def drop(request: tr.DropMemberRequest, timeout: float) -> None:
+        dropped.append(request.version)
+        if request.version == 1:
+            record.epoch = max(record.epoch, 2)  # meanwhile
+
+    host = Host(files=True)
+    host.DropMember = drop  # type: ignore[attr-defined]
+    names = {f"player@{n}": replace(MEMBER, version=n, member_id=f"player@{n}") for n in range(3)}
+
+    async def load(job_id: str) -> Any:
+        return SimpleNamespace(slots={}, members=names)
+
+    shared = SimpleNamespace(
+        store=record,
+        populations=SimpleNamespace(load=load),
+        workers=Hosts(host),
+        settings=SimpleNamespace(cleanup_seconds=30.0),
+        log=SimpleNamespace(forget=lambda job_id: None),
+    )
+    spec = SimpleNamespace(population=SimpleNamespace())
+    return SimpleNamespace(job_id="job", epoch=1, spec=spec, shared=shared)
+
+
+async def test_members_of_a_job_that_was_taken_over_stay_where_they_are() -> None:
+    dropped: list[int] = []
+    with pytest.raises(Superseded):
+        await let_go(populated(Record(epoch=2), dropped))
+    assert dropped == []
+    with pytest.raises(Superseded):
+        await let_go(populated(Record(epoch=1), dropped))
+    assert dropped == [0, 1], "it was taken over while members were let go"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "state"),
+    [(ValueError("unreadable"), pb.JOB_STATE_FAILED), (Superseded("gone"), pb.JOB_STATE_RUNNING)],
+)
+async def test_members_that_stay_do_not_hide_how_a_job_ended(
+    monkeypatch: pytest.MonkeyPatch, trouble: Exception, state: int
+) -> None:
+    async def fails(job: Any) -> None:
+        raise trouble
+
+    monkeypatch.setattr(pool, "let_go", fails)
+    record = Record(epoch=1)
+    runner = JobRunner(populated(record, []).shared, "job")
+    runner._job, runner._epoch = populated(record, []), 1
+    with nullcontext() if state == pb.JOB_STATE_FAILED else pytest.raises(Superseded):
+        await runner._end_failed(Internal("the first trouble"))
+    assert record.state == state
+    assert ("the first trouble" in record.problem.message) == (state == pb.JOB_STATE_FAILED)

@@ -126,7 +126,10 @@ class MemberWeights:
 
 async def let_go(job: JobContext) -> None:
     """Take all members of a job out of the transfer layer: it is over, or paused. Their files stay;
-    whoever wants one again publishes it again. Who does not answer in time keeps them."""
+    whoever wants one again publishes it again. Who does not answer in time keeps them.
+
+    Raises `Superseded`: whoever has the job now may have published its own.
+    """
     state = await job.shared.populations.load(job.job_id)
     if state is None:
         return
@@ -136,6 +139,7 @@ async def let_go(job: JobContext) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(job.shared.settings.cleanup_seconds):
             for one in members:
+                await job.shared.store.check_epoch(job.job_id, job.epoch)
                 await _drop(job, one, files=False)
 
 
