@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from services.orchestrator.batch import Batch
 from services.orchestrator.populations.matches import Matches
@@ -20,6 +23,7 @@ from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
 COMPLETED, FAILED = pb.TRAJECTORY_STATE_COMPLETED, pb.TRAJECTORY_STATE_FAILED
+NETWORKS = Path(__file__).parents[2] / "examples" / "poker_networks" / "psro.yaml"
 AGENTS = {"alice": {"policy": "player"}, "bob": {"policy": "player"}}
 
 
@@ -90,7 +94,8 @@ def ended(ticket: ro.Ticket, *, failed: bool = False) -> ro.TrajectoryEvent:
     if failed:
         event.state, event.reason = FAILED, "the game broke"
     else:
-        event.rewards.update({"alice": 1.0, "bob": -1.0})
+        first, second = sorted(ticket.cast)
+        event.rewards.update({first: 1.0, second: -1.0})
     return event
 
 
@@ -119,3 +124,27 @@ async def test_a_cell_that_never_fills_ends_the_round(limit: float, most: int) -
         await Table(spec, play).fill()
     assert caught.value.kind == "too_many_failed_matches"
     assert len(played) == 4 + most
+
+
+@pytest.mark.parametrize("least", [2, 3])
+async def test_networks_change_seats_from_match_to_match(least: int) -> None:
+    """They sit as they are cast, whatever the query: who is first wins, and nobody is better."""
+    spec = yaml.safe_load(NETWORKS.read_text())
+    spec["population"] = {"matches": {"least": least}}
+    table = Table(parse_job(yaml.safe_dump(spec)), ended)
+    await table.fill()
+    cells = table.state.table.cells.values()
+    assert {cell.matches for cell in cells} == {2 * math.ceil(least / 2)}
+    assert [cell.mean.tolist() for cell in cells] == [[0.0, 0.0]] * 3
+
+
+async def test_others_change_seats_out_of_step_with_workflows_that_do() -> None:
+    cast = {}
+
+    def play(ticket: ro.Ticket) -> ro.TrajectoryEvent:
+        cast[ticket.trajectory_id] = ticket.cast["alice"]
+        return ended(ticket)
+
+    await Table(job_of(), play).fill()
+    older, newer = "all--0", "all--1"
+    assert [cast[f"m0x1-t{n}"] for n in range(4)] == [older, older, newer, newer]

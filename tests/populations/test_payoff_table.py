@@ -106,6 +106,12 @@ def test_only_missing_and_uncertain_cells_are_played() -> None:
     assert matches_due(table, Precision(least=4)) == []
 
 
+def test_in_symmetric_games_everybody_sits_everywhere() -> None:
+    table = PayoffTable([1, 1, 1], symmetric=True)
+    assert matches_due(table, Precision(least=4)) == [((0, 0, 0), 6)]
+    assert matches_due(table, Precision(least=4), {(0, 0, 0): 4}) == [((0, 0, 0), 2)]
+
+
 def test_opponents_are_drawn_once_per_episode() -> None:
     profile = [np.array([1.0, 0.0]), np.array([0.25, 0.75]), np.array([0.0, 0.0, 1.0])]
     drawn = [draw_opponents(profile, 0, episode, seed=3) for episode in range(400)]

@@ -14,7 +14,8 @@ from troupe.populations.payoffs import Members, PayoffTable
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How well payoffs have to be known."""
+    """How well payoffs have to be known. In a symmetric table matches are counted up to whole turns
+    of its players, in which everybody sits everywhere."""
 
     least: int = 8
     """Matches of every cell; at least 2, without which no variance is known."""
@@ -45,6 +46,8 @@ def matches_due(
             assert cell is not None  # it was played
             enough = played * (width / precision.half_width) ** 2
             wanted = min(math.ceil(enough), 2 * played, precision.most)
+        if table.symmetric:
+            wanted = math.ceil(wanted / table.players) * table.players
         due = wanted - played - playing.get(members, 0)
         if due > 0:
             found.append((played > 0, -width, order, members, due))

@@ -206,15 +206,11 @@ class Matches:
         )
 
     def _members(self, one: Planned) -> dict[str, str]:
-        """Who plays whom, by agent. Where the game is symmetric the members take turns."""
-        agents = self._pools.agents
-        found = {}
-        for player, place in enumerate(one.cell):
-            # Out of step with workflows that change seats from query to query.
-            turn = one.number // len(agents) if self._pools.symmetric else 0
-            agent = agents[seats(len(agents), turn)[player] if self._pools.symmetric else player]
-            found[agent] = self._state.pools[self._pools.pool_of(agent).name][place]
-        return found
+        """Who plays whom, by agent."""
+        return {
+            agent: self._state.pools[self._pools.pool_of(agent).name][place]
+            for agent, place in zip(self._agents_of(one), one.cell, strict=True)
+        }
 
     def _match(self, event: ro.TrajectoryEvent, members: dict[str, str]) -> orch.Match:
         completed = event.state == pb.TRAJECTORY_STATE_COMPLETED
@@ -261,12 +257,14 @@ class Matches:
             state.ratings |= rated(state.ratings, names, paid)
 
     def _agents_of(self, one: Planned) -> list[str]:
-        """The agent that each player of the cell was."""
+        """The agent that each player of the cell is; in a symmetric game they take turns."""
         agents = self._pools.agents
         if not self._pools.symmetric:
             return list(agents)
-        places = seats(len(agents), one.number // len(agents))
-        return [agents[place] for place in places]
+        # Workflows may change seats from query to query: out of step with them. Networks never do.
+        fixed = self._job.spec.environment is not None
+        turn = one.number if fixed else one.number // len(agents)
+        return [agents[place] for place in seats(len(agents), turn)]
 
     def _count_wins(self, members: dict[str, str], match: orch.Match) -> None:
         for agent, member in members.items():
