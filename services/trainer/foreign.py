@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,49 +93,72 @@ class ForeignStates:
             holders=self._host.holders,
         )
 
-    def keep(self, job_id: str, policy: str, version: int, offer: pb.OfferStateResponse) -> bool:
+    def keep(
+        self, job_id: str, policy: str, version: int, offer: pb.OfferStateResponse
+    ) -> pb.KeepStateResponse:
         """Copy what another host's trainer offers to this one's disk. Repeatable.
 
-        False, and nothing is done, for an offer of this host. Raises TransferError, DataLoss,
+        Nothing is done for an offer of this host. Raises TransferError, DataLoss,
         ResourceExhausted.
         """
         if set(offer.holders) & set(self._host.holders):
-            return False
+            return pb.KeepStateResponse()
         store = StateStore(self._settings.data_dir, job_id, policy)
         self._take(store, offer)
         store.prune(version, self._settings.trainer_keep_states, first=True)
-        return True
+        return pb.KeepStateResponse(kept=True, has_first=store.exists(0))
 
     def replicate(self, store: StateStore, version: int, checksum: str) -> int:
         """Have `trainer_state_replicas` other hosts keep a copy; how many do now.
 
         Called before the version is committed: what is committed can be lost with one host no
-        more. Too few hosts is a warning, not a reason to stop training.
+        more. Too few hosts is a warning, not a reason to stop training. Who takes a copy for the
+        first time gets version 0 too, where this host still needs it.
         """
         wanted = self._settings.trainer_state_replicas
         if not wanted or not self._settings.shares_states:
             return 0
-        offer = self.offer(store.job_id, store.policy, version, checksum)
         troubles: dict[str, str] = {}
-        kept = 0
+        takers = self._trainers(store, version, troubles)
+        kept = self._hand_out(store, version, checksum, takers, wanted, troubles)
+        late = [address for address, has_first in kept.items() if not has_first]
+        if late and store.exists(0):
+            self._hand_out(store, 0, "", late, len(late), {})
+        return len(kept)
+
+    def _hand_out(
+        self,
+        store: StateStore,
+        version: int,
+        checksum: str,
+        takers: Sequence[str],
+        wanted: int,
+        troubles: dict[str, str],
+    ) -> dict[str, bool]:
+        """Have `wanted` of `takers` keep a copy: who does, and whether it has version 0 too."""
+        offer = self.offer(store.job_id, store.policy, version, checksum)
+        kept: dict[str, bool] = {}
         try:
-            for address in self._trainers(store, version, troubles):
-                if kept == wanted:
+            for address in takers:
+                if len(kept) == wanted:
                     break
                 request = pb.KeepStateRequest(
                     request_id=new_id("keep"), offer=offer, **_named(store, version)
                 )
                 with self._trainer(address) as trainer:
                     try:
-                        kept += trainer.KeepState(request, timeout=_OFFER_SECONDS).kept
+                        answer = trainer.KeepState(request, timeout=_OFFER_SECONDS)
                     except TroupeError as error:
                         troubles[address] = error.message
+                        continue
+                if answer.kept:
+                    kept[address] = answer.has_first
         finally:
             self._host.delete(offer.key)
-        if kept < wanted:
+        if len(kept) < wanted:
             log.warning(
                 "too few copies of a state",
-                kept=kept,
+                kept=len(kept),
                 wanted=wanted,
                 troubles=troubles,
                 **_named(store, version),

@@ -101,10 +101,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     ) -> trainer_pb2.KeepStateResponse:
         """Keep a copy of another host's state."""
         _require(request, "job_id", "policy")
-        kept = await self.worker.keep_state(
+        return await self.worker.keep_state(
             request.job_id, request.policy, request.version, request.offer
         )
-        return trainer_pb2.KeepStateResponse(kept=kept)
 
     async def KeepMember(
         self, request: trainer_pb2.KeepMemberRequest, context: Any

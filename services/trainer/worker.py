@@ -175,8 +175,8 @@ class TrainerWorker:
 
     async def keep_state(
         self, job_id: str, policy: str, version: int, offer: trainer_pb2.OfferStateResponse
-    ) -> bool:
-        """Keep a copy of a state that a trainer of another host offers; False if of this one."""
+    ) -> trainer_pb2.KeepStateResponse:
+        """Keep a copy of a state that a trainer of another host offers; not one of this host."""
         return await asyncio.to_thread(self._foreign.keep, job_id, policy, version, offer)
 
     async def suspend(self, job_id: str, policy: str) -> trainer_pb2.SuspendedState:

@@ -565,16 +565,20 @@ class KeepStateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEPT_FIELD_NUMBER: _builtins.int
+    HAS_FIRST_FIELD_NUMBER: _builtins.int
     kept: _builtins.bool
     """False where the offer comes from this very host: its copy would be lost with the original."""
+    has_first: _builtins.bool
+    """Version 0 is kept there too; else whoever has it should offer it."""
     def __init__(
         self,
         *,
         kept: _builtins.bool = ...,
+        has_first: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_first", b"has_first", "kept", b"kept"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

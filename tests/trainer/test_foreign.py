@@ -1,0 +1,101 @@
+"""Copies of training state on other hosts' disks: who has which versions when a host is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from services.trainer.foreign import ForeignStates
+from services.trainer.state import TrainingState
+from troupe.v1 import trainer_pb2 as pb
+
+WEIGHTS = {"w": torch.ones(2)}
+
+
+class Hosts(dict[str, "Trainer"]):
+    """The trainers that are up, and what lies in their hosts' transfer layer."""
+
+    def __init__(self) -> None:
+        self.lying: dict[str, Mapping[str, torch.Tensor]] = {}
+        self.offered: list[str] = []
+
+
+class Host:
+    """What a trainer sees of `HostTransfer`."""
+
+    def __init__(self, name: str, hosts: Hosts) -> None:
+        self.holders, self._hosts = [name], hosts
+
+    def directory(self, key: str) -> Any:
+        return SimpleNamespace(trainers=list(self._hosts))
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self._hosts.lying if key.startswith(prefix)]
+
+    def set(self, key: str, files: Mapping[str, torch.Tensor]) -> Any:
+        self._hosts.lying[key] = files
+        self._hosts.offered.append(key.rpartition("/")[2].partition("-")[0])
+        return SimpleNamespace(checksum="", num_bytes=1)
+
+    def get(self, key: str, expected_checksum: str) -> tuple[Mapping[str, torch.Tensor], None]:
+        return self._hosts.lying[key], None
+
+    def hint(self, key: str, holders: Any) -> None:
+        pass
+
+    def delete(self, key: str) -> None:
+        self._hosts.lying.pop(key, None)
+
+
+class Trainer(ForeignStates):
+    """A trainer on a host of its own, reached without a network."""
+
+    def __init__(self, name: str, hosts: Hosts, root: Path) -> None:
+        settings: Any = SimpleNamespace(
+            address=name,
+            data_dir=root / name,
+            trainer_keep_states=2,
+            trainer_state_replicas=1,
+            trainer_sync_files=False,
+            shares_states=True,
+        )
+        host: Any = Host(name, hosts)
+        super().__init__(host, settings)
+        self._hosts, self.states = hosts, self.store("job", "player")
+        hosts[name] = self
+
+    def KeepState(self, request: pb.KeepStateRequest, timeout: float) -> pb.KeepStateResponse:
+        return self.keep(request.job_id, request.policy, request.version, request.offer)
+
+    @contextmanager
+    def _trainer(self, address: str) -> Iterator[Any]:
+        yield self._hosts[address]
+
+    def save(self, version: int, *, first: bool) -> None:
+        self.states.save(TrainingState(version, f"{version:032x}", WEIGHTS, {}))
+        self.states.prune(version, 2, first=first)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_host_that_comes_later_gets_the_first_version_too(tmp_path: Path, first: bool) -> None:
+    """Else a policy could not begin again once those are lost that were there when it was made."""
+    hosts = Hosts()
+    maker, copy = (Trainer(name, hosts, tmp_path) for name in ("maker", "copy"))
+    for version in range(4):
+        maker.save(version, first=first)
+    assert copy.states.versions() == [0, 2, 3]
+    del hosts["copy"]
+    late = Trainer("late", hosts, tmp_path)
+    maker.save(4, first=first)
+    assert late.states.versions() == ([0, 4] if first else [4]), "no more than is needed"
+    assert torch.equal(late.states.load(4).weights["w"], WEIGHTS["w"])
+    maker.save(5, first=first)
+    # Once is enough; nothing stays where hosts read it.
+    assert hosts.offered == ["v0", "v1", "v2", "v3", "v4", *["v0"] * first, "v5"]
+    assert not hosts.lying
