@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 import yaml
 
 from services.orchestrator.batch import Batch
+from services.orchestrator.job_store import Superseded
 from services.orchestrator.populations.matches import Matches
 from services.orchestrator.populations.state import SETTLED, Member, PopulationState
+from services.orchestrator.redis_access import RedisUnavailable
 from tests.support.cluster import job_yaml
 from troupe.job import JobSpec, parse_job
 from troupe.populations.payoffs import PayoffTable
-from troupe.rpc import ResourceExhausted
+from troupe.rpc import FailedPrecondition, ResourceExhausted, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
@@ -34,11 +37,18 @@ def job_of(**over: Any) -> JobSpec:
 
 
 class Table:
-    """Everything around the matches of two members; `play` says how each ends."""
+    """Everything around the matches of two members; `play` says how each ends, if it does."""
 
-    def __init__(self, spec: JobSpec, play: Callable[[ro.Ticket], ro.TrajectoryEvent]) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        play: Callable[[ro.Ticket], ro.TrajectoryEvent | None],
+        seconds: float = 60,
+    ) -> None:
         self.play, self.kept = play, dict[str, orch.Match]()
         self.apart = True
+        # Of the next writes.
+        self.faults: list[TroupeError] = []
         names = [f"player@{n}" for n in range(2)]
         members = {
             name: Member(name, "player", "main", n, "", n, n, "", SETTLED, 0, 0.0)
@@ -48,7 +58,7 @@ class Table:
         recent = SimpleNamespace(add=lambda event: None, flush=self.flush)
         shared = SimpleNamespace(
             trajectories=SimpleNamespace(buffer=lambda *a, **k: recent),
-            settings=SimpleNamespace(activity_seconds=0.01),
+            settings=SimpleNamespace(activity_seconds=seconds),
         )
         job: Any = SimpleNamespace(spec=spec, job_id="job", epoch=1, shared=shared)
         around: Any = self
@@ -58,8 +68,11 @@ class Table:
     # What a dispatch does.
     def add(self, batch: Batch, groups: list[list[ro.Ticket]]) -> None:
         batch.add([ticket.trajectory_id for (ticket,) in groups])
+        self.batch = batch
         for (ticket,) in groups:
-            batch.end(self.play(ticket))
+            self.last = ticket
+            if (event := self.play(ticket)) is not None:
+                batch.end(event)
 
     def withdraw(self, batch: Batch, queries: list[str], reason: str) -> None: ...
 
@@ -76,6 +89,8 @@ class Table:
         return {name: self.kept[name] for name in names if name in self.kept}
 
     async def add_matches(self, job_id: str, epoch: int, found: dict[str, orch.Match]) -> None:
+        if self.faults:
+            raise self.faults.pop(0)
         self.kept |= found
 
     async def flush(self) -> None: ...
@@ -148,3 +163,59 @@ async def test_others_change_seats_out_of_step_with_workflows_that_do() -> None:
     await Table(job_of(), play).fill()
     older, newer = "all--0", "all--1"
     assert [cast[f"m0x1-t{n}"] for n in range(4)] == [older, older, newer, newer]
+
+
+LAST = "m1x1-t3"
+
+
+def all_but_the_last(ticket: ro.Ticket) -> ro.TrajectoryEvent | None:
+    return None if ticket.trajectory_id == LAST else ended(ticket)
+
+
+async def test_what_has_ended_lasts_when_a_round_is_stopped() -> None:
+    table = Table(job_of(), all_but_the_last)
+    playing = asyncio.create_task(table.matches.play(table.matches.due()))
+    await asyncio.sleep(0.01)
+    assert not table.kept
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert len(table.kept) == 11
+
+
+@pytest.mark.parametrize("faults", [[], [RedisUnavailable("away")]])
+async def test_what_has_ended_lasts_when_a_round_fails(faults: list[TroupeError]) -> None:
+    """If it can be written; what is told is why the round failed."""
+
+    def play(ticket: ro.Ticket) -> ro.TrajectoryEvent:
+        event = ended(ticket)
+        if ticket.trajectory_id == LAST:
+            event.rewards.clear()
+        return event
+
+    table = Table(job_of(), play)
+    table.faults = list(faults)
+    with pytest.raises(FailedPrecondition, match="gave no reward"):
+        await table.matches.play(table.matches.due())
+    assert len(table.kept) == (0 if faults else 11)
+
+
+async def test_a_write_that_fails_is_made_up_for() -> None:
+    table = Table(job_of(), all_but_the_last, seconds=0.001)
+    table.faults = [RedisUnavailable("away")]
+    playing = asyncio.create_task(table.matches.play(table.matches.due()))
+    async with asyncio.timeout(60):
+        while not table.kept:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert (len(table.kept), table.faults) == (11, [])
+    table.batch.end(ended(table.last))
+    await playing
+    assert LAST in table.kept
+
+
+async def test_who_has_lost_the_job_plays_no_further() -> None:
+    table = Table(job_of(), all_but_the_last, seconds=0.001)
+    table.faults = [Superseded("another one has it")] * 2
+    async with asyncio.timeout(60):
+        with pytest.raises(Superseded):
+            await table.matches.play(table.matches.due())

@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import structlog
+
 from services.orchestrator.batch import Batch
 from services.orchestrator.context import JobContext
 from services.orchestrator.dispatch import Dispatch
 from services.orchestrator.faults import Patience
+from services.orchestrator.job_store import Superseded
 from services.orchestrator.populations.decisions import sections
 from services.orchestrator.populations.slots import Slots
 from services.orchestrator.populations.state import CANDIDATE, SETTLED, PopulationState
@@ -28,7 +31,7 @@ from troupe.populations import Precision, matches_due, seats
 from troupe.populations.payoffs import Members
 from troupe.populations.ratings import rated
 from troupe.populations.slots import match_waves, visible_cells
-from troupe.rpc import FailedPrecondition, ResourceExhausted
+from troupe.rpc import FailedPrecondition, ResourceExhausted, TroupeError
 from troupe.scheduling import admission
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -38,6 +41,9 @@ from troupe.v1 import rollout_pb2 as ro
 _ROUNDS: Final = 3
 # Matches in a row, in whole rounds, that fail before nobody expects another end of the next one.
 _IN_VAIN: Final = 16
+# To write what had ended when a wave broke off.
+_LAST_SECONDS: Final = 5.0
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -172,20 +178,38 @@ class Matches:
         async def tick() -> None:
             while True:
                 await asyncio.sleep(self._job.shared.settings.activity_seconds)
-                await write()
+                try:
+                    await write()
+                except Superseded as error:
+                    return batch.fail(error)
+                except TroupeError as error:
+                    # It is written with what ends next.
+                    self._warn(error)
                 if not self._slots.apart:
                     text = f"matches: {len(self._ended)} of {total}"
                     self._job.show(text, step=step, done=len(self._ended), total=total)
 
         ticker = asyncio.create_task(tick())
         try:
-            await batch.finished(lambda: self._dispatch.describe(batch))
-        finally:
-            # Those of a pause run for nobody.
-            self._dispatch.withdraw(batch, [one.name for one in wave], "cancelled")
-            ticker.cancel()
-            await asyncio.gather(ticker, return_exceptions=True)
+            try:
+                await batch.finished(lambda: self._dispatch.describe(batch))
+            finally:
+                # Those of a pause run for nobody.
+                self._dispatch.withdraw(batch, [one.name for one in wave], "cancelled")
+                ticker.cancel()
+                await asyncio.gather(ticker, return_exceptions=True)
+        except BaseException:
+            # What has ended is not played again, whatever ended the wave; which is what is told.
+            try:
+                async with asyncio.timeout(_LAST_SECONDS):
+                    await write()
+            except (TroupeError, TimeoutError) as error:
+                self._warn(error)
+            raise
         await write()
+
+    def _warn(self, error: Exception) -> None:
+        _log.warning("matches not written", job_id=self._job.job_id, error=repr(error))
 
     def _ticket(
         self, one: Planned, members: dict[str, str], places: dict[tuple[str, str], str]
