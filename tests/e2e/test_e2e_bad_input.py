@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -136,10 +135,9 @@ async def test_a_loss_that_is_not_finite_skips_the_step_and_keeps_the_weights(
 async def test_an_engine_that_dies_mid_turn(cluster: Standing) -> None:
     long = {f"agents.{name}.sampling.max_new_tokens": 100 for name in ("solver", "checker")}
     text = cluster.yaml(**long, **{"pipeline.group_size": 16})
-    few = re.compile(r"\b[123]?\d of 64 trajectories")
     async with cluster.client() as client:
         handle = await client.submit(text)
-        await until(handle, lambda job: bool(few.search(job.activity)))
+        await until(handle, lambda job: "of 64 trajectories" in job.activity)
         # Engines live in the process of the rollout worker: all turns in hand are lost with it.
         cluster.kill("rollout-0")
         end = await ended(handle)
