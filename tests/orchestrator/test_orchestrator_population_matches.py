@@ -141,6 +141,23 @@ async def test_a_cell_that_never_fills_ends_the_round(limit: float, most: int) -
     assert len(played) == 4 + most
 
 
+async def test_what_failed_before_a_resume_does_not_end_it() -> None:
+    spec = job_of(limits={"step_seconds": 30, "max_failed_fraction": 0.25})
+    left = ["m1x1-t2", "m1x1-t3"]
+
+    def broken(ticket: ro.Ticket) -> ro.TrajectoryEvent | None:
+        return None if ticket.trajectory_id in left else ended(ticket, failed=True)
+
+    table = Table(spec, broken)
+    with pytest.raises(ResourceExhausted):
+        await table.fill()
+    resumed = Table(spec, lambda one: ended(one, failed=one.trajectory_id in left[:1]))
+    resumed.kept = table.kept
+    await resumed.fill()
+    assert {cell.matches for cell in resumed.state.table.cells.values()} == {4}
+    assert (resumed.state.planned, resumed.state.failed) == (12 + 11, 11)
+
+
 @pytest.mark.parametrize("least", [2, 3])
 async def test_networks_change_seats_from_match_to_match(least: int) -> None:
     """They sit as they are cast, whatever the query: who is first wins, and nobody is better."""

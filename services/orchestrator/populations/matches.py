@@ -92,7 +92,7 @@ class Matches:
         self._state = state
         self._population, self._pools = sections(job.spec)
         self._ended: dict[str, orch.Match] = {}
-        # Of the round; in whole rounds since a match was completed.
+        # Seen here in this round; in whole rounds since a match was completed.
         self._failed = self._in_vain = 0
 
     def due(self) -> list[Planned]:
@@ -107,7 +107,8 @@ class Matches:
         names = {one.name: one for one in plan}
         known = await self._store.matches(self._job.job_id, list(names))
         self._ended = dict(known)
-        self._failed = sum(one.state == pb.TRAJECTORY_STATE_FAILED for one in known.values())
+        # Those that are known may be what a resume has mended.
+        self._failed = 0
         for _ in range(_ROUNDS):
             left = [one for name, one in names.items() if name not in self._ended]
             await self._waves(left, len(plan))
@@ -119,7 +120,8 @@ class Matches:
                 remedy="Look into the rollout workers' logs for who aborts them, then resume the "
                 "job.",
             )
-        if self._failed < len(plan):
+        failed = sum(one.state == pb.TRAJECTORY_STATE_FAILED for one in self._ended.values())
+        if failed < len(plan):
             self._in_vain = 0
         elif len(known) < len(plan):
             # However many may fail: else such rounds would follow each other for ever. But a round
@@ -128,6 +130,8 @@ class Matches:
             if self._in_vain >= _IN_VAIN:
                 last = next(one for name, one in self._ended.items() if name not in known)
                 raise self._too_many(f"the last {self._in_vain} matches all failed", last.reason)
+        self._state.planned += len(plan)
+        self._state.failed += failed
         self._fold(plan)
 
     async def _waves(self, left: Sequence[Planned], total: int) -> None:
@@ -263,8 +267,6 @@ class Matches:
 
     def _fold(self, plan: Sequence[Planned]) -> None:
         state = self._state
-        state.planned += len(plan)
-        state.failed += self._failed
         for one in plan:
             state.attempts[one.cell] = max(state.attempts.get(one.cell, 0), one.number + 1)
             match = self._ended[one.name]
