@@ -16,8 +16,10 @@ from services.orchestrator.faults import Patience
 from services.orchestrator.job_store import Superseded
 from services.orchestrator.populations import pool
 from services.orchestrator.populations.pool import MemberWeights, let_go
-from services.orchestrator.populations.state import SETTLED, Member
+from services.orchestrator.populations.slots import Slots
+from services.orchestrator.populations.state import SETTLED, Member, PopulationState
 from services.orchestrator.runner import JobRunner
+from troupe.populations.payoffs import PayoffTable
 from troupe.rpc import Internal, NotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -176,3 +178,39 @@ async def test_members_that_stay_do_not_hide_how_a_job_ended(
         await runner._end_failed(Internal("the first trouble"))
     assert record.state == state
     assert ("the first trouble" in record.problem.message) == (state == pb.JOB_STATE_FAILED)
+
+
+class Published(set[str]):
+    """Whose weights engines find; saving what is in slots takes a while."""
+
+    async def publish(self, member: Member, patience: Patience) -> pb.WeightsRef:
+        await asyncio.sleep(0)
+        self.add(member.member_id)
+        return pb.WeightsRef(policy=member.learner, version=member.version)
+
+    async def drop(self, member: Member, *, files: bool) -> None:
+        self.discard(member.member_id)
+
+    async def save_slots(
+        self, job_id: str, epoch: int, state: PopulationState, loaded: dict[str, tuple[str, int]]
+    ) -> None:
+        await asyncio.sleep(0.01 if "match--0" in loaded else 0)
+        state.slots = state.slots | loaded
+
+
+async def test_steps_do_not_drop_who_is_on_the_way_to_a_match() -> None:
+    names = [f"player@{n}" for n in range(3)]
+    members = {one: replace(MEMBER, version=n, member_id=one) for n, one in enumerate(names)}
+    state = PopulationState({"all": names}, PayoffTable([3], True), members)
+    state.slots = {"step--0": ("player@1", 4), "match--0": ("player@0", 2)}
+    found: Any = Published(["player@0", "player@1"])
+    spec = SimpleNamespace(population=SimpleNamespace(), pools=SimpleNamespace())
+    job: Any = SimpleNamespace(job_id="job", epoch=1, spec=spec)
+    slots = Slots(job, found, found, state)
+    slots.engines = SimpleNamespace(update=lambda ref, patience: asyncio.sleep(0))  # type: ignore[assignment]
+    await asyncio.gather(
+        slots._bring({"match--0": "player@1"}, patience()),
+        slots._bring({"step--0": "player@2"}, patience()),
+    )
+    assert state.slots == {"step--0": ("player@2", 5), "match--0": ("player@1", 3)}
+    assert found == {"player@1", "player@2"}, "what is in slots, and no more"

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from services.orchestrator.event_log import EventLog
-from services.orchestrator.job_store import JobStore
+from services.orchestrator.job_store import JobStore, Superseded
 from services.orchestrator.populations.state import CANDIDATE, RETIRED, Member, PopulationState
 from services.orchestrator.populations.store import PopulationStore
 from services.orchestrator.redis_access import JobKeys, RedisAccess
@@ -54,11 +56,15 @@ async def test_what_was_so_earlier_is_not_written_later(redis_url: str) -> None:
     saving = asyncio.create_task(store.save(job_id, 1, state))
     await asyncio.sleep(0)
     # ... before which another member is loaded.
-    state.slots["all--0"] = ("player@0", 1)
-    await store.save_slots(job_id, 1, state)
+    await store.save_slots(job_id, 1, state, {"all--0": ("player@0", 1)})
     await saving
     found = await store.load(job_id)
     assert found is not None
+    assert state.slots == {"all--0": ("player@0", 1)}
     assert found.slots == state.slots, "a version of a slot would have two contents"
+    # What could not be written is not so.
+    with pytest.raises(Superseded):
+        await store.save_slots(job_id, 0, state, {"all--0": ("player@0", 2)})
+    assert state.slots == found.slots
     await redis.call("DEL", JobKeys(job_id).record, JobKeys(job_id).population)
     await redis.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,8 @@ class Slots:
         self._job, self._weights, self._store = job, weights, store
         self._state = state
         self._population, self._pools = sections(job.spec)
+        # Held by who publishes members for slots, or drops those that are in none.
+        self._moving = asyncio.Lock()
         self.engines: Engines
 
     @property
@@ -184,23 +187,26 @@ class Slots:
 
     async def _bring(self, members: Mapping[str, str], patience: Patience) -> None:
         state = self._state
-        changed = {slot: one for slot, one in members.items() if state.slots[slot][0] != one}
-        before = {state.slots[slot][0] for slot in changed}
-        refs: dict[str, pb.WeightsRef] = {}
-        for member in dict.fromkeys(changed.values()):
-            refs[member] = await self._weights.publish(state.members[member], patience)
-        for slot, member in changed.items():
-            state.slots[slot] = (member, state.slots[slot][1] + 1)
-        await self._store.save_slots(self._job.job_id, self._job.epoch, state)
+        # Steps and matches bring members at once: what one has published the other may not drop
+        # before it is said where it is.
+        async with self._moving:
+            changed = {slot: one for slot, one in members.items() if state.slots[slot][0] != one}
+            before = {state.slots[slot][0] for slot in changed}
+            refs: dict[str, pb.WeightsRef] = {}
+            for member in dict.fromkeys(changed.values()):
+                refs[member] = await self._weights.publish(state.members[member], patience)
+            loaded = {slot: (one, state.slots[slot][1] + 1) for slot, one in changed.items()}
+            await self._store.save_slots(self._job.job_id, self._job.epoch, state, loaded)
         loads: list[Any] = [
-            self.engines.update(slot_ref(slot, state.slots[slot][1], refs[member]), patience)
-            for slot, member in changed.items()
+            self.engines.update(slot_ref(slot, version, refs[member]), patience)
+            for slot, (member, version) in loaded.items()
         ]
         await together(*loads)
-        held = {member for member, _ in state.slots.values()}
-        over = {one.member_id for one in state.unneeded()}
-        for member in sorted(before - held):
-            await self._weights.drop(state.members[member], files=member in over)
+        async with self._moving:
+            held = {member for member, _ in state.slots.values()}
+            over = {one.member_id for one in state.unneeded()}
+            for member in sorted(before - held):
+                await self._weights.drop(state.members[member], files=member in over)
 
 
 def _frozen(mixture: Mixture) -> Mixture:

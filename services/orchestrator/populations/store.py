@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from services.orchestrator.job_store import JobStore
@@ -40,16 +41,25 @@ class PopulationStore:
 
     async def save(self, job_id: str, epoch: int, state: PopulationState) -> None:
         """Replace all of it. Raises `Superseded`."""
-        await self._write(job_id, epoch, state.to_fields)
-
-    async def save_slots(self, job_id: str, epoch: int, state: PopulationState) -> None:
-        """Replace what is said of slots. Raises `Superseded`."""
-        await self._write(job_id, epoch, state.slot_fields)
-
-    async def _write(self, job_id: str, epoch: int, fields: Callable[[], list[str]]) -> None:
         async with self._writing[job_id]:
-            where = [JobKeys(job_id).population]
-            await self._fenced("population", where, job_id, epoch, fields())
+            await self._write(job_id, epoch, state.to_fields())
+
+    async def save_slots(
+        self,
+        job_id: str,
+        epoch: int,
+        state: PopulationState,
+        loaded: Mapping[str, tuple[str, int]],
+    ) -> None:
+        """Replace what is said of slots; that some have `loaded` something else, `state` says only
+        once it is durable. Raises `Superseded`."""
+        async with self._writing[job_id]:
+            slots = {**state.slots, **loaded}
+            await self._write(job_id, epoch, replace(state, slots=slots).slot_fields())
+            state.slots = slots
+
+    async def _write(self, job_id: str, epoch: int, fields: list[str]) -> None:
+        await self._fenced("population", [JobKeys(job_id).population], job_id, epoch, fields)
 
     async def answers(self, job_id: str) -> dict[str, str]:
         """What `add_answers` kept."""
