@@ -24,7 +24,9 @@ def test_means_and_variances_are_those_of_the_matches() -> None:
     assert cell.matches == 50
     assert cell.mean == pytest.approx(played.mean(0))
     assert cell.variance == pytest.approx(played.var(0, ddof=1))
-    assert cell.half_width() == pytest.approx(1.96 * played.std(0, ddof=1).max() / math.sqrt(50))
+    # Student's, with 49 degrees of freedom. Whoever is alone in a table is as others are.
+    width = pytest.approx(2.0095752 * played.std(0, ddof=1).max() / math.sqrt(50))
+    assert cell.half_width() == cell.half_width(table.pooled) == width
     assert table.missing() == [(0, 0)]
     with pytest.raises(ValueError, match=r"\(0, 0\) have not met"):
         table.tensor()
@@ -90,20 +92,39 @@ def test_pools_grow_and_keep_what_is_known() -> None:
 
 def test_only_missing_and_uncertain_cells_are_played() -> None:
     table = PayoffTable([2, 2])
-    precision = Precision(least=4, most=40, half_width=0.5)
+    precision = Precision(least=4, most=8, half_width=0.7)
     assert matches_due(table, precision) == [(m, 4) for m in itertools.product((0, 1), (0, 1))]
     assert matches_due(table, precision, {(0, 0): 4, (0, 1): 1})[:1] == [((0, 1), 3)]
     for number in range(4):
-        table.record((0, 0), [1, -1])  # always the same: certain
+        table.record((0, 0), [number / 10, -1])
         table.record((0, 1), [number % 2, 0])
-        table.record((1, 0), [10 * (number % 2), 0])
+        table.record((1, 0), [2 * (number % 2), 0])
     table.settle((1, 1), [0, 0])
-    # A width of 0.57 instead of 0.5 lacks a quarter of the matches, and a bit.
-    assert matches_due(table, precision) == [((1, 0), 4), ((0, 1), 2)], "the least certain first"
-    for number in range(36):
-        table.record((1, 0), [10 * (number % 2), 0])
-    assert matches_due(table, precision) == [((0, 1), 2)], "as good as it gets"
+    # A width of 0.92 instead of 0.7 lacks 2.9 matches of 4.
+    assert matches_due(table, precision) == [((1, 0), 4), ((0, 1), 3)], "the least certain first"
+    for number in range(4):
+        table.record((1, 0), [2 * (number % 2), 0])
+    assert matches_due(table, precision) == [((0, 1), 3)], "as good as it gets"
     assert matches_due(table, Precision(least=4)) == []
+
+
+def test_a_few_matches_that_end_alike_are_no_certainty() -> None:
+    table, precision = PayoffTable([2, 1]), Precision(least=8, most=64, half_width=0.1)
+    for _ in range(8):
+        table.record((0, 0), [1, -1])
+    table.record_all((1, 0), np.full((8, 2), 0.1))
+    assert matches_due(table, precision) == [], "nothing has ever varied"
+    for number in range(56):
+        table.record((1, 0), [number % 2, -(number % 2)])
+    cell = table.cells[0, 0]
+    assert cell.half_width() == 0.0 < cell.half_width(table.pooled)
+    # The width falls with the matches, not with their root: twice as many are enough.
+    assert matches_due(table, precision) == [((0, 0), 8)]
+    for _ in range(8):
+        table.record((0, 0), [1, -1])
+    assert matches_due(table, precision) == []
+    again = PayoffTable.from_json(json.loads(json.dumps(table.to_json())))
+    assert again.pooled.tolist() == table.pooled.tolist()
 
 
 def test_in_symmetric_games_everybody_sits_everywhere() -> None:

@@ -22,7 +22,8 @@ class Precision:
     most: int = 256
     """After so many a cell is as good as it gets."""
     half_width: float = math.inf
-    """Of each cell's 95 % confidence interval; infinite: `least` matches are enough."""
+    """Of each cell's 95 % confidence interval (`Cell.half_width`); infinite: `least` matches are
+    enough."""
 
 
 def matches_due(
@@ -34,13 +35,14 @@ def matches_due(
     variance says it lacks, at most doubling what it has, since the variance itself is a guess.
     """
     playing = playing or {}
+    pooled = table.pooled
     found = []
     for order, members in enumerate(table.all()):
         cell = table.cell(members)
         if cell is not None and cell.exact:
             continue
         played = 0 if cell is None else cell.matches
-        width = math.inf if cell is None else cell.half_width()
+        width = math.inf if cell is None else cell.half_width(pooled)
         wanted = max(precision.least, 2)
         if played >= wanted and width > precision.half_width:
             assert cell is not None  # it was played

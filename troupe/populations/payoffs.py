@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 from troupe.populations.games import Array
 
@@ -56,13 +57,22 @@ class Cell:
             return np.full_like(self.mean, math.inf)
         return self.squares / (self.matches - 1)
 
-    def half_width(self, deviations: float = 1.96) -> float:
-        """Of the confidence interval of the least certain player's mean."""
+    def half_width(self, pooled: Array | None = None, confidence: float = 0.95) -> float:
+        """Of the confidence interval (Student's) of the least certain player's mean.
+
+        `pooled` [n]: the variance in cells of this kind, `PayoffTable.pooled`. The cell varies at
+        least as if one of its matches were such: where others vary, a few that all ended alike are
+        no certainty.
+        """
         if self.exact:
             return 0.0
         if self.matches < 2:
             return math.inf
-        return deviations * math.sqrt(float(self.variance.max()) / self.matches)
+        variance = self.variance
+        if pooled is not None:
+            variance = np.maximum(variance, pooled / self.matches)
+        deviations = float(stdtrit(self.matches - 1, (1 + confidence) / 2))
+        return deviations * math.sqrt(float(variance.max()) / self.matches)
 
 
 @dataclass
@@ -82,6 +92,14 @@ class PayoffTable:
     def players(self) -> int:
         """Roles, each played by a member of its pool."""
         return len(self.sizes)
+
+    @property
+    def pooled(self) -> Array:
+        """The variance of one match within its cell, per player [n]; 0 before anything varies."""
+        # In one order, however the table came about: a resume adds up to the same bits.
+        played = [cell for _, cell in sorted(self.cells.items()) if cell.matches > 1]
+        squares = sum((cell.squares for cell in played), np.zeros(self.players))
+        return squares / max(1, sum(cell.matches - 1 for cell in played))
 
     def grow(self, sizes: Sequence[int]) -> None:
         """The pools have so many members now. Raises ValueError if one has lost some."""

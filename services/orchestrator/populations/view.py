@@ -129,12 +129,12 @@ def _member(one: Member) -> orch.PopulationMember:
 
 
 def _cells(state: PopulationState) -> list[orch.PayoffCell]:
-    found = []
+    found, pooled = [], state.table.pooled
     for key, cell in sorted(state.table.cells.items()):
         one = orch.PayoffCell(
             members=key, mean=cell.mean.tolist(), matches=cell.matches, exact=cell.exact
         )
-        if math.isfinite(width := cell.half_width()):
+        if math.isfinite(width := cell.half_width(pooled)):
             one.half_width = width
             one.variance.extend(cell.variance.tolist())
         found.append(one)
