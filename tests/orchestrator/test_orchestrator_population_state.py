@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.orchestrator.event_log import EventLog
 from services.orchestrator.job_store import JobStore, Superseded
+from services.orchestrator.populations.exact import ExactPayoffs
 from services.orchestrator.populations.state import CANDIDATE, RETIRED, Member, PopulationState
 from services.orchestrator.populations.store import PopulationStore
 from services.orchestrator.redis_access import JobKeys, RedisAccess
@@ -67,4 +69,46 @@ async def test_what_was_so_earlier_is_not_written_later(redis_url: str) -> None:
         await store.save_slots(job_id, 0, state, {"all--0": ("player@0", 2)})
     assert state.slots == found.slots
     await redis.call("DEL", JobKeys(job_id).record, JobKeys(job_id).population)
+    await redis.close()
+
+
+async def test_answers_of_members_that_nobody_meets_are_not_kept(redis_url: str) -> None:
+    redis = RedisAccess(redis_url)
+    store = PopulationStore(redis, JobStore(redis, EventLog(redis)))
+    job_id = new_id("job")
+    await redis.call("HSET", JobKeys(job_id).record, "epoch", "2")
+    state = population(member(0, CANDIDATE), member(1, CANDIDATE))
+    learned: list[Any] = []
+
+    async def learn(game: Any, player: tuple[str, str], answer: Any) -> None:
+        learned.append(answer)
+        exact._plans[player] = answer
+
+    def fresh() -> ExactPayoffs:
+        limits = SimpleNamespace(step_seconds=60.0)
+        section = SimpleNamespace(by_wins=True)
+        spec = SimpleNamespace(population=section, pools=pools, limits=limits)
+        job: Any = SimpleNamespace(job_id=job_id, epoch=2, spec=spec)
+        slots: Any = None
+        found = ExactPayoffs(job, store, slots, state)
+        found._game = SimpleNamespace()  # type: ignore[assignment]
+        found._learn = learn  # type: ignore[method-assign]
+        return found
+
+    pools = SimpleNamespace(pools=[SimpleNamespace(name="all")])
+    await store.add_answers(job_id, 2, {f"all/player@{n}": f"[[{n}]]" for n in range(2)})
+    exact = fresh()
+    await exact.settle()
+    assert learned == [[[0]], [[1]]]
+    state.members["player@0"].state = RETIRED
+    with pytest.raises(Superseded):
+        await store.forget_answers(job_id, 1, but=[])
+    await exact.settle()
+    assert list(exact._plans) == [("all", "player@1")]
+    assert len(learned) == 2, "what is known is not read again"
+    exact = fresh()
+    await exact.settle()
+    assert learned[2:] == [[[1]]], "whoever takes the job over reads what was kept"
+    assert list(await store.answers(job_id, ["all/player@0", "all/player@1"])) == ["all/player@1"]
+    await redis.call("DEL", JobKeys(job_id).record, JobKeys(job_id).answers)
     await redis.close()

@@ -51,15 +51,16 @@ class ExactPayoffs:
         if self._game is None:
             self._game = await self._inquiry.game(patience)
         game = self._game
-        kept = await self._store.answers(self._job.job_id)
+        players = [
+            (pool.name, self._state.pools[pool.name][at])
+            for pool in self._pools.pools
+            for at in self._visible(pool)
+        ]
+        await self._recall(game, players)
         for pool in self._pools.pools:
-            names = [self._state.pools[pool.name][at] for at in self._visible(pool)]
-            unknown = [one for one in names if (pool.name, one) not in self._plans]
-            for one in list(unknown):
-                text = kept.get(f"{pool.name}/{one}")
-                if text is not None:
-                    await self._learn(game, (pool.name, one), json.loads(text))
-                    unknown.remove(one)
+            unknown = [
+                one for name, one in players if name == pool.name and (name, one) not in self._plans
+            ]
             while unknown:
                 served = len(pool.match_slots)
                 await self._ask_members(game, pool, unknown[:served], patience)
@@ -85,6 +86,16 @@ class ExactPayoffs:
 
     def _visible(self, pool: Pool) -> list[int]:
         return self._state.places(pool.name, SETTLED, CANDIDATE)
+
+    async def _recall(self, game: Game, players: list[_Player]) -> None:
+        """Know what is kept of `players`, and nothing of others: nobody meets them any more."""
+        self._plans = {one: self._plans[one] for one in players if one in self._plans}
+        names = {"/".join(one): one for one in players}
+        await self._store.forget_answers(self._job.job_id, self._job.epoch, but=names)
+        unknown = [name for name, one in names.items() if one not in self._plans]
+        kept = await self._store.answers(self._job.job_id, unknown)
+        for name, text in kept.items():
+            await self._learn(game, names[name], json.loads(text))
 
     async def _ask_members(
         self, game: Game, pool: Pool, members: list[str], patience: Patience

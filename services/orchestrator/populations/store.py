@@ -61,10 +61,21 @@ class PopulationStore:
     async def _write(self, job_id: str, epoch: int, fields: list[str]) -> None:
         await self._fenced("population", [JobKeys(job_id).population], job_id, epoch, fields)
 
-    async def answers(self, job_id: str) -> dict[str, str]:
-        """What `add_answers` kept."""
-        found = await self._redis.call("HGETALL", JobKeys(job_id).answers)
-        return {name.decode(): value.decode() for name, value in found.items()}
+    async def answers(self, job_id: str, names: Collection[str]) -> dict[str, str]:
+        """What `add_answers` kept of the named."""
+        if not names:
+            return {}
+        found = await self._redis.call("HMGET", JobKeys(job_id).answers, *names)
+        kept = zip(names, found, strict=True)
+        return {name: one.decode() for name, one in kept if one is not None}
+
+    async def forget_answers(self, job_id: str, epoch: int, *, but: Collection[str]) -> None:
+        """Keep no answers but those of the named. Raises `Superseded`."""
+        key = JobKeys(job_id).answers
+        names = {name.decode() for name in await self._redis.call("HKEYS", key)}
+        if over := names.difference(but):
+            await self._jobs.check_epoch(job_id, epoch)
+            await self._redis.call("HDEL", key, *over)
 
     async def add_answers(self, job_id: str, epoch: int, answers: Mapping[str, str]) -> None:
         """Keep what members answer in a game, as JSON by `{pool}/{member}`. Raises `Superseded`."""
