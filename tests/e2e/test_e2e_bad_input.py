@@ -134,7 +134,7 @@ async def test_a_loss_that_is_not_finite_skips_the_step_and_keeps_the_weights(
 
 async def test_an_engine_that_dies_mid_turn(cluster: Standing) -> None:
     long = {f"agents.{name}.sampling.max_new_tokens": 100 for name in ("solver", "checker")}
-    text = cluster.yaml(**long, **{"pipeline.group_size": 16})
+    text = cluster.yaml(BAD + "chatty", **long, **{"pipeline.group_size": 16})
     async with cluster.client() as client:
         handle = await client.submit(text)
         await until(handle, lambda job: "of 64 trajectories" in job.activity)

@@ -31,6 +31,13 @@ async def quick(query: Query, agents: Any, tools: Any) -> dict[str, float]:
     return {"solver": share_of_a(draft.text), "checker": share_of_a(critique.text)}
 
 
+async def chatty(query: Query, agents: Any, tools: Any) -> dict[str, float]:
+    """So many turns that somebody who looks on twice a second sees it at work."""
+    for _ in range(9):
+        await quick(query, agents, tools)
+    return await quick(query, agents, tools)
+
+
 async def unrewarded(query: Query, agents: Any, tools: Any) -> None:
     """Leaves the rewards to reward functions."""
     await quick(query, agents, tools)
