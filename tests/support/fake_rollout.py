@@ -186,7 +186,8 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         await asyncio.sleep(self.script.score_seconds)
         answer = ro.ScoreResponse(version=version)
         if (say := self.script.score) is not None:
-            member = int(self.keys[request.policy].rpartition("@")[2])
+            # A key of members: ".../members/{version}@0".
+            member = int(self.keys[request.policy].rpartition("/")[2].partition("@")[0])
             for prompt in request.prompts:
                 chances = zip(prompt.continuations, say(member, prompt), strict=True)
                 logs = [math.log(p) if p > 0 else -math.inf for _, p in chances]
