@@ -9,7 +9,7 @@ import pytest
 
 from examples.self_play.kuhn import workflow
 from services.orchestrator.populations import inquiry
-from tests.orchestrator.test_orchestrator_populations import game, lasting, population
+from tests.orchestrator.playing import game, lasting, population
 from tests.support.cluster import Cluster, job_yaml
 from troupe.populations import enumerated
 from troupe.populations.arrangements import agent_values, mixed

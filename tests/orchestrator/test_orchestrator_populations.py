@@ -3,82 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
-from typing import Any
 
 import pytest
 
-from services.orchestrator.ledger import Ledger
+from tests.orchestrator.playing import (
+    MATCHES,
+    game,
+    lasting,
+    matches,
+    newer_wins,
+    population,
+)
 from tests.support.cluster import Cluster, job_yaml
 from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
-
-MATCHES = {"least": 4}
-
-
-def game(name: str = "game", **over: Any) -> str:
-    """A symmetric game of two, one learner, two iterations of two steps."""
-    changes = {
-        "agents": {"alice": {"policy": "player"}, "bob": {"policy": "player"}},
-        "pipeline__steps": 4,
-        "pipeline__queries_per_step": 4,
-        "population": {"algorithm": "psro", "iteration_steps": 2, "matches": MATCHES},
-    }
-    return job_yaml(name, policies=["player"], **(changes | over))
-
-
-def version_of(cluster: Cluster, policy: str) -> int:
-    """Of the member that a slot serves, or of the learner."""
-    found = re.search(r"(\d+)(@0)?$", cluster.rollouts[0].keys[policy])
-    assert found is not None
-    return int(found[1])
-
-
-def newer_wins(cluster: Cluster, *, zero_sum: bool = True) -> None:
-    """Payoffs that say who meets whom: whoever has learned more gets 1, and a little luck."""
-
-    def reward(ticket: ro.Ticket) -> dict[str, float]:
-        alice, bob = (
-            version_of(cluster, ticket.cast.get(agent, "player")) for agent in ("alice", "bob")
-        )
-        luck = (ticket.seed % 1000) / 10_000 - 0.05
-        gets = float(alice > bob) - float(alice < bob) + luck
-        return {"alice": gets, "bob": -gets if zero_sum else 1.0}
-
-    for worker in cluster.rollouts:
-        worker.script.reward = reward
-
-
-async def population(cluster: Cluster, job_id: str) -> orch.Population:
-    request = orch.GetPopulationRequest(job_id=job_id)
-    return (await cluster.api.GetPopulation(request)).population
-
-
-async def matches(cluster: Cluster, job_id: str, **what: Any) -> list[orch.Match]:
-    found, token = [], ""
-    while True:
-        page = await cluster.api.ListMatches(
-            orch.ListMatchesRequest(job_id=job_id, page_size=7, page_token=token, **what)
-        )
-        found += page.matches
-        if not (token := page.next_page_token):
-            return found
-
-
-def lasting(found: orch.Population) -> orch.Population:
-    """What must not depend on when things happened."""
-    kept = orch.Population()
-    kept.CopyFrom(found)
-    kept.ClearField("activity")
-    for pool in kept.pools:
-        for member in pool.members:
-            member.ClearField("frozen_at")
-    for slot in kept.slots:
-        slot.ClearField("version")
-    return kept
 
 
 async def test_psro_from_first_versions_to_a_payoff_table(cluster: Cluster) -> None:
@@ -389,111 +330,6 @@ async def test_pages_of_matches(cluster: Cluster) -> None:
         with pytest.raises(InvalidArgument) as caught:
             await cluster.api.ListMatches(orch.ListMatchesRequest(job_id=job_id, page_token=token))
         assert caught.value.field == "page_token"
-
-
-RESTART = {"iteration_steps": 1, "matches": MATCHES, "restart": "base"}
-
-
-async def versions(cluster: Cluster, job_id: str) -> list[tuple[int, int, bool]]:
-    """The ledger: steps, version, whether it is a restart."""
-    found = await cluster.api.ListVersions(orch.ListVersionsRequest(job_id=job_id, policy="player"))
-    return [(one.step, one.weights.version, one.restarted) for one in found.versions]
-
-
-async def test_best_responses_that_begin_again(cluster: Cluster) -> None:
-    newer_wins(cluster)
-    job_id = await cluster.submit(game(pipeline__steps=3, population=RESTART))
-    job = await cluster.wait(job_id, seconds=60)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
-    (pool,) = (await population(cluster, job_id)).pools
-    # All of them come from the first weights; nothing begins again after the last step.
-    assert [(m.member_id, m.parent) for m in pool.members] == [
-        ("player@0", ""),
-        ("player@1", "player@0"),
-        ("player@3", "player@0"),
-        ("player@5", "player@0"),
-    ]
-    assert await versions(cluster, job_id) == [
-        (0, 0, False), (1, 1, False), (1, 2, True), (2, 3, False), (2, 4, True), (3, 5, False),
-    ]  # fmt: skip
-    # Nobody trains on what an earlier best response has played.
-    assert [one.oldest_version for one in cluster.trainers[0].requests] == [0, 2, 4]
-    audit = await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))
-    assert not audit.violations
-    assert "begins with the first weights" in " ".join(await cluster.notices(job_id))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["pipeline_psro", "league"])
-async def test_who_was_settled_begins_again(cluster: Cluster, algorithm: str) -> None:
-    newer_wins(cluster)
-    kind = "main_exploiter" if algorithm == "league" else "main"
-    section = RESTART | {
-        "algorithm": algorithm,
-        "symmetric": True,
-        "learners": {"spy": {"kind": kind}},
-        "league": {"freeze_after": 1},
-    }
-    text = job_yaml(
-        policies=["player", "spy"],
-        agents={"alice": {"policy": "player"}, "bob": {"policy": "player"}},
-        pipeline__steps=3,
-        pipeline__queries_per_step=4,
-        population=section,
-    )
-    job = await cluster.wait(job_id := await cluster.submit(text), seconds=60)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
-    members = (await population(cluster, job_id)).pools[0].members
-    found = {one.member_id: one.parent for one in members if one.iteration}
-    if algorithm == "league":  # main agents go on
-        assert found == {
-            "player@1": "player@0", "player@2": "player@1", "player@3": "player@2",
-            "spy@1": "spy@0", "spy@3": "spy@0", "spy@5": "spy@0",
-        }  # fmt: skip
-    else:  # in turn: player, spy, player
-        assert found == {
-            "player@1": "player@0", "player@3": "player@0", "player@4": "player@3",
-            "spy@1": "spy@0", "spy@2": "spy@1", "spy@4": "spy@0",
-        }  # fmt: skip
-
-
-@pytest.mark.parametrize("moved", [False, pytest.param(True, marks=pytest.mark.slow)])
-async def test_an_orchestrator_that_dies_while_a_policy_begins_again(
-    cluster: Cluster, moved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before or after the ledger has moved: the versions are those of an undisturbed job."""
-    newer_wins(cluster)
-    quiet = await cluster.submit(game("quiet", pipeline__steps=3, population=RESTART))
-    assert (await cluster.wait(quiet, seconds=60)).state == pb.JOB_STATE_SUCCEEDED
-    stuck = asyncio.Event()
-    restart = Ledger.restart
-
-    async def stay(self: Ledger, *args: Any) -> Any:
-        if moved:
-            await restart(self, *args)
-        stuck.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(Ledger, "restart", stay)
-    troubled = await cluster.submit(game("troubled", pipeline__steps=3, population=RESTART))
-    async with asyncio.timeout(60):
-        await stuck.wait()
-    await cluster.stop_orchestrator()
-    monkeypatch.setattr(Ledger, "restart", restart)
-    await cluster.start_orchestrator()
-    job = await cluster.wait(troubled, seconds=60)
-    assert job.state == pb.JOB_STATE_SUCCEEDED, job.problem
-    assert await versions(cluster, troubled) == await versions(cluster, quiet)
-    found, expected = [await population(cluster, one) for one in (troubled, quiet)]
-    assert lasting(found) == lasting(expected)
-    assert not (await cluster.api.AuditJob(orch.AuditJobRequest(job_id=troubled))).violations
-
-
-async def test_first_weights_that_are_gone_are_named(cluster: Cluster) -> None:
-    newer_wins(cluster)
-    cluster.trainers[0].script.lose_first = True
-    job = await cluster.wait(await cluster.submit(game(population=RESTART)), seconds=60)
-    assert (job.state, job.problem.kind) == (pb.JOB_STATE_FAILED, "state_not_found")
 
 
 async def test_a_job_without_a_population_says_so(cluster: Cluster) -> None:
