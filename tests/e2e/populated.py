@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from examples.games.model import make_model
+from tests.e2e.conftest import House
 from tests.e2e.standing import Ended
 from troupe.client.population_records import Match, Population
 from troupe.client.records import JobState
@@ -139,3 +141,15 @@ async def training_casts(end: Ended) -> list[dict[str, str]]:
             whole = await end.handle.trajectory(one.id)
             found.append({turn.agent: turn.policy for turn in whole.conversation})
     return found
+
+
+async def another(house: House, pid: int) -> bool:
+    """Whether the orchestrator is another process than `pid`."""
+    return house.pid("orchestrator") != pid
+
+
+async def until(good: Callable[[], Awaitable[bool]]) -> None:
+    """It is another process that changes: there is no event to wait for."""
+    async with asyncio.timeout(120):
+        while not await good():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import House
-from tests.e2e.populated import check_payoffs
+from tests.e2e.populated import another, check_payoffs, until
 from troupe.client import AsyncJobHandle
 from troupe.client.population_records import Population
 from troupe.networks.acting import ActingNetwork
@@ -224,14 +222,3 @@ async def test_every_algorithm_plays_networks(house: House, cases: list[Case]) -
 
 async def enough(handle: AsyncJobHandle, played: int) -> bool:
     return (await handle.population()).matches_played >= played
-
-
-async def another(house: House, pid: int) -> bool:
-    return house.pid("orchestrator") != pid
-
-
-async def until(good: Callable[[], Awaitable[bool]]) -> None:
-    """It is another process that changes: there is no event to wait for."""
-    async with asyncio.timeout(120):
-        while not await good():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from examples.games.kuhn import workflow
 from examples.games.model import make_model
 from tests.e2e.conftest import House
+from tests.e2e.populated import another, until
 from troupe.populations.arrangements import agent_values, mixed
 from troupe.populations.asking import probabilities, score_request
 from troupe.populations.enumerated import Enumeration
@@ -53,17 +52,6 @@ async def population(api: Any, job_id: str) -> orch.Population:
 
 async def enough(api: Any, job_id: str, played: int) -> bool:
     return (await population(api, job_id)).matches_played >= played
-
-
-async def another(house: House, pid: int) -> bool:
-    return house.pid("orchestrator") != pid
-
-
-async def until(good: Callable[[], Awaitable[bool]]) -> None:
-    """It is another process that changes: there is no event to wait for."""
-    async with asyncio.timeout(120):
-        while not await good():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
 
 
 async def test_a_population_survives_the_orchestrator(house: House, tmp_path: Path) -> None:
