@@ -66,7 +66,8 @@ class SlotBatcher:
         self._inbox: deque[Turn] = deque()
         self._ended: dict[int, tuple[asyncio.AbstractEventLoop, Ended]] = {}
         self._computing = False
-        self._held = 0
+        self._passes = 0
+        self._held = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="slot-batcher")
 
@@ -135,23 +136,35 @@ class SlotBatcher:
 
     @contextlib.contextmanager
     def _standstill(self) -> Iterator[None]:
-        """No pass is computed. Raises RuntimeError when the thread has ended or hangs."""
-        with self._state:
-            self._held += 1
-        alone = False
+        """No pass is computed, and nobody else has this. Between two of these one pass is, so that
+        turns go on however many ask. Raises RuntimeError when the thread has ended or hangs.
+        """
+        if not self._standing.acquire(timeout=PASS_SECONDS):
+            raise RuntimeError("another call holds the model, and hangs")
         try:
-            alone = self._standing.acquire(timeout=PASS_SECONDS)
             with self._state:
+                self._held = True
                 idle = self._state.wait_for(lambda: not self._computing, PASS_SECONDS)
-            if not alone or not idle or not self.alive:
-                raise RuntimeError("the serving thread has ended or hangs")
-            yield
+            try:
+                if not idle or not self.alive:
+                    raise RuntimeError("the serving thread has ended or hangs")
+                yield
+            finally:
+                with self._state:
+                    self._held = False
+                    self._state.notify_all()
+                    self._state.wait_for(self._went_on(self._passes), PASS_SECONDS)
         finally:
-            if alone:
-                self._standing.release()
-            with self._state:
-                self._held -= 1
-                self._state.notify_all()
+            self._standing.release()
+
+    def _went_on(self, passes: int) -> Callable[[], bool]:
+        """Whether a pass has begun since there were `passes`, or none is to be."""
+
+        def went_on() -> bool:
+            work = self._inbox or self._shelves.busy
+            return self._passes != passes or not work or not self.alive
+
+        return went_on
 
     def _changed(self) -> None:
         """Weights were loaded; nothing is computed meanwhile."""
@@ -184,7 +197,9 @@ class SlotBatcher:
                         self._state.notify_all()
         except Exception as error:
             log.exception("the serving thread ended")
-            self._stopping = True
+            with self._state:
+                self._stopping = True
+                self._state.notify_all()
             self._exited(repr(error))
 
     def _begin(self) -> bool:
@@ -193,6 +208,8 @@ class SlotBatcher:
             while not self._stopping:
                 if not self._held and (self._inbox or self._shelves.busy):
                     self._computing = True
+                    self._passes += 1
+                    self._state.notify_all()
                     turns = self._admitted()
                     break
                 self._state.wait()

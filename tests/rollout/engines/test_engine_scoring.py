@@ -23,6 +23,7 @@ from services.rollout.engines.errors import (
 )
 from services.rollout.engines.paced import PacedEngine
 from services.rollout.engines.scoring import Asked
+from services.rollout.engines.slotted import SlotBatcher
 from tests.rollout.engines.asking import LONG, ask, prompt
 from tests.rollout.engines.models import (
     VOCABULARY,
@@ -108,6 +109,25 @@ async def test_those_who_stop_an_engine_stop_it_one_after_the_other(
     others = [asyncio.to_thread(batcher.between, call) for _ in range(4)]
     await asyncio.gather(*others, asyncio.to_thread(batcher.swap, call, 1))
     assert most == 1
+
+
+async def test_turns_go_on_however_many_stop_an_engine(engine: EmbeddedEngine) -> None:
+    batcher = engine._batcher
+    if not isinstance(batcher, SlotBatcher):
+        pytest.skip("transformers' manager decides itself when it goes on")
+    turn = asyncio.ensure_future(ask(engine, "t", [1, 2], max_new_tokens=200))
+    async with asyncio.timeout(LONG):
+        while not batcher._passes:  # noqa: ASYNC110 - another thread's work
+            await asyncio.sleep(0.001)
+    began = batcher._passes
+
+    def stop() -> None:
+        for _ in range(10):
+            batcher.between(lambda: time.sleep(0.002))
+
+    await asyncio.gather(*(asyncio.to_thread(stop) for _ in range(3)))
+    assert batcher._passes - began >= 29
+    assert len((await turn).token_ids) == 200
 
 
 async def test_what_cannot_be_scored_is_refused(engine: EmbeddedEngine) -> None:
