@@ -238,11 +238,9 @@ class EmbeddedEngine(EngineFront):
     async def _bring_up(self) -> None:
         """Model without weights, thread. DEAD and `EngineStartFailed` when that fails."""
         seconds = self._spec.engine.start_timeout_seconds
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(seconds):
-                batcher = await asyncio.to_thread(self._build, loop)
-                await asyncio.to_thread(batcher.start)
+                await self._launch()
         except TimeoutError as error:
             self._life.died(f"not ready within {seconds:g} s")
             raise EngineStartFailed(
@@ -254,11 +252,29 @@ class EmbeddedEngine(EngineFront):
         except EngineStartFailed as error:
             self._life.died(str(error))
             raise
-        self._batcher = batcher
         self._progress_at, self._misses = time.monotonic(), 0
 
-    def _build(self, loop: asyncio.AbstractEventLoop) -> Batcher:
-        """In a worker thread: the model and its batcher, not started yet."""
+    async def _launch(self) -> None:
+        """Build and start a batcher; one that nobody waits for any more is ended."""
+        batcher, model = await asyncio.to_thread(self._build, asyncio.get_running_loop())
+        self._require_wanted()
+        # Before it starts, which may take minutes: `stop` ends it meanwhile. No turn comes yet:
+        # the engine does not serve.
+        self._batcher, self._model = batcher, model
+        try:
+            await asyncio.to_thread(batcher.start)
+            self._require_wanted()
+        except BaseException:  # its thread goes on when we are cancelled
+            self._batcher = self._model = None
+            await asyncio.shield(asyncio.to_thread(batcher.stop, 0.0))
+            raise
+
+    def _require_wanted(self) -> None:
+        if self.state == pb.ENGINE_STATE_STOPPED:
+            raise EngineDied(self.engine_id, "it was stopped")
+
+    def _build(self, loop: asyncio.AbstractEventLoop) -> tuple[Batcher, torch.nn.Module]:
+        """In a worker thread: a batcher that has not started, and its model."""
         torch.set_num_threads(self._threads)
         spec = self._spec
         config = load_config(spec.language_model, self.policy)
@@ -302,8 +318,7 @@ class EmbeddedEngine(EngineFront):
             drew=self._drew,
             exited=exited,
         )
-        self._model = model
-        return batcher
+        return batcher, model
 
     def _require_batcher(self) -> Batcher:
         if self._batcher is None or not self._batcher.alive:

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from multiprocessing import Pipe
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from services.rollout.engines.apart import frames, memory
+from services.rollout.engines.apart.batcher import ApartBatcher
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineDied, EngineStartFailed
 from services.rollout.engines.models import skeleton
@@ -153,6 +155,63 @@ async def test_a_stopped_engine_leaves_no_process(apart: EmbeddedEngine) -> None
     process = _process_of(apart)
     await apart.stop()
     assert process.returncode == 0
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Those of engines, as they are started."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Process(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr("services.rollout.engines.apart.batcher.subprocess.Popen", Process)
+    return started
+
+
+@pytest.mark.parametrize("how", ["cancelled", "stopped"])
+async def test_a_start_that_nobody_waits_for_leaves_no_process(
+    how: str, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    engine = EmbeddedEngine("e0", "solver", policy_spec(own_process=True))
+    start = asyncio.create_task(engine.start())
+    await until(lambda: bool(processes))
+    if how == "stopped":
+        await engine.stop()
+        with pytest.raises((EngineDied, EngineStartFailed)):
+            await start
+    else:
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+    [process] = processes
+    assert await asyncio.to_thread(process.wait, LONG) == -signal.SIGKILL
+    assert engine._batcher is None
+    assert not engine._life.serves
+
+
+async def test_a_batcher_that_was_stopped_before_it_started_ends_its_process(
+    model: PreTrainedModel, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    spec = policy_spec(own_process=True)
+    batcher = ApartBatcher(
+        model,
+        source=spec.language_model,
+        policy="solver",
+        max_running=2,
+        max_context=64,
+        threads=1,
+        start_seconds=LONG,
+        drew=lambda count: None,
+        exited=lambda reason: None,
+    )
+    batcher.stop(0.0)
+    with pytest.raises(EngineStartFailed):
+        await asyncio.to_thread(batcher.start)
+    assert not batcher.alive
+    assert processes[0].returncode == -signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -93,13 +93,14 @@ class ApartBatcher:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process, and wait until it serves. Raises `EngineStartFailed`."""
+        """Start the process, and wait until it serves. Raises `EngineStartFailed`, also when it is
+        stopped before; the process has ended then."""
         ours, theirs = socket.socketpair()
         weights = memory.reserve(self._model)
         try:
             memory.settle(self._model, weights)
             passed = (theirs.fileno(), weights)
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", __package__, *map(str, passed)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
@@ -112,8 +113,13 @@ class ApartBatcher:
         self._outbox.put(self._about)
         threading.Thread(target=self._read, daemon=True, name="engine-reader").start()
         with self._state:
-            self._state.wait_for(lambda: self._ready or self._gone, self._start_seconds)
-        if not self._ready:
+            # From here on `stop` ends it; an earlier one is seen here.
+            self._process = process
+            self._state.wait_for(
+                lambda: self._ready or self._gone or self._stopping, self._start_seconds
+            )
+            serves = self._ready and not self._stopping
+        if not serves:
             self.stop(0.0)
             raise EngineStartFailed(
                 f"its process was not ready: {self._reason or 'it did not answer'}",
@@ -128,6 +134,7 @@ class ApartBatcher:
         return (
             self._process is not None
             and self._process.poll() is None
+            and self._ready
             and not self._gone
             and not self._stopping
         )
@@ -183,7 +190,7 @@ class ApartBatcher:
         process = self._process
         if process is None:
             return
-        if timeout > 0:
+        if timeout > 0 and self._ready:  # else it has nothing to end
             self._outbox.put("stop")
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout)
