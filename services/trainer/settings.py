@@ -42,8 +42,8 @@ class TrainerSettings(ServiceSettings):
     """Trainers on other hosts that keep a copy of each committed state, where hosts share no
     data_dir; each step waits for them."""
     trainer_value_wait_seconds: float = Field(default=30, ge=0)
-    """How long a step waits, where hosts share no transfer_dir, for values of samples that no host
-    has; then the samples are dropped as "value_gone"."""
+    """How long a micro-batch waits, where hosts share no transfer_dir, for values of samples that
+    no host has; then the samples are dropped as "value_gone"."""
     trainer_sync_files: bool = True
     """Have the operating system confirm that training state is on the disk."""
     gang_ranks: int = Field(default=0, ge=0, le=64)

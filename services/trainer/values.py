@@ -37,10 +37,13 @@ class Values:
     """Loads values for one attempt at a step. Blocking."""
 
     def __init__(self, fetch: Fetch, patience: float) -> None:
-        """`patience`: seconds that the first value which is nowhere is waited for: a host that is
-        away may come back. Then no other one is: hosts are lost with many values at once."""
+        """`patience`: seconds that the first value of a claim which is nowhere is waited for: a
+        host that is away may come back. No other one of the claim is: hosts are lost with many
+        values at once. The next claim, which may be hours later, waits anew."""
         self._fetch = fetch
         self._patience = patience
+        # What is left of it for the claim that is being read.
+        self._left = patience
 
     def read(
         self, claimed: Sequence[store_pb.ClaimedSample], read: Read
@@ -50,6 +53,7 @@ class Values:
         Raises what `read` does, and TransferError: TransferTimeout, which repetition may cure,
         while a host that may have a value does not answer.
         """
+        self._left = self._patience
         found: dict[str, Array] = {}
 
         def load(key: str) -> Array:
@@ -74,9 +78,9 @@ class Values:
 
     def _load(self, key: str) -> Array:
         try:
-            return self._fetch(key, self._patience)
+            return self._fetch(key, self._left)
         except (*_GONE, TransferTimeout) as error:
             if isinstance(error, TransferTimeout) and not isinstance(error.__cause__, _GONE):
                 raise
-            self._patience = 0.0
+            self._left = 0.0
             raise ValueGone(key) from error

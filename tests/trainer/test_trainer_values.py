@@ -64,6 +64,17 @@ def test_the_first_value_that_is_gone_is_waited_for_and_no_other() -> None:
     assert [key for key, _ in host.waits].count("a") == 1
 
 
+def test_each_claim_waits_once() -> None:
+    """Between two claims there may be hours, and another host may be away for seconds."""
+    host = Host(**{key: KeyNotFound(key, "nobody has it") for key in "abcd"})
+    values = Values(host.fetch, 30.0)
+    for keys in ("ab", "cd"):
+        host.waits.clear()
+        assert len(values.read(claimed(*keys), read)[1]) == 2
+        assert host.waits[0] == (keys[0], 30.0)
+        assert {patience for _, patience in host.waits[1:]} == {0.0}
+
+
 @pytest.mark.parametrize(
     "error",
     [
