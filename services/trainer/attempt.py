@@ -208,8 +208,9 @@ class Attempt:
         log.warning("values gone", policy=self._binding.policy, step=self._step, samples=names)
         await self.claims.drop_gone(claim_id, names)
         self._gone += len(gone)
-        # What else they refer to nobody needs either.
-        self._refs.update(refs_of(gone))
+        # What else they refer to nobody needs either. Now and not at the commit: who goes on when
+        # we lose our leases never sees these samples.
+        await self._compute.run(self._binding.drop_columns, sorted(refs_of(gone)))
 
     async def _commit(
         self,

@@ -222,6 +222,33 @@ async def test_samples_whose_values_are_gone_are_dropped(stage: TrainingStage) -
     assert "train/values_gone" not in whole.metrics
 
 
+async def test_what_dropped_samples_refer_to_is_deleted_before_the_step_ends(
+    stage: TrainingStage,
+) -> None:
+    """Whoever trains the rest if the leases are lost never sees the samples that were dropped."""
+    spec = stage.spec(algorithm={"kl_coefficient": 0.1})
+    trainer = await stage.trainer()
+    await stage.open()
+    await trainer.bind(spec)
+    rollouts = stage.rollouts(stage.first_model(spec))
+    keys = []
+    for index, (query, trajectory, samples) in enumerate(rollouts[:4]):
+        if index < 2:
+            samples[0].columns["reference_logprobs"].ref = f"{stage.job_id}/columns/{index}/gone"
+            keys.append(f"{stage.job_id}/columns/{index}/picture")
+            stage.transfer.set(keys[-1], {"value": torch.ones(1)})
+            samples[0].columns["picture"].ref = keys[-1]
+        await stage.append(query, trajectory, samples)
+    running = asyncio.create_task(trainer.run(0, 0))
+    await trainer.trained(2)
+    assert not any(stage.transfer.exists(key) for key in keys)
+    assert not running.done()
+    for query, trajectory, samples in rollouts[4:]:
+        await stage.append(query, trajectory, samples)
+    commit = await running
+    assert (commit.num_samples, commit.metrics["train/values_gone"]) == (6, 2)
+
+
 async def test_a_step_of_which_all_values_are_gone_has_no_samples(stage: TrainingStage) -> None:
     spec = stage.spec(algorithm={"kl_coefficient": 0.1})
     trainer = await stage.trainer()
