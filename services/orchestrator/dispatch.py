@@ -211,26 +211,29 @@ class Dispatch:
             endings_only=True,
         )
         running = self._running[worker]
-        ids = {ticket.trajectory_id for ticket in tickets}
+        # Not ended here yet. Whoever has may be asked for again, under the same id, before this
+        # stream is over: that is another's.
+        left = {ticket.trajectory_id for ticket in tickets}
         try:
             async with worker.while_alive():
                 stream = worker.rollout.RunQueries(request, timeout=batch.patience.left)
                 async for event in stream:
                     if self._take(event):
                         running.discard(event.trajectory_id)
+                        left.discard(event.trajectory_id)
                         self._in_flight()
                         if self._waiting:
                             self._wake.set()
                         if worker in self._attempts:
                             self._attempts[worker].reset()
-            if left := ids & self._open.keys():
-                raise Unavailable(f"{worker} ended its stream before {len(left)} trajectories did")
-            running -= ids
+            if lost := left & self._open.keys():
+                raise Unavailable(f"{worker} ended its stream before {len(lost)} trajectories did")
+            running -= left
         except TroupeError as error:
-            running -= ids
-            await self._give_back(worker, ids & self._open.keys(), error)
+            running -= left
+            await self._give_back(worker, left & self._open.keys(), error)
         finally:
-            for trajectory_id in ids & self._parting.keys():
+            for trajectory_id in left & self._parting.keys():
                 del self._parting[trajectory_id]
 
     def _take(self, event: ro.TrajectoryEvent) -> bool:

@@ -263,6 +263,7 @@ async def test_not_serving_until_ready_then_drains(echo: Echo) -> None:
         async with asyncio.timeout(30):
             while echo.runs < 2:  # noqa: ASYNC110 - the call is on its way
                 await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # and so are the streams
         start = time.monotonic()
         await server.close()
         assert time.monotonic() - start < 10  # as long as the unary call, no longer

@@ -296,7 +296,10 @@ async def test_members_are_published_while_slots_are_served(cluster: Cluster) ->
 
 
 async def test_a_match_that_was_aborted_is_played_again(cluster: Cluster) -> None:
+    """Under the same id, while the stream that it ended in has other matches yet, or none."""
     newer_wins(cluster)
+    cluster.rollouts[0].script.seconds = 0.2
+    cluster.rollouts[0].script.linger_seconds = 0.15
     cluster.rollouts[0].script.abort = {"m0x0-t1": 1, "m0x1-t2": 2}
     job_id = await cluster.submit(game())
     job = await cluster.wait(job_id, seconds=60)

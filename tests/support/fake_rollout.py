@@ -37,6 +37,8 @@ class RolloutScript:
     fail: Callable[[ro.Ticket], str | None] = lambda ticket: None
     # By trajectory: so often it is aborted, for nobody's fault.
     abort: dict[str, int] = field(default_factory=dict)
+    # Streams end so long after their last trajectory.
+    linger_seconds: float = 0.0
     # A fault of the job, reported with the first trajectory.
     problem: pb.Problem | None = None
     prepare_error: TroupeError | None = None
@@ -228,6 +230,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 if self.script.break_after is not None and ended >= self.script.break_after:
                     self.script.break_after = None
                     raise self.die() if self.script.die else Unavailable("the stream broke")
+            await asyncio.sleep(self.script.linger_seconds)
         finally:
             self.aborted += sum(not task.done() for task in tasks)
             for task in tasks:
