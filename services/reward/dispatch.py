@@ -168,8 +168,13 @@ class Dispatcher:
     def _begin(self, waiting: Waiting, grant: Placed) -> None:
         host, function = self.hosts[grant.host], waiting.function
         cores = grant.holds.get(CORES, 0) if host.cores is not None else 0
-        place, lease = host.take(function, cores, waiting.place)
+        # First of all, so that no place is taken for what is not to be had.
         self.queues.remove(waiting)
+        try:
+            place, lease = host.take(function, cores, waiting.place)
+        except BaseException:
+            self.queues.add(waiting)
+            raise
         several = [waiting, *self._behind(waiting)]
         for one in several:
             if one is not waiting:

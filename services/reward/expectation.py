@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sized
-from typing import Any
+from typing import Any, Final
 
 from services.reward.call import Call
 from services.reward.function import Function
 from troupe.scheduling.elastic import Discipline, SpeedUp
 from troupe.v1 import reward_pb2 as pb
+
+# Less is declared of no call: what it took is counted in multiples of that.
+_LEAST_SECONDS: Final = 1e-6
 
 
 def expect(function: Function, call: Call, discipline: Discipline) -> None:
@@ -24,6 +27,10 @@ def expect(function: Function, call: Call, discipline: Discipline) -> None:
     say of that."""
     if not call.expected_seconds and function.spec.seconds_per:
         call.expected_seconds = declared_seconds(function.spec, call.arguments_json)
+    if call.expected_seconds:
+        # Whoever said so: it takes no longer than it may.
+        most = min(call.expected_seconds, function.spec.timeout_seconds)
+        call.expected_seconds = max(_LEAST_SECONDS, most)
     seconds = discipline.expected(
         function.key, call.kin, function.seconds, declared=call.expected_seconds
     )
@@ -45,13 +52,14 @@ def learn(
 def declared_seconds(spec: pb.FunctionSpec, arguments_json: str) -> float:
     """What the function declares of a call with these arguments: no more than it may take.
 
-    An argument that is not there, or has no size, adds nothing.
+    An argument that is not there, or has no size, adds nothing, nor does one of 0 s for each.
     """
     try:
         arguments = json.loads(arguments_json or "{}")
     except (ValueError, RecursionError):  # its worker says what is wrong with them
         return spec.expected_seconds
-    more = sum(each * _size(arguments, path) for path, each in spec.seconds_per.items())
+    # A size may be infinite, and 0 times that is no number.
+    more = sum(each * _size(arguments, path) for path, each in spec.seconds_per.items() if each)
     return min(spec.expected_seconds + more, spec.timeout_seconds)
 
 

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final
 
+import structlog
+
 from services.chassis.telemetry import Telemetry
 from services.reward.answers import as_reward
 from services.reward.audience import Audience, Watcher
@@ -25,6 +27,8 @@ from services.reward.quota import QuotaManager
 from troupe.rpc import ResourceExhausted, TroupeError, Unavailable
 from troupe.scheduling.elastic import Discipline
 from troupe.v1 import reward_pb2 as pb
+
+log = structlog.get_logger("troupe.reward")
 
 Kind = pb.InvocationError
 
@@ -260,15 +264,6 @@ class Runtime:
         label = "ok"
         if outcome.error is None:
             response.result_json = outcome.result_json
-            cores, call = max(1, waiting.cores), waiting.call
-            function.curve = learn(function, call, outcome.seconds, cores, self.discipline)
-            self.discipline.ran(
-                call.job_id,
-                call.trajectory_id,
-                outcome.seconds * cores,
-                last=function.spec.kind == REWARD,
-                function=function.key,
-            )
         else:
             function.errors += 1
             response.error.CopyFrom(outcome.error)
@@ -278,6 +273,23 @@ class Runtime:
         self._metrics.ended(function, label, queued, ran)
         if not waiting.done.done():
             waiting.done.set_result(response)
+        if outcome.error is None:
+            self._learn(waiting, outcome.seconds)
+
+    def _learn(self, waiting: Waiting, seconds: float) -> None:
+        """What it took is for the next to know; its own caller loses nothing where that fails."""
+        function, call, cores = waiting.function, waiting.call, max(1, waiting.cores)
+        try:
+            function.curve = learn(function, call, seconds, cores, self.discipline)
+            self.discipline.ran(
+                call.job_id,
+                call.trajectory_id,
+                seconds * cores,
+                last=function.spec.kind == REWARD,
+                function=function.key,
+            )
+        except Exception:
+            log.exception("learning", function=function.key, seconds=seconds)
 
     def _refuse(self, waiting: Waiting, error: TroupeError) -> None:
         self._open.pop(waiting.invocation_id, None)

@@ -135,8 +135,8 @@ async def test_every_call_has_one_outcome(seed: int) -> None:
 async def test_what_has_least_left_goes_first_whatever_came_first() -> None:
     def queued(order: Order) -> list[str]:
         runtime = Runtime([], Telemetry(), discipline=Discipline(order))
-        test = Function(pb.FunctionSpec(name="test", kind="tool"))
-        score = Function(pb.FunctionSpec(name="score", kind="reward"))
+        test = Function(pb.FunctionSpec(name="test", kind="tool", timeout_seconds=9))
+        score = Function(pb.FunctionSpec(name="score", kind="reward", timeout_seconds=9))
         for name, function, seconds in (("b", test, 5.0), ("c", test, 1.0), ("d", score, 5.0)):
             call = Call("{}", "job", f"trajectory {name}", expected_seconds=seconds)
             runtime.submit([(name, call)], function)
@@ -149,7 +149,7 @@ async def test_what_has_least_left_goes_first_whatever_came_first() -> None:
 
 async def test_jobs_have_their_turns_whatever_their_order() -> None:
     runtime = Runtime([], Telemetry())
-    function = Function(pb.FunctionSpec(name="test"))
+    function = Function(pb.FunctionSpec(name="test", timeout_seconds=9))
     for name, job, seconds in (("a", "long", 9.0), ("b", "long", 9.0), ("c", "short", 0.1)):
         runtime.submit([(name, Call("{}", job, name, expected_seconds=seconds))], function)
     first = [waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9)]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from typing import Any
 
 import pytest
+import structlog
 
 from services.chassis.telemetry import Telemetry
 from services.reward.call import Call, Outcome
@@ -44,6 +47,21 @@ def test_a_declared_estimate_follows_the_arguments(arguments: Any, seconds: floa
 def test_arguments_that_are_none_are_for_the_worker_to_refuse(text: str) -> None:
     given = spec(expected_seconds=1.0, seconds_per={"tests": 2.0})
     assert declared_seconds(given, text) in (1.0, 100.0)
+
+
+@pytest.mark.parametrize("size", ["NaN", "Infinity", "1e999"])
+def test_what_adds_nothing_for_each_adds_nothing_for_any_number(size: str) -> None:
+    given = spec(expected_seconds=1.0, seconds_per={"tests": 0.0})
+    assert declared_seconds(given, f'{{"tests": {size}}}') == 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"), [(sys.float_info.max, 100.0), (1e-310, 1e-6), (3.0, 3.0), (0.0, 0.0)]
+)
+def test_a_call_is_said_to_take_no_longer_than_it_may(said: float, meant: float) -> None:
+    call = Call("{}", expected_seconds=said)
+    expect(Function(spec()), call, Discipline())
+    assert call.expected_seconds == meant
 
 
 def test_a_declared_time_is_where_learning_begins() -> None:
@@ -118,3 +136,28 @@ async def test_of_one_query_what_took_long_goes_last() -> None:
         submit(name, query)
     first = [waiting.invocation_id for waiting in runtime.dispatcher.queues.first(9)]
     assert [sorted(first[:2]), sorted(first[2:])] == [["b", "d"], ["a", "c"]]
+
+
+@pytest.mark.parametrize("said", [sys.float_info.max, 1e-310])
+async def test_whatever_one_call_says_the_others_have_their_places(said: float) -> None:
+    runtime, function = Runtime([], Telemetry()), Function(spec())
+    queues = runtime.dispatcher.queues
+    for number in range(20):
+        call = Call("{}", "job", f"{number}", expected_seconds=0.0 if number % 3 else said)
+        (done,) = runtime.submit([(f"{number}", call)], function)
+        (waiting,) = queues.first(9)
+        queues.remove(waiting)
+        runtime.ended(waiting, Outcome("1.0", 1.0))
+        assert math.isfinite(waiting.rank[0])
+        assert done.result().result_json == "1.0"
+
+
+async def test_a_result_is_there_though_nothing_could_be_learned_of_it() -> None:
+    runtime, function = Runtime([], Telemetry()), Function(spec())
+    (done,) = runtime.submit([("one", Call("{}", "job"))], function)
+    (waiting,) = runtime.dispatcher.queues.first(1)
+    runtime.dispatcher.queues.remove(waiting)
+    with structlog.testing.capture_logs() as lines:
+        runtime.ended(waiting, Outcome("1.0", math.nan))
+    assert done.result().result_json == "1.0"
+    assert [line["event"] for line in lines] == ["learning"]

@@ -116,6 +116,30 @@ def test_declared_seconds_need_not_be_seconds_of_this_machine() -> None:
     assert discipline.expected("g", Kin(), 3.0, declared=50.0) == 50.0
 
 
+def test_one_call_of_which_nearly_nothing_was_declared_does_not_decide() -> None:
+    discipline = Discipline()
+    for _ in range(200):
+        discipline.took("f", Kin(), 10.0, declared=10.0)
+    discipline.took("f", Kin(), 1.0, declared=0.001)
+    assert discipline.expected("f", Kin(), 1.0, declared=10.0) == pytest.approx(10.0, rel=0.01)
+
+
+@pytest.mark.parametrize("work", [math.inf, math.nan])
+def test_work_without_end_goes_last_and_tells_nothing_of_others(work: float) -> None:
+    told, other = Discipline(patience=50.0), Discipline(patience=50.0)
+    assert told.place(1.0, "job", "", work) == 51.0
+    for discipline in (told, other):
+        discipline.place(2.0, "job", "", 3.0)
+    assert told.place(3.0, "job", "", 4.0) == other.place(3.0, "job", "", 4.0) < 53.0
+
+
+def test_functions_that_are_remembered_are_bounded() -> None:
+    discipline = Discipline()
+    for number in range(100):
+        discipline.took(f"{number}", Kin(), 1.0, declared=1.0)
+    assert len(discipline._durations) == 64
+
+
 def test_what_is_remembered_is_bounded() -> None:
     durations = Durations()
     for number in range(5000):

@@ -98,21 +98,27 @@ class Durations:
 
     def __init__(self) -> None:
         self._count, self._mean, self._variance = 0.0, 0.0, 0.0
-        self._ratio, self._ratios = 0.0, 0.0
+        # Seconds that calls took on average, and that were declared of them.
+        self._took, self._declared = 0.0, 1.0
         self._queries = _Level(_QUERIES)
         self._contents, self._trajectories = _Level(_OTHERS), _Level(_OTHERS)
 
-    def observed(self, multiple: float, kin: Kin = Kin()) -> None:  # noqa: B008 (a tuple)
-        """A call took so many times what was taken for one. Raises ValueError."""
+    def observed(
+        self,
+        multiple: float,
+        kin: Kin = Kin(),  # noqa: B008 (a tuple)
+        *,
+        declared: float = 1.0,
+    ) -> None:
+        """A call took so many times what was taken for one, or the `declared` seconds. Raises
+        ValueError."""
         if not (multiple >= 0 and math.isfinite(multiple)):
             raise ValueError(f"a call took {multiple} times what was expected")
-        self._ratio += multiple
-        self._ratios += 1.0
-        if self._ratios > _MEMORY:
-            self._ratio, self._ratios = self._ratio / 2, self._ratios / 2
         value = math.log(max(_LEAST_SECONDS, multiple))
         self._count = min(_MEMORY, self._count + 1.0)
         step, away = 1.0 / self._count, value - self._mean
+        self._took += step * (multiple * declared - self._took)
+        self._declared += step * (declared - self._declared)
         self._mean += step * away
         self._variance = (1 - step) * (self._variance + step * away * away)
         if kin.query:
@@ -123,8 +129,12 @@ class Durations:
             self._trajectories.observed(kin.trajectory, value, kin, apart=False)
 
     def scale(self) -> float:
-        """Seconds that calls took for each second that was declared; 1 before there are any."""
-        return max(_LEAST_SECONDS, self._ratio / self._ratios) if self._ratios else 1.0
+        """Seconds that calls took for each second that was declared; 1 before there are any.
+
+        Of all calls together: the mean of their ratios would be whatever the one says of which
+        next to nothing was declared.
+        """
+        return max(_LEAST_SECONDS, self._took / self._declared) if self._count else 1.0
 
     def factor(self, kin: Kin) -> float:
         """How much longer (less than 1: shorter) a call is expected to take than the mean one."""

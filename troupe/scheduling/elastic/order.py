@@ -33,8 +33,8 @@ PATIENCE: Final = 300.0
 
 # Jobs of which is remembered what they did; the longest unheard of are forgotten.
 _JOBS: Final = 256
-# Functions of which is remembered how long their calls take.
-_FUNCTIONS: Final = 256
+# Functions of which is remembered how long their calls take: up to 2.7 MB each.
+_FUNCTIONS: Final = 64
 # What is typical follows the last so many actions of a job.
 _TYPICAL: Final = 256.0
 
@@ -81,7 +81,8 @@ class Discipline:
         """A call took so many seconds, where `declared` were expected."""
         self._durations_of(function, declared=False).observed(seconds, kin)
         if declared:
-            self._durations_of(function, declared=True).observed(seconds / declared, kin)
+            durations = self._durations_of(function, declared=True)
+            durations.observed(seconds / declared, kin, declared=declared)
 
     def _durations_of(self, function: str, *, declared: bool) -> Durations:
         key = (function, declared)
@@ -119,6 +120,9 @@ class Discipline:
                 return self.expected(function, kin, 1.0) if query else 1.0
 
             left = remaining.asked(trajectory, work, last=last, beside=beside)
+        if not math.isfinite(left):
+            # As late as can be; nothing is learned of it, or no place could be told any more.
+            return now + self._patience
         ratio = left / max(1, waiters)
         # The first is as typical as can be.
         typical = ratio if not typical else typical + (ratio - typical) / _TYPICAL
