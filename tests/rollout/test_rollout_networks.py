@@ -330,14 +330,11 @@ async def test_a_network_answers_no_prompt(house: House) -> None:
     assert caught.value.kind == "no_language"
 
 
-def _kuhn(**changes: Any) -> JobSpec:
-    network = {"hidden": [4], "learning": {"paradigm": "ppo"}}
+def _kuhn() -> JobSpec:
     args = {"game": "kuhn_poker", "seats": None}
     return _spec(
         environment={"source": "openspiel", "args": args, "copies": 512},
         agents={"player_0": {"policy": "big"}, "player_1": {"policy": "small"}},
-        policies={"big": {"network": network}, "small": {"network": network}},
-        **changes,
     )
 
 
