@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from services.orchestrator.faults import Patience
 from troupe.rpc import TroupeError
+from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as ro
 
 
@@ -41,6 +43,11 @@ class Batch:
         self._on_end = on_end
         self._ask = ended
         self._open: set[str] = set()
+        # By query: trajectories that completed; of groups that have all their members, those that
+        # were cut short and have not said how they ended, and how many of them are members.
+        self._completed: Counter[str] = Counter()
+        self._parting: dict[str, set[str]] = {}
+        self._owed: dict[str, int] = {}
         self._sealed = False
         self._fault: TroupeError | None = None
         self._changed = asyncio.Event()
@@ -74,13 +81,37 @@ class Batch:
     def end(self, event: ro.TrajectoryEvent) -> None:
         """A trajectory has ended."""
         self.remove((event.trajectory_id,))
-        try:
-            self._on_end(event)
-        except TroupeError as error:
-            self.fail(error)
+        self._completed[event.query_id] += event.state == pb.TRAJECTORY_STATE_COMPLETED
+        self._tell(event)
+
+    def complete(self, query_id: str, running: Collection[str], members: int) -> None:
+        """The store has all `members` of a query's group. Which of those that are `running` are
+        members it does not say: a member's ending may be told after that of the last one."""
+        missing = members - self._completed[query_id]
+        if missing > 0 and running:
+            self._owed[query_id] = missing
+            self._parting[query_id] = set(running)
 
     def end_withdrawn(self, event: ro.TrajectoryEvent) -> None:
-        """A trajectory has ended that was not waited for any more; its last words count."""
+        """A trajectory has ended whose group was complete; its last words count."""
+        self._tell(event)
+        completed = event.state == pb.TRAJECTORY_STATE_COMPLETED
+        self._part(event.query_id, event.trajectory_id, completed)
+
+    def end_untold(self, query_id: str, trajectory_id: str) -> None:
+        """Nobody will say how a trajectory ended whose group was complete."""
+        self._part(query_id, trajectory_id, completed=False)
+
+    def _part(self, query_id: str, trajectory_id: str, completed: bool) -> None:
+        if (parting := self._parting.get(query_id)) is None:
+            return
+        parting.discard(trajectory_id)
+        self._owed[query_id] -= completed
+        if not parting or self._owed[query_id] <= 0:
+            del self._parting[query_id], self._owed[query_id]
+            self._changed.set()
+
+    def _tell(self, event: ro.TrajectoryEvent) -> None:
         try:
             self._on_end(event)
         except TroupeError as error:
@@ -106,14 +137,14 @@ class Batch:
             return ()  # running one twice is safe: the store takes the first ending only
 
     async def finished(self, describe: Callable[[], str]) -> None:
-        """Return when all trajectories have ended and none can be added.
+        """Return when all trajectories have ended, what ended is known, and none can be added.
 
         Raises `TroupeError`: a fault of the job, or the deadline with what `describe` says.
         """
         while True:
             if self._fault is not None:
                 raise self._fault
-            if self._sealed and not self._open:
+            if self._sealed and not self._open and not self._owed:
                 return
             self._changed.clear()
             try:

@@ -55,7 +55,8 @@ class Dispatch:
         self._resting: set[Worker] = set()
         self._attempts: dict[Worker, Attempts] = {}
         # Redundant ones that were withdrawn while they ran: how far they came is still to be told.
-        self._parting: dict[str, Batch] = {}
+        # With the batch and the query.
+        self._parting: dict[str, tuple[Batch, str]] = {}
         # By trajectory: what kills its worker is run again only so often.
         self._victims: dict[str, Victims] = {}
         self._wake = asyncio.Event()
@@ -89,8 +90,11 @@ class Dispatch:
                 self._by_query.setdefault(ticket.query_id, set()).add(ticket.trajectory_id)
         self._wait(groups)
 
-    def withdraw(self, batch: Batch, query_ids: Collection[str], reason: str) -> None:
-        """The store has ended these queries: wait for them no longer, abort what runs of them."""
+    def withdraw(self, batch: Batch, query_ids: Collection[str], reason: str) -> set[str]:
+        """The store has ended these queries: wait for them no longer, abort what runs of them.
+
+        Returns the trajectories that run until they are aborted.
+        """
         gone = self._of(batch, query_ids)
         for trajectory_id in gone:
             self._close(trajectory_id)
@@ -99,8 +103,13 @@ class Dispatch:
         if len(there) < len(gone):
             self._wait(())
         self._wake.set()
-        if reason == REDUNDANT:
-            self._parting.update(dict.fromkeys(there, batch))
+        return there
+
+    def _complete(self, batch: Batch, query_id: str) -> None:
+        """The store has all members of the query's group: the rest of it is redundant."""
+        running = self.withdraw(batch, (query_id,), REDUNDANT)
+        self._parting.update(dict.fromkeys(running, (batch, query_id)))
+        batch.complete(query_id, running, self._job.spec.pipeline.group_size)
 
     def move(self, source: Batch, query_ids: Collection[str], target: Batch) -> None:
         """These queries go on in another batch; what runs of them runs on."""
@@ -234,12 +243,13 @@ class Dispatch:
             await self._give_back(worker, left & self._open.keys(), error)
         finally:
             for trajectory_id in left & self._parting.keys():
-                del self._parting[trajectory_id]
+                parting, query_id = self._parting.pop(trajectory_id)
+                parting.end_untold(query_id, trajectory_id)
 
     def _take(self, event: ro.TrajectoryEvent) -> bool:
         """Whether the event ended a trajectory. Only its first ending counts."""
-        batch = self._parting.pop(event.trajectory_id, None) if event.state in _ENDED else None
-        if batch is not None:
+        if event.state in _ENDED and event.trajectory_id in self._parting:
+            batch, _ = self._parting.pop(event.trajectory_id)
             batch.end_withdrawn(event)
             return True
         flight = self._open.get(event.trajectory_id)
@@ -254,7 +264,7 @@ class Dispatch:
             self._victims.pop(event.trajectory_id, None)
             flight.batch.end(event)
             if event.group_complete:
-                self.withdraw(flight.batch, (event.query_id,), REDUNDANT)
+                self._complete(flight.batch, event.query_id)
         return True
 
     async def _give_back(self, worker: Worker, ids: Collection[str], error: TroupeError) -> None:

@@ -87,7 +87,7 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel, tmp_path:
         await expect(met.first).to_have_text("0.5")
         await expect(met.first).to_have_attribute("title", re.compile("computed"))
         await expect(met.last).to_have_text("·")
-        await expect(page.locator("#members")).to_contain_text("27.5 ± 2.2")
+        await expect(page.locator("#members")).to_contain_text("27.5 ± 2.3")
         await expect(page.locator("#chart-mixture")).to_have_attribute("data-points", "2")
         await page.click("[data-match=m0x1-t2]")
         await expect(page.locator("#conversation h2")).to_contain_text("t2")

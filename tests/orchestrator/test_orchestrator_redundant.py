@@ -46,6 +46,34 @@ async def test_the_first_of_a_group_are_trained(cluster: Cluster, mode: str) -> 
     assert dict(tables.trajectories_by_state) == {"COMPLETED": 12, "FAILED": 6, "ABORTED": 6}
 
 
+@pytest.mark.parametrize("mode", MODES)
+async def test_members_that_are_told_late_count(cluster: Cluster, mode: str) -> None:
+    """The second of a group ends in the store first, and is told last: after the group was."""
+    rollout = cluster.rollouts[0]
+    rollout.script.slow = lambda ticket: (0.1, 0.0, 1000, 1000)[number(ticket)]
+    rollout.script.late = lambda ticket: 0.4 if number(ticket) == 1 else 0.0
+    text = job_yaml(pipeline__mode=mode, pipeline__redundant_trajectories=2, pipeline__steps=2)
+    job_id = await cluster.submit(text)
+    await finish(cluster, job_id, 2)
+    for row in await step_rows(cluster, job_id):
+        assert row.values["trajectories/completed"] == 4
+        assert row.values["redundancy/cancelled"] == 4
+
+
+async def test_a_member_that_is_never_told_is_not_waited_for(cluster: Cluster) -> None:
+    """Its worker's stream breaks after the group was complete."""
+    await cluster.add_rollout()
+    for rollout in cluster.rollouts:
+        rollout.script.slow = lambda ticket: (0.1, 0.0, 1000, 1000)[number(ticket)]
+        rollout.script.late = lambda ticket: 1000 if number(ticket) == 1 else 0.0
+        rollout.script.break_after = 1
+    text = job_yaml(pipeline__redundant_trajectories=2, pipeline__steps=1)
+    job_id = await cluster.submit(text)
+    await finish(cluster, job_id, 1)
+    tables = (await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))).tables
+    assert tables.trajectories_by_state["COMPLETED"] == 4
+
+
 async def test_with_spare_queries_and_groups_without_signal(cluster: Cluster) -> None:
     rollout = cluster.rollouts[0]
     rollout.script.reward = varied

@@ -33,6 +33,8 @@ class RolloutScript:
     # Besides.
     slow: Callable[[ro.Ticket], float] = lambda ticket: 0.0
     reward: Callable[[ro.Ticket], dict[str, float]] = lambda ticket: {"solver": 1.0, "team": 1.0}
+    # How it ended is told so long after the store knows.
+    late: Callable[[ro.Ticket], float] = lambda ticket: 0.0
     # A reason: the trajectory fails with it.
     fail: Callable[[ro.Ticket], str | None] = lambda ticket: None
     # By trajectory: so often it is aborted, for nobody's fault.
@@ -336,7 +338,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             event.group_complete = ended.group_complete
             if ended.drop_reason:
                 event.state, event.reason = pb.TRAJECTORY_STATE_ABORTED, ended.drop_reason
-        events.put_nowait(event)
+        asyncio.get_running_loop().call_later(script.late(ticket), events.put_nowait, event)
 
     def _job(self, job_id: str) -> dict[str, int]:
         if job_id not in self.versions:
