@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -83,10 +84,10 @@ async def test_a_fault_is_internal_and_logged_with_its_traceback(stub, caplog) -
 
 
 async def test_streams_deliver_and_fail_typed(stub, echo: Echo) -> None:
-    seen: list[str] = []
+    seen: list[Any] = []
     with pytest.raises(NotFound) as caught:
         await _read(stub.WatchJob(pb.WatchJobRequest(job_id="raise")), seen)
-    assert seen == ["0", "1", "2"]
+    assert [event.event_id for event in seen] == ["0", "1", "2"]
     assert caught.value.value == "raise"
 
 
@@ -258,12 +259,14 @@ async def test_not_serving_until_ready_then_drains(echo: Echo) -> None:
 
         unary = asyncio.ensure_future(stub.GetJob(get("sleep 0.5")))
         stream = stub.WatchJob(pb.WatchJobRequest())
-        watching = asyncio.ensure_future(_read(stream))
-        probe = asyncio.ensure_future(_read(health.Watch(health_pb2.HealthCheckRequest())))
+        watched: list[Any] = []
+        probed: list[Any] = []
+        watching = asyncio.ensure_future(_read(stream, watched))
+        probe = asyncio.ensure_future(_read(health.Watch(health_pb2.HealthCheckRequest()), probed))
         async with asyncio.timeout(30):
-            while echo.runs < 2:  # noqa: ASYNC110 - the call is on its way
+            # All three have reached the service.
+            while echo.runs < 2 or not watched or not probed:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)  # and so are the streams
         start = time.monotonic()
         await server.close()
         assert time.monotonic() - start < 10  # as long as the unary call, no longer
@@ -372,7 +375,7 @@ async def test_calls_survive_a_restart_of_the_server(echo: Echo) -> None:
     await channel.close()
 
 
-async def _read(stream, seen: list[str] | None = None) -> None:
+async def _read(stream, seen: list[Any] | None = None) -> None:
     async for event in stream:
         if seen is not None:
-            seen.append(event.event_id)
+            seen.append(event)

@@ -28,10 +28,11 @@ JOB = Path(__file__).parents[2] / "examples" / "games" / "job.yaml"
 
 
 def job(model: Path, **population: Any) -> str:
-    """The example's job as a small PSRO."""
+    """The example's job as a small PSRO. Of what a model says that knows nothing few moves are
+    legal: a step has enough of them that it learns something."""
     spec = yaml.safe_load(JOB.read_text())
     spec["policies"]["player"]["model"]["path"] = str(model)
-    spec["pipeline"] |= {"steps": 4, "queries_per_step": 4, "group_size": 4, "deterministic": True}
+    spec["pipeline"] |= {"steps": 4, "queries_per_step": 8, "group_size": 16, "deterministic": True}
     spec["evaluation"] = {}
     spec["logging"] = {"tensorboard": False}
     spec["population"] = {
