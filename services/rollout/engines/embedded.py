@@ -24,7 +24,7 @@ from services.rollout.engines.models import load_config, skeleton, stop_ids
 from services.rollout.engines.scoring import Asked
 from services.rollout.engines.slotted import SlotBatcher, fits_slots
 from services.rollout.engines.turns import Turn
-from services.rollout.engines.weights import fill, verify
+from services.rollout.engines.weights import adopt, fill, verify
 from troupe.job import PolicySpec
 from troupe.rpc.errors import Internal, TroupeError
 from troupe.v1 import common_pb2 as pb
@@ -48,8 +48,10 @@ class EmbeddedEngine(EngineFront):
     """Serves a policy with the rollout process's own torch.
 
     Weights change between two steps of the model: turns in hand are retracted, their tokens so
-    far read again under the new weights, and they go on. `threads` is the number of torch
-    threads of the process; more than one hurts on shared cores, where they spin.
+    far read again under the new weights, and they go on. A version is served from where it was
+    published, in this host's shared memory: engines of a policy have it there once together.
+    `threads` is the number of torch threads of the process; more than one hurts on shared cores,
+    where they spin.
 
     With `engine.own_process` the passes are computed by a process of the engine's own (apart/).
 
@@ -221,10 +223,10 @@ class EmbeddedEngine(EngineFront):
         batcher, model = self._require_batcher(), self._model
         assert model is not None  # alive
         self._give_back(ref)
-        change = partial(fill, tensors, model, ref)
         try:
             async with asyncio.timeout(STALL_SECONDS):
-                exposed, retracted = await asyncio.to_thread(batcher.swap, change, ref.version)
+                swap = partial(_swap, batcher, model, tensors, ref)
+                exposed, retracted = await asyncio.to_thread(swap)
         except TimeoutError as error:
             self._die(f"no step boundary within {STALL_SECONDS:g} s")
             raise EngineDied(self.engine_id, self.message) from error
@@ -353,3 +355,19 @@ class EmbeddedEngine(EngineFront):
         if batcher is self._batcher:
             log.error("engine %s of policy %s died: %s", self.engine_id, self.policy, reason)
             self._die(reason)
+
+
+def _swap(
+    batcher: Batcher, model: torch.nn.Module, tensors: Tensors, ref: pb.WeightsRef
+) -> tuple[float, list[Turn]]:
+    """In a worker thread: have `tensors` served; see `ContinuousBatcher.swap`."""
+    before: list[torch.Tensor] = []
+
+    def change() -> None:
+        if isinstance(batcher, ApartBatcher):  # its process sees no other memory
+            fill(tensors, model, ref)
+        else:
+            before.extend(adopt(tensors, model, ref))
+
+    # What was served before is let go of here, after the standstill.
+    return batcher.swap(change, ref.version)

@@ -1,4 +1,4 @@
-"""Fits published weights into a model's own tensors, in place."""
+"""Puts published weights in the place of a model's own."""
 
 from __future__ import annotations
 
@@ -88,9 +88,32 @@ def verify(
             )
 
 
+def adopt(
+    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef
+) -> list[torch.Tensor]:
+    """Serve `published`, which is verified, from where it lies: no byte of host memory is copied,
+    since nothing is served meanwhile. A model on a device is filled.
+
+    Returns what was served before. To unmap it takes milliseconds: let go of it when the model
+    serves again. Raises as `fill`.
+    """
+    slots = model.state_dict(keep_vars=True)
+    there = {
+        name: tensor
+        for name, tensor in published.items()
+        if tensor.device == slots[name].device and tensor.is_contiguous()
+    }
+    before = [slots[name].data for name in there]
+    for name, tensor in there.items():
+        slots[name].data = tensor
+    if len(there) < len(published):
+        fill({name: t for name, t in published.items() if name not in there}, model, ref)
+    return before
+
+
 def fill(published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef) -> None:
-    """Copy `published`, which is verified, into `model`: one pass over it and no more, since
-    nothing is served meanwhile.
+    """Copy `published`, which is verified, into `model`, whose memory others see or a device has:
+    one pass over it and no more, since nothing is served meanwhile.
 
     Raises `UpdateFailed` when that breaks: the model then holds neither version.
     """

@@ -16,7 +16,7 @@ from services.rollout.engines.errors import (
     UpdateFailed,
     WeightsRefused,
 )
-from services.rollout.engines.weights import fill
+from services.rollout.engines.weights import adopt, fill
 from tests.rollout.engines.asking import ask, prompt, until
 from tests.rollout.engines.models import (
     make_model,
@@ -151,7 +151,7 @@ async def test_an_update_that_breaks_half_way_leaves_it_stale(
         fill(tensors | {last: torch.zeros(tensors[last].numel() + 1)}, *rest)
 
     with monkeypatch.context() as half_way:
-        half_way.setattr("services.rollout.engines.embedded.fill", broken)
+        half_way.setattr("services.rollout.engines.embedded.adopt", broken)
         with pytest.raises(UpdateFailed, match="was not copied"):
             await engine.update_weights(ref, transfer)
     assert (engine.state, engine.version) == (pb.ENGINE_STATE_STALE, None)
@@ -161,3 +161,35 @@ async def test_an_update_that_breaks_half_way_leaves_it_stale(
         await ask(engine, "r2", [1])
     await engine.update_weights(ref, transfer)
     assert (await ask(engine, "r3", [1])).versions[0].version == 1
+
+
+def test_weights_are_served_from_where_they_are_published(transfer: Transfer) -> None:
+    ref = publish(transfer, make_model(1), 1)
+    tensors, _ = transfer.get(ref.key)
+    served = make_model(0)
+    own = {slot.data_ptr() for slot in served.state_dict().values()}
+    before = adopt(tensors, served, ref)
+    published = {tensor.data_ptr() for tensor in tensors.values()}
+    for name, slot in served.state_dict().items():
+        assert slot.data_ptr() in published
+        assert torch.equal(slot, tensors[name])
+    # Not let go of before the caller does; tied tensors are one still.
+    assert {tensor.data_ptr() for tensor in before} == own
+    assert served.get_input_embeddings().weight is served.get_output_embeddings().weight
+
+
+async def test_what_is_served_stays_when_its_version_is_deleted_and_files_are_filled_again(
+    engine: EmbeddedEngine, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("troupe.transfer.spares.MIN_BYTES", 0)
+    served = make_model(1)
+    ref = publish(transfer, served, 1)
+    await engine.update_weights(ref, transfer)
+    transfer.delete(ref.key)
+    for version in (2, 3, 4):
+        later = publish(transfer, make_model(version), version)
+        transfer.delete(later.key)
+    ids = prompt(random.Random(8), 30, 40)
+    answer = await ask(engine, "r", ids)
+    expected = reference_logprobs(served, ids, answer.token_ids)
+    assert answer.logprobs == pytest.approx(expected, abs=2e-4)
