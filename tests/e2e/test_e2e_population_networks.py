@@ -67,18 +67,19 @@ def weights_of(house: House, job_id: str, found: Population) -> dict[str, dict[s
     return kept
 
 
-def plans_of(weights: dict[str, torch.Tensor]) -> list[Any]:
+def plans_of(weights: dict[str, torch.Tensor], game: str = "kuhn_poker") -> list[Any]:
     """What the example's network does, by seat."""
-    tree = histories_of("kuhn_poker")
+    tree = histories_of(game)
+    players = len(tree.tensors)
     network = NetworkSpec.model_validate(
         yaml.safe_load(EXAMPLE.read_text())["policies"]["player"]["network"]
     )
     width = tree.tensors[0].shape[1]
-    acting = ActingNetwork(network, Spaces(width, width, tree.actions, tree.longest), 2)
+    acting = ActingNetwork(network, Spaces(width, width, tree.actions, tree.longest), players)
     acting.take(weights)
     found = []
-    for player in (0, 1):
-        marks = np.tile(np.eye(2, dtype=np.float32)[player], (len(tree.tensors[player]), 1))
+    for player in range(players):
+        marks = np.tile(np.eye(players, dtype=np.float32)[player], (len(tree.tensors[player]), 1))
         seen = torch.from_numpy(np.concatenate([tree.tensors[player], marks], axis=1))
         legal = torch.from_numpy(tree.legal[player])
         with torch.inference_mode():
@@ -114,6 +115,37 @@ async def test_psro_of_networks_becomes_hard_to_exploit(house: House) -> None:
         played = mixed([known[name] for name in shares], list(shares.values()))
         gap = agent_nash_conv(form, [played, played], [[0, 1]])
         assert solved.nash_conv == pytest.approx(max(gap, 0), abs=1e-6)
+
+
+async def test_three_players_whose_best_responses_begin_again(house: House) -> None:
+    """Off the newest version, too; who sits behind whom matters, and nobody changes seats."""
+    game = "kuhn_poker(players=3)"
+    text = job(
+        environment={"args": {"game": game, "seats": None}},
+        agents={"player_2": {"policy": "player"}},
+        pipeline={"mode": "async", "alpha": 1, "deterministic": False},
+        population={"slots": 3, "game": game, "restart": "base", "redraw_steps": 1},
+    )
+    handle = await house.client.submit(text)
+    found = await end(handle)
+    (pool,) = found.pools
+    assert [(one.id, one.parent) for one in pool.members] == [
+        ("player@0", ""),
+        ("player@2", "player@0"),
+        ("player@5", "player@0"),
+    ]
+    versions = {one.version: one for one in await handle.versions("player")}
+    assert versions[3].outcome == "restarted"
+    assert versions[3].checksum == versions[0].checksum
+    form = histories_of(game).form
+    weights = weights_of(house, handle.id, found)
+    known = {name: plans_of(one, game) for name, one in weights.items()}
+    names = [one.id for one in pool.members]
+    assert len(found.cells) == 10
+    for cell in found.cells:
+        members = [known[names[place]] for place in cell.members]
+        assert cell.mean == pytest.approx(list(agent_values(form, members)), abs=1e-6)
+    assert found.history[0].nash_conv == pytest.approx(form.nash_conv(known["player@0"]), abs=1e-6)
 
 
 async def test_a_population_of_networks_survives_the_orchestrator(house: House) -> None:

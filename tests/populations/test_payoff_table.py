@@ -139,4 +139,14 @@ def test_opponents_are_drawn_once_per_episode() -> None:
     assert drawn == [draw_opponents(profile, 0, episode, seed=3) for episode in range(400)]
     assert {one[2] for one in drawn} == {2}
     assert sum(one[1] for one in drawn) / 400 == pytest.approx(0.75, abs=0.08)
-    assert [seats(3, episode) for episode in range(3)] == [(0, 1, 2), (1, 2, 0), (2, 0, 1)]
+
+
+@pytest.mark.parametrize("players", [1, 2, 3, 4])
+def test_everybody_sits_everywhere_and_behind_everybody(players: int) -> None:
+    turns = [seats(players, episode) for episode in range(math.factorial(players))]
+    assert sorted(turns) == sorted(itertools.permutations(range(players)))
+    assert turns[0] == tuple(range(players))
+    for first in range(0, len(turns), players):
+        for places in zip(*turns[first : first + players], strict=True):
+            assert sorted(places) == list(range(players))
+    assert seats(players, len(turns)) == turns[0]

@@ -73,5 +73,14 @@ def draw_opponents(
 
 
 def seats(players: int, episode: int) -> tuple[int, ...]:
-    """Who sits where in an episode: `seats[i]` is the place of player i, each in turn."""
-    return tuple((player + episode) % players for player in range(players))
+    """Who sits where in an episode: `seats[i]` is the place of player i.
+
+    In as many episodes as there are players everybody sits everywhere, each in turn; who sits
+    behind whom is another order every time, until all `players!` arrangements have come.
+    """
+    turn, shift = divmod(episode, players)
+    others, order = list(range(1, players)), [0]
+    while others:
+        turn, digit = divmod(turn, len(others))
+        order.append(others.pop(digit))
+    return tuple((place + shift) % players for place in order)

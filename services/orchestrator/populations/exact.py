@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
+from math import factorial
 
 from services.orchestrator.context import JobContext
 from services.orchestrator.faults import Patience, together
@@ -136,6 +138,7 @@ class ExactPayoffs:
         agents, table = self._pools.agents, self._state.table
         pool_of = [self._pools.pool_of(agent) for agent in agents]
         symmetric = self._pools.symmetric
+        turns = _turns(len(agents), len(game.seatings)) if symmetric else [range(len(agents))]
         for cell in visible_cells([self._visible(pool) for pool in pool_of], symmetric=symmetric):
             known = table.cell(cell)
             if known is not None and known.exact:
@@ -144,10 +147,8 @@ class ExactPayoffs:
                 self._state.pools[pool.name][place]
                 for pool, place in zip(pool_of, cell, strict=True)
             ]
-            # As in matches: members of a symmetric game take turns as agents.
-            turns = [seats(len(agents), turn) for turn in range(len(agents))]
             total: Array | None = None
-            for turn in turns if symmetric else [tuple(range(len(agents)))]:
+            for turn in turns:
                 plans = [
                     self._plans[pool_of[agent].name, names[turn.index(agent)]]
                     for agent in range(len(agents))
@@ -155,4 +156,11 @@ class ExactPayoffs:
                 got = agent_values(game.tree.form, plans, game.seatings)[list(turn)]
                 total = got if total is None else total + got
             assert total is not None, "there are players"
-            table.settle(cell, (total / (len(turns) if symmetric else 1)).tolist())
+            table.settle(cell, (total / len(turns)).tolist())
+
+
+def _turns(players: int, seatings: int) -> list[Sequence[int]]:
+    """Who is whom: as in matches, members of a symmetric game take turns as agents. Where these
+    change seats themselves everybody sits behind everybody anyway."""
+    count = factorial(players) if seatings == 1 else players
+    return [seats(players, turn) for turn in range(count)]

@@ -287,9 +287,10 @@ class Matches:
         agents = self._pools.agents
         if not self._pools.symmetric:
             return list(agents)
-        # Workflows may change seats from query to query: out of step with them. Networks never do.
+        # Workflows may change seats from query to query: out of step with them, and in one order,
+        # since they have all of them. Networks never do.
         fixed = self._job.spec.environment is not None
-        turn = one.number if fixed else one.number // len(agents)
+        turn = one.number if fixed else one.number // len(agents) % len(agents)
         return [agents[place] for place in seats(len(agents), turn)]
 
     def _count_wins(self, members: dict[str, str], match: orch.Match) -> None:
