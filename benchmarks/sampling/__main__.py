@@ -18,12 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from benchmarks.command import options_of
 from benchmarks.references import ReferenceUnavailable, reference_python
 from benchmarks.sampling.sides import Rate, Side, SideFailed, ratio, started
 
+T = TypeVar("T")
 RLLIB: Final = ("ray[rllib]==2.60.0",)
 SAMPLE_FACTORY: Final = ("sample-factory==2.1.1",)
 # Of the peers' environments, which are one copy each, in a worker.
@@ -59,13 +60,20 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def turn(what: Sequence[T], number: int) -> list[T]:
+    """In which order round `number` goes: another one begins every time, since who comes first, or
+    after whom, may matter."""
+    first = number % len(what)
+    return [*what[first:], *what[:first]]
+
+
 def compared(sides: Sequence[Side], plan: Plan, lines: list[str]) -> list[list[Rate]]:
-    """Windows of all sides in turns."""
+    """Windows of all sides in turns, of which each begins some."""
     progress(f"{', '.join(side.name for side in sides)}: {sides[0].world}")
     found: list[list[Rate]] = [[] for _ in sides]
     with started(sides) as running:
-        for _ in range(plan.rounds):
-            for rates, one in zip(found, running, strict=True):
+        for number in range(plan.rounds):
+            for rates, one in turn(list(zip(found, running, strict=True)), number):
                 rates.append(one.window(plan.seconds))
     lines += [row(side, side.workers, rates) for side, rates in zip(sides, found, strict=True)]
     return found
@@ -108,8 +116,8 @@ def over_workers(lines: list[str], plan: Plan) -> dict[str, float]:
         progress(f"Troupe, {plan.counts[0]} to {plan.counts[-1]} workers: {world}")
         rates: dict[int, list[Rate]] = {workers: [] for workers in plan.counts}
         with started([side]) as [running]:
-            for _ in range(plan.rounds):
-                for workers in plan.counts:
+            for number in range(plan.rounds):
+                for workers in turn(plan.counts, number):
                     rates[workers].append(running.window(plan.seconds, workers))
         lines += [row(side, workers, some) for workers, some in rates.items()]
         clock = {n: median(one.per_second for one in some) for n, some in rates.items()}

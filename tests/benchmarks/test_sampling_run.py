@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.sampling.__main__ import turn
 from tests.benchmarks.quick import quick_run
+
+
+def test_nobody_always_comes_first() -> None:
+    rounds = [turn("abc", number) for number in range(6)]
+    assert all(sorted(one) == list("abc") for one in rounds)
+    for places in zip(*rounds, strict=True):
+        assert sorted(places) == sorted("abc" * 2)
 
 
 @pytest.mark.slow
