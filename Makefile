@@ -8,6 +8,8 @@ BUF := npx --yes @bufbuild/buf@1.75.0
 # A process that takes every core for its maths slows its neighbours many times over.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Without bytecode every process that a test starts compiles the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow lint format types walls protos protos-check lock docs up down clean check
