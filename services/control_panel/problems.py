@@ -65,6 +65,18 @@ def install(app: FastAPI) -> None:
             )
         )
 
+    @app.exception_handler(UnicodeEncodeError)
+    async def _half_a_pair(_: Request, error: UnicodeEncodeError) -> JSONResponse:
+        half = error.object[error.start].encode("unicode-escape").decode()
+        return answer(
+            Problem(
+                title="invalid_argument",
+                status=422,
+                detail=f"{half} alone is no character: half of a surrogate pair",
+                remedy="Send, and return, text that UTF-8 can say.",
+            )
+        )
+
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         title = "not_found" if error.status_code == 404 else "http_error"

@@ -38,8 +38,8 @@ def outcome_of(
 ) -> Outcome:
     """What becomes of a call that a worker answered so after `seconds`; it printed `output`."""
     if answer.kind == worker.OK:
-        return Outcome(answer.text, seconds, cold_seconds=cold_seconds)
-    text, retry_after = answer.text, 0.0
+        return Outcome(sendable(answer.text), seconds, cold_seconds=cold_seconds)
+    text, retry_after = sendable(answer.text), 0.0
     if answer.kind == worker.REFUSED:
         said, _, text = answer.text.partition(" ")
         with contextlib.suppress(ValueError):
@@ -49,12 +49,17 @@ def outcome_of(
         error=pb.InvocationError(
             kind=_KINDS.get(answer.kind, pb.InvocationError.KIND_RAISED),
             message=text,
-            traceback=answer.traceback,
+            traceback=sendable(answer.traceback),
             output=output,
             retry_after_seconds=retry_after,
         ),
         cold_seconds=cold_seconds,
     )
+
+
+def sendable(text: str) -> str:
+    """`text` as protobuf takes it: names of files that are not UTF-8 come as halves of pairs."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def as_reward(outcome: Outcome) -> Outcome:
@@ -80,6 +85,13 @@ def _is_reward(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     numbers = value.values() if isinstance(value, dict) else [value]
-    return not isinstance(value, bool) and all(
-        isinstance(one, int | float) and math.isfinite(one) for one in numbers
-    )
+    return all(map(_is_number, numbers))
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond what is trained with
+        return False

@@ -18,6 +18,10 @@ _ARGUMENT: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MOST_ARGUMENTS: Final = 16
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MOST_RETRIES: Final = 100
+# No machine has as many, and each is looked at for what it would be worth.
+_MOST_CORES: Final = 4096
+# What Linux has ids for.
+_MOST_PROCESSES: Final = 1 << 22
 _COUNTS: Final = (
     *("memory_mib", "max_concurrency", "max_queued", "min_workers", "retries"),
     *("cores", "max_cores", "gpus", "quota_units", "processes", "disk_mib"),
@@ -77,6 +81,20 @@ def check(spec: pb.FunctionSpec) -> None:
         )
     if spec.max_cores and spec.max_cores < spec.cores:
         refuse("max_cores", spec.max_cores, f"less than cores ({spec.cores})", "0 means no more.")
+    if spec.max_cores > _MOST_CORES:
+        refuse(
+            "max_cores",
+            spec.max_cores,
+            f"is more than {_MOST_CORES:,}",
+            "Say how many cores a call can make use of.",
+        )
+    if spec.processes > _MOST_PROCESSES:
+        refuse(
+            "processes",
+            spec.processes,
+            f"is more than {_MOST_PROCESSES:,}",
+            "Say how many processes and threads a call needs at once.",
+        )
     if not 0 <= spec.parallel_fraction <= 1:
         refuse(
             "parallel_fraction",

@@ -243,11 +243,9 @@ class Dispatcher:
                     self._next(work)
         except Exception as error:
             log.exception("invocation", function=function.key)
-            message = f"the runtime failed: {type(error).__name__}: {error}"
-            kind = pb.InvocationError.KIND_WORKER_DIED
             if (waiting := work.current) is not None:
                 work.leave(waiting)
-                self._end(waiting, Outcome(error=pb.InvocationError(kind=kind, message=message)))
+                self._end(waiting, _failed(error))
 
     def _next(self, work: Chunk) -> None:
         waiting = work.current
@@ -261,7 +259,12 @@ class Dispatcher:
             spent = (time.perf_counter() - waiting.began) * max(1, waiting.cores)
             self.queues.shares.correct(waiting.job, spent - waiting.charged)
         waiting.chunk = None
-        self._listener.ended(waiting, outcome)
+        try:
+            self._listener.ended(waiting, outcome)
+        except Exception as error:
+            # What is wrong with the outcome is one, too: nobody may wait for ever.
+            log.exception("invocation", function=waiting.function.key)
+            self._listener.ended(waiting, _failed(error))
 
     def again(self, several: Iterable[Waiting]) -> None:
         """Queue what was given to a worker and has no outcome, at its old place."""
@@ -287,3 +290,9 @@ class Dispatcher:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _failed(error: Exception) -> Outcome:
+    message = f"the runtime failed: {type(error).__name__}: {error}"
+    kind = pb.InvocationError.KIND_WORKER_DIED
+    return Outcome(error=pb.InvocationError(kind=kind, message=message))

@@ -35,6 +35,8 @@ class Function:
     source: Path | None = None
     # Times it was registered: with each, workers look anew whether its code was edited.
     registrations: int = 0
+    # How many there had been when even a new worker could not import it.
+    unimportable: int = -1
     invocations: int = 0
     errors: int = 0
     retried: int = 0
@@ -59,7 +61,9 @@ class Function:
         fraction = self.spec.parallel_fraction
         self.curve = SpeedUp(fraction)
         if self.spec.expected_seconds:
-            at_one = self.spec.expected_seconds / self.curve.seconds((max(1, self.cores),))[0]
+            # However long its author takes it to be: a call is ended before.
+            expected = min(self.spec.expected_seconds, self.spec.timeout_seconds)
+            at_one = expected / self.curve.seconds((max(1, self.cores),))[0]
             self.curve = SpeedUp(fraction, at_one)
         self.cage = Cage.of(self.spec)
         if self.source is not None:

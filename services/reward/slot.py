@@ -275,8 +275,8 @@ class Slot:
         request = {"call": "prepare", "entrypoint": entrypoint}
         try:
             answer = await self._call(request, self._import_seconds)
-            if answer.kind == worker.STALE:
-                log.info("modules were edited: new worker", entrypoint=entrypoint)
+            if why := self._why_anew(answer, function):
+                log.info(f"{why}: new worker", entrypoint=entrypoint)
                 self._replace()
                 await self._adopt(function, None)
                 answer = await self._call(request, self._import_seconds)
@@ -289,7 +289,19 @@ class Slot:
         if answer.kind == worker.OK:
             self._prepared[function.key] = registrations
             return None
+        if answer.kind == worker.NOT_IMPORTABLE:
+            function.unimportable = registrations
         return outcome_of(answer)
+
+    def _why_anew(self, answer: worker.Answer, function: Function) -> str:
+        """Why another worker may do what this one could not; empty: it could, or none can."""
+        if answer.kind == worker.STALE:
+            return "modules were edited"
+        # What ran here before may have changed what is imported, and from where.
+        failed = answer.kind == worker.NOT_IMPORTABLE
+        if failed and self._prepared and function.unimportable != function.registrations:
+            return f"{answer.text}, after others"
+        return ""
 
     async def _call(self, request: dict[str, Any], timeout: float) -> worker.Answer:
         """The worker's answer to `request`, from a new worker where there is none.

@@ -40,6 +40,9 @@ REFUSED: Final = "refused"
 STALE: Final = "stale"
 
 _TRACEBACK_LINES: Final = 30
+# Of what an exception says, and of all lines of its traceback together.
+_TEXT_CHARS: Final = 2000
+_TRACEBACK_CHARS: Final = 16 * 2**10
 _MAX_RESULT_BYTES: Final = 16 * 2**20
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -117,9 +120,7 @@ def prepare(entrypoint: str) -> Answer:
     try:
         _functions[entrypoint] = _load(entrypoint)
     except BaseException as error:  # an import may raise anything, SystemExit included
-        return Answer(
-            NOT_IMPORTABLE, f"{entrypoint}: {type(error).__name__}: {error}", _author_view(error)
-        )
+        return Answer(NOT_IMPORTABLE, f"{entrypoint}: {_said(error)}", _author_view(error))
     _remember_mtimes()
     return Answer(OK)
 
@@ -138,7 +139,7 @@ def invoke(
     os.environ.update(environment or {})
     try:
         arguments = json.loads(arguments_json) if arguments_json else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return Answer(BAD_ARGUMENTS, str(error))
     if not isinstance(arguments, dict):
         return Answer(BAD_ARGUMENTS, f"a JSON object is needed, not {type(arguments).__name__}")
@@ -157,7 +158,7 @@ def invoke(
         limit = f"needed more than {memory_mib} MiB" if memory_mib else "the machine has no more"
         return Answer(OUT_OF_MEMORY, limit, view)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the function's too
-        text, view = f"{type(error).__name__}: {error}"[:2000], _author_view(error)
+        text, view = _said(error), _author_view(error)
         seconds = _retry_after(error)
         if seconds is not None:
             return Answer(REFUSED, f"{seconds:g} {text}", view)
@@ -168,7 +169,7 @@ def _retry_after(error: BaseException) -> float | None:
     """In how many seconds an interface outside wants to be called again, if that is what `error`
     is about: an attribute `retry_after`, or the response with status 429 (503 with a Retry-After)
     that httpx, requests and OpenAI's client keep in their errors. Negative: it did not say."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(BaseException):  # its attributes are the function's, too
         seconds = getattr(error, "retry_after", None)
         if isinstance(seconds, (int, float)) and 0 <= seconds < float("inf"):
             return float(seconds) or -1.0
@@ -186,7 +187,8 @@ def _seconds_until(said: str | None) -> float:
     if not said:
         return -1.0
     try:
-        return max(0.001, float(said))
+        seconds = float(said)
+        return max(0.001, seconds) if seconds < float("inf") else -1.0
     except ValueError:
         import email.utils
         import time
@@ -254,6 +256,14 @@ def _memory_limit(mib: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def _said(error: BaseException) -> str:
+    """What an exception is and says, as far as it can say it."""
+    try:
+        return f"{type(error).__name__}: {error}"[:_TEXT_CHARS]
+    except BaseException:
+        return type(error).__name__[:_TEXT_CHARS]
+
+
 def _author_view(error: BaseException) -> str:
     """The last lines of the traceback, without the frames of this file."""
     frames = error.__traceback__
@@ -261,9 +271,10 @@ def _author_view(error: BaseException) -> str:
         frames = frames.tb_next
     try:
         lines = "".join(traceback.format_exception(type(error), error, frames)).splitlines()
-    except Exception:  # an exception whose own text raises
-        return type(error).__name__
-    return "\n".join(lines[-_TRACEBACK_LINES:])
+    except BaseException:  # an exception whose own text raises
+        return _said(error)
+    lines = [line[:_TEXT_CHARS] for line in lines[-_TRACEBACK_LINES:]]
+    return "\n".join(lines)[-_TRACEBACK_CHARS:]
 
 
 def _user_files() -> Iterator[tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -63,6 +64,8 @@ async def test_a_function_is_deployed_called_and_deleted(http: httpx.AsyncClient
     [
         ({"costs": {"corse": 1}}, "corse"),
         ({"costs": {"cores": -1}}, "cores"),
+        ({"costs": {"cores": 1 << 70}}, "cores"),
+        ({"costs": {"entrypoint": "os:system"}}, "entrypoint"),
         ({"entrypoint": "nothing"}, "function.entrypoint"),
         ({"name": "a/b"}, "function.name"),
         ({"files": {"../x.py": ""}}, "files"),
@@ -75,3 +78,11 @@ async def test_what_cannot_be_deployed_is_a_problem(
     refused = await http.post("/api/functions", json=EXACT | change)
     assert refused.status_code == 422, refused.text
     assert refused.json()["field"] == field
+
+
+async def test_what_utf8_cannot_say_is_a_problem(http: httpx.AsyncClient) -> None:
+    body = json.dumps(EXACT | {"files": {"x.py": "\ud800"}})
+    headers = {"content-type": "application/json"}
+    refused = await http.post("/api/functions", content=body, headers=headers)
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["detail"].startswith("\\ud800 alone is no character")

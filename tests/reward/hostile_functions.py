@@ -152,9 +152,10 @@ def counts_in_background(path: str) -> None:
 
 
 def waits_for(path: str) -> str:
-    while not Path(path).exists():
+    """What another call wrote there; a file is there before what is in it."""
+    while not (Path(path).exists() and (text := Path(path).read_text())):
         time.sleep(0.01)
-    return Path(path).read_text()
+    return text
 
 
 def attacks_its_supervisor() -> list[str]:

@@ -74,7 +74,9 @@ class FragilePlace:
                     0
                 ]
             if kind == 0:
-                yield index, Outcome("1", seconds, cold_seconds=cold)
+                # Now and then one that no message can hold.
+                text = self._draw.choices(["1", "\ud800"], [50, 1])[0]
+                yield index, Outcome(text, seconds, cold_seconds=cold)
             else:
                 yield index, Outcome(error=pb.InvocationError(kind=kind, message="as drawn"))
             cold = 0.0

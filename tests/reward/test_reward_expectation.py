@@ -64,6 +64,10 @@ def test_a_call_is_said_to_take_no_longer_than_it_may(said: float, meant: float)
     assert call.expected_seconds == meant
 
 
+def test_a_function_is_declared_to_take_no_longer_than_it_may() -> None:
+    assert Function(spec(expected_seconds=1e300)).seconds == pytest.approx(100.0)
+
+
 def test_a_declared_time_is_where_learning_begins() -> None:
     for cores in (1, 2):
         function = Function(spec(expected_seconds=30.0, parallel_fraction=0.9, cores=cores))

@@ -20,6 +20,7 @@ from troupe.v1 import reward_pb2 as pb
 _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MOST_FILES: Final = 1000
 _MOST_BYTES: Final = 16 * 2**20
+_NO_COSTS: Final = frozenset(("name", "source", "entrypoint", "function", "version", "arguments"))
 _REMEDY: Final = (
     "Give FILE.py, FILE.py:function, FOLDER with an entrypoint in it, or "
     "package.module[:function] that is installed where the cluster runs."
@@ -80,6 +81,13 @@ def _spec(one: Described, costs: Mapping[str, Any]) -> pb.FunctionSpec:
 
 def checked_costs(given: Mapping[str, Any]) -> dict[str, Any]:
     """`given`, as a job's `rewards` and `tools` take them. Raises `InvalidArgument`."""
+    for field in _NO_COSTS & given.keys():
+        raise InvalidArgument(
+            "is no cost of a function",
+            field=field,
+            value=given[field],
+            remedy="Name, version and code are said beside the costs, arguments by whoever calls.",
+        )
     try:
         return FunctionSpec(entrypoint="any:function", **given).costs
     except (ValidationError, TypeError) as error:

@@ -15,6 +15,8 @@ from troupe.job.section import Section, check_entrypoint, check_json
 
 ArgumentPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# As many as the wire can say.
+_MOST: Final = 2**31 - 1
 
 _DEPLOYED: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}@[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 
@@ -34,20 +36,20 @@ class FunctionSpec(Section):
     """Changes whenever the function's behaviour does. Default: "1"."""
     timeout_seconds: float | None = Field(default=None, gt=0)
     """Longest run of one call; then it is killed and the call fails with a timeout. Default: 30."""
-    memory_mib: int | None = Field(default=None, ge=0)
+    memory_mib: int | None = Field(default=None, ge=0, le=_MOST)
     """Memory that a call may take in its worker process; 0: unlimited. Default: 512."""
-    max_concurrency: int | None = Field(default=None, ge=0)
+    max_concurrency: int | None = Field(default=None, ge=0, le=_MOST)
     """Calls at once; 0: as many as there are worker processes. Default: 0."""
-    max_queued: int | None = Field(default=None, ge=0)
+    max_queued: int | None = Field(default=None, ge=0, le=_MOST)
     """Calls that may wait; more are asked to come again. 0: as many as the service takes.
     Default: 0."""
     retries: int | None = Field(default=None, ge=0, le=100)
     """Times that a call is begun again whose worker died or that took too long; only for functions
     that may run twice. Default: 0."""
-    cores: int | None = Field(default=None, ge=0)
+    cores: int | None = Field(default=None, ge=0, le=_MOST)
     """Cores that a call takes while it runs; 0 for one that waits for something else. They count
     where the reward service hands cores out (`TROUPE_REWARD_CORES`). Default: 1."""
-    max_cores: int | None = Field(default=None, ge=0)
+    max_cores: int | None = Field(default=None, ge=0, le=4096)
     """Cores that a call can make use of; 0: `cores`. How many it gets, up to that, the scheduler
     decides anew for every call. The function finds them in `os.sched_getaffinity(0)`. Default: 0.
     """
@@ -62,13 +64,13 @@ class FunctionSpec(Section):
     number, else for each item or character. `{tests: 2.5}`; `{query.data.tests: 2.5}` for a reward.
     Its scale is learned from calls, so that it need not be measured on this machine; what calls of
     one query took corrects it. Default: none."""
-    gpus: int | None = Field(default=None, ge=0)
+    gpus: int | None = Field(default=None, ge=0, le=_MOST)
     """Units of GPU that a call takes. Default: 0."""
     model_service: str | None = None
     """Model that a call needs resident on those GPUs. Default: none."""
     quota: str | None = None
     """Quota of an interface outside that a call takes `quota_units` of. Default: none."""
-    quota_units: int | None = Field(default=None, ge=1)
+    quota_units: int | None = Field(default=None, ge=1, le=_MOST)
     """Default: 1."""
     sandbox: Literal["process", "bubblewrap", "container"] | None = None
     """What its worker processes are confined to. `process`: `memory_mib`, `reads` and `writes`, for
@@ -83,9 +85,9 @@ class FunctionSpec(Section):
     Default: 0."""
     image: str | None = None
     """`container`: its image."""
-    processes: int | None = Field(default=None, gt=0)
+    processes: int | None = Field(default=None, gt=0, le=2**22)
     """In a sandbox: processes and threads at once. Default: 64."""
-    disk_mib: int | None = Field(default=None, gt=0)
+    disk_mib: int | None = Field(default=None, gt=0, le=_MOST)
     """In a sandbox: size of its private /tmp. Default: 256."""
     reads: list[str] | None = None
     """`process`, where the kernel has landlock: files and folders that it may read besides the
@@ -94,7 +96,7 @@ class FunctionSpec(Section):
     """The same for reading and writing."""
     idle_seconds: float | None = Field(default=None, ge=0)
     """How long a worker is kept warm for its next call. Default: as the service is set."""
-    min_workers: int | None = Field(default=None, ge=0)
+    min_workers: int | None = Field(default=None, ge=0, le=_MOST)
     """Workers that are started ahead of any call and kept. Default: 0."""
 
     _json = field_validator("arguments")(check_json)

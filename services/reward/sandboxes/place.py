@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from services.reward import worker
+from services.reward.answers import outcome_of, sendable
 from services.reward.call import Call, Outcome
 from services.reward.cpu import Lease
 from services.reward.function import Function
@@ -24,15 +24,8 @@ from services.reward.sandboxes.sandbox import (
 from troupe.v1 import reward_pb2 as pb
 
 _Kind = pb.InvocationError
-_KINDS: Final = {
-    worker.RAISED: _Kind.KIND_RAISED,
-    worker.OUT_OF_MEMORY: _Kind.KIND_OUT_OF_MEMORY,
-    worker.BAD_RESULT: _Kind.KIND_BAD_RESULT,
-    worker.NOT_IMPORTABLE: _Kind.KIND_NOT_IMPORTABLE,
-    worker.BAD_ARGUMENTS: _Kind.KIND_BAD_ARGUMENTS,
-    DIED: _Kind.KIND_WORKER_DIED,
-    NO_ROOM: _Kind.KIND_WORKER_DIED,
-}
+# What a supervisor answers beside a worker.
+_SUPERVISORS: Final = (DIED, NO_ROOM)
 
 
 class SandboxGone(Exception):
@@ -166,14 +159,12 @@ class SandboxPlace:
             return self._failed(_Kind.KIND_WORKER_DIED, f"its sandbox ended: {error}")
         if call.printed is not None and output:
             call.printed(output.encode())
-        if answer.kind == worker.OK:
-            return Outcome(answer.text, seconds, sandbox=self._sandbox_id)
-        # What a sandbox answers is only a text; it may name a kind that there is not.
-        kind = _KINDS.get(answer.kind, _Kind.KIND_RAISED)
-        text = answer.text
+        if answer.kind not in _SUPERVISORS:
+            return replace(outcome_of(answer, seconds, output), sandbox=self._sandbox_id)
+        kind, text = _Kind.KIND_WORKER_DIED, sendable(answer.text)
         if answer.kind == DIED and home.memory_kills() > kills:
             kind, text = _Kind.KIND_OUT_OF_MEMORY, f"{text}: the sandbox's memory was used up"
-        return self._failed(kind, text, answer.traceback, output)
+        return self._failed(kind, text, output=output)
 
     @property
     def _sandbox_id(self) -> str:
@@ -183,10 +174,9 @@ class SandboxPlace:
         self,
         kind: pb.InvocationError.Kind.ValueType,
         message: str,
-        traceback: str = "",
         output: str = "",
     ) -> Outcome:
-        error = pb.InvocationError(kind=kind, message=message, traceback=traceback, output=output)
+        error = pb.InvocationError(kind=kind, message=message, output=output)
         return Outcome(error=error, sandbox=self._sandbox_id)
 
 

@@ -18,6 +18,7 @@ from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
 from troupe.client.cli.connection import call
 from troupe.client.cli.failures import FAILED
+from troupe.client.deploying import checked_costs
 from troupe.client.function_records import Function, Invocation, InvocationProgress
 from troupe.rpc.errors import InvalidArgument
 
@@ -64,7 +65,7 @@ def deploy(
 
     async def ask(client: AsyncClient) -> list[Function]:
         return await client.functions.deploy(
-            source, entrypoint=entrypoint, name=name, version=version, **own
+            source, entrypoint=entrypoint, name=name, version=version, **checked_costs(own)
         )
 
     deployed = call(ask, address=cluster, data_dir=data_dir)
@@ -263,7 +264,10 @@ def _assignments(given: list[str]) -> dict[str, Any]:
             raise InvalidArgument(
                 "is no assignment", field="--set", value=one, remedy="Write FIELD=VALUE."
             )
-        costs[field] = yaml.safe_load(value)
+        try:
+            costs[field] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise InvalidArgument("is no YAML", field="--set", value=one) from error
     return costs
 
 
