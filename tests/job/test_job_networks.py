@@ -101,6 +101,20 @@ def test_a_misspelt_field_of_a_paradigm_is_recognised() -> None:
         _parse(job)
 
 
+@pytest.mark.parametrize(
+    ("learning", "says"),
+    [
+        ({"paradigm": "dqn", "epsilon": [1.5, 0.1]}, "dqn.epsilon.0 = 1.5"),
+        ({"paradigm": "qmix", "buffer": 8, "warmup": 9}, "never holds 9"),
+        ({"paradigm": "maddpg", "buffer": 8, "warmup": 9}, "at most buffer = 8"),
+    ],
+)
+def test_what_would_never_be_learned_is_refused(learning: dict[str, Any], says: str) -> None:
+    with pytest.raises(JobSpecError) as caught:
+        _parse(_job(policies__team__network__learning=learning))
+    assert says in str(caught.value)
+
+
 def test_the_reference_has_every_paradigm() -> None:
     page = reference()
     for paradigms in ("ppo, mappo", "dqn, vdn, qmix", "maddpg"):

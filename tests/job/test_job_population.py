@@ -86,6 +86,12 @@ def test_a_league_has_learners_that_no_agent_names() -> None:
             "`league` chooses opponents by payoffs",
         ),
         ({"learners": {"player": {"agents": ["carol"]}}}, "'carol' is no player"),
+        (
+            {"learners": {"player": {"agents": ["alice", "alice"]}}},
+            "population.learners.player.agents: 'alice' is named twice",
+        ),
+        ({"algorithm": "regularized"}, "population.algorithm: nothing holds 'player'"),
+        ({"game": ""}, "population.game = ''"),
         ({"engine": {"urls": ["http://a:1"] * 1}, "slots": 2}, "cannot be shared out evenly"),
     ],
 )
@@ -126,6 +132,19 @@ def test_who_is_no_player_is_not_in_the_tree() -> None:
     spec["policies"]["umpire"] = MODEL | {"trainable": False}
     spec["agents"]["umpire"] = {"policy": "umpire"}
     assert "'umpire' is no player" in fault(spec)
+
+
+def test_a_slot_is_not_the_users() -> None:
+    spec = job()
+    spec["policies"]["all--0"] = MODEL
+    assert "policies.all--0: is a slot" in fault(spec)
+
+
+@pytest.mark.parametrize("by", ["kl_coefficient", "entropy_coefficient"])
+def test_what_is_held_is_regularized(by: str) -> None:
+    spec = job(algorithm="regularized")
+    spec["algorithm"] = {by: 0.1}
+    assert parse_job(yaml.safe_dump(spec)).pools is not None
 
 
 def test_slots_serve_one_architecture() -> None:

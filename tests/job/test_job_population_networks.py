@@ -75,6 +75,11 @@ def test_apart_each_is_made_for_its_own() -> None:
         ({"kind": "rnn"}, {"game": "kuhn_poker"}, "policies.player.network.kind: with"),
         ({}, {"engine": {}}, "population.engine: networks play inside"),
         ({}, {"slots": 1}, "population.slots: 1 cannot serve a match"),
+        (
+            {"learning": {"paradigm": "dqn"}},
+            {"algorithm": "regularized"},
+            "set policies.player.network.learning.entropy_coefficient (ppo, mappo)",
+        ),
     ],
 )
 def test_what_networks_cannot_be_is_refused(

@@ -24,6 +24,7 @@ def job(*learners: str, **population: Any) -> JobSpec:
         "policies": dict.fromkeys(learners, MODEL),
         "pipeline": {"steps": 9, "queries_per_step": 4},
         "population": {"symmetric": True, **population},
+        "algorithm": {"entropy_coefficient": 0.1},
     }
     return parse_job(yaml.safe_dump(spec))
 

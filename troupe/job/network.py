@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from troupe.job.section import Section
 
 Width = Annotated[int, Field(ge=1, le=4096)]
+Chance = Annotated[float, Field(ge=0, le=1)]
 
 
 class PPOSpec(Section):
@@ -64,7 +65,7 @@ class QLearningSpec(Section):
     """Episodes in the buffer before the first gradient."""
     tau: float = Field(default=0.01, gt=0, le=1)
     """How far target networks follow after every gradient."""
-    epsilon: tuple[float, float] = (1.0, 0.05)
+    epsilon: tuple[Chance, Chance] = (1.0, 0.05)
     """Actors draw a uniform action with this probability: at first, and in the end."""
     epsilon_episodes: int = Field(default=2000, ge=1)
     """Episodes in which epsilon falls linearly."""
@@ -72,6 +73,11 @@ class QLearningSpec(Section):
     """`qmix`: units of the mixing network."""
     max_grad_norm: float = Field(default=10.0, gt=0)
     """Gradients are scaled down to this global L2 norm."""
+
+    @model_validator(mode="after")
+    def _begins(self) -> Self:
+        _check_warmup(self)
+        return self
 
 
 class DeterministicSpec(Section):
@@ -108,10 +114,23 @@ class DeterministicSpec(Section):
     max_grad_norm: float = Field(default=0.5, gt=0)
     """Gradients are scaled down to this global L2 norm."""
 
+    @model_validator(mode="after")
+    def _begins(self) -> Self:
+        _check_warmup(self)
+        return self
+
 
 LearningSpec = Annotated[
     PPOSpec | QLearningSpec | DeterministicSpec, Field(discriminator="paradigm")
 ]
+
+
+def _check_warmup(learning: QLearningSpec | DeterministicSpec) -> None:
+    if learning.warmup > learning.buffer:
+        raise ValueError(
+            f"warmup: the buffer never holds {learning.warmup}, and nothing would be learned; set "
+            f"it to at most buffer = {learning.buffer}"
+        )
 
 
 class NetworkSpec(Section):

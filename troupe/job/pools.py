@@ -86,6 +86,11 @@ class Pools:
                     f"population.learners.{name}.agents: '{bad[0]}' is no player; there are: "
                     + ", ".join(players)
                 )
+            if twice := [one for one in seats[name] if seats[name].count(one) > 1]:
+                raise ValueError(
+                    f"population.learners.{name}.agents: '{twice[0]}' is named twice; once is "
+                    "enough"
+                )
             if not seats[name]:
                 raise ValueError(
                     f"population.learners.{name}.agents: say whom it learns to play: no agent has "

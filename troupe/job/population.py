@@ -6,12 +6,16 @@ and editors show it.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
 from troupe.job.policy import EngineSpec
 from troupe.job.section import Section
+
+if TYPE_CHECKING:
+    from troupe.job.pools import Pools
+    from troupe.job.spec import JobSpec
 
 PopulationAlgorithm = Literal[
     "self_play",
@@ -103,7 +107,8 @@ class PopulationSpec(Section):
     algorithm: PopulationAlgorithm = "psro"
     """Whom a learner meets. `self_play`: itself as it is now, nothing frozen; `regularized`: the
     same, held near its first version or at some entropy (`algorithm.kl_coefficient`,
-    `entropy_coefficient`), a baseline that is hard to beat; `fictitious`: earlier selves, the
+    `entropy_coefficient`; that of a network is under its `learning`), a baseline that is hard to
+    beat; `fictitious`: earlier selves, the
     newest `1 - delta` of them equally often (Bansal et al. 2018, section 4.2); `prioritized`: those
     that it has trouble with more often (PFSP; Vinyals et al. 2019); `psro`: the meta-strategy of
     the payoff table (Lanctot et al. 2017, algorithm 1); `pipeline_psro`: the same with several
@@ -151,7 +156,7 @@ class PopulationSpec(Section):
     """`league`: its shares and thresholds."""
     matches: MatchesSpec = MatchesSpec()
     """How many matches fill the payoff table."""
-    game: str | None = None
+    game: str | None = Field(default=None, min_length=1)
     """OpenSpiel name of the game that the workflow plays ("kuhn_poker"; a `GameWorkflow` over the
     OpenSpiel environment), or the environment of networks (`openspiel`, all players agents), where
     its tree is small enough to walk. Payoffs and NashConv are then computed of what members say in
@@ -201,3 +206,31 @@ class PopulationSpec(Section):
     def plays_matches(self) -> bool:
         """Whether matches fill the payoff table, and no computation does."""
         return self.matches.least > 0 and (self.game is None or self.by_wins)
+
+
+def check_population(job: JobSpec, pools: Pools) -> None:
+    """Raise ValueError, naming the field, for what does not go together with the rest of `job`."""
+    population = job.population
+    assert population is not None, "its pools are given"
+    for name in pools.slots:
+        # Those of a job that services pass on are frozen, as they were made.
+        if name in job.policies and job.policies[name].trainable:
+            raise ValueError(
+                f"policies.{name}: is a slot, which the population adds; choose another name, or "
+                "remove it"
+            )
+    if population.algorithm != "regularized":
+        return
+    for name in pools.learners:
+        network = job.policies[name].network
+        if network is not None:
+            held = getattr(network.learning, "entropy_coefficient", 0.0) > 0
+            by = f"policies.{name}.network.learning.entropy_coefficient (ppo, mappo)"
+        else:
+            held = job.algorithm.kl_coefficient > 0 or job.algorithm.entropy_coefficient > 0
+            by = "algorithm.kl_coefficient or algorithm.entropy_coefficient"
+        if not held:
+            raise ValueError(
+                f"population.algorithm: nothing holds '{name}', so that `regularized` would be "
+                f"`self_play`; set {by}, or take that"
+            )

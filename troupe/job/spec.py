@@ -14,7 +14,7 @@ from troupe.job.environment import EnvironmentSpec, check, check_pools, with_def
 from troupe.job.functions import FunctionSpec
 from troupe.job.policy import PolicySpec, server_of
 from troupe.job.pools import Pools
-from troupe.job.population import PopulationSpec
+from troupe.job.population import PopulationSpec, check_population
 from troupe.job.routing import RoutingSpec
 from troupe.job.section import NAME, Section, check_entrypoint
 from troupe.job.sections import (
@@ -127,6 +127,7 @@ class JobSpec(Section):
                     f"policies.{min(strange)}: names with '--' are those of the population's slots "
                     f"({', '.join(pools.slots)}); choose another name"
                 )
+            check_population(self, pools)
             if self.pipeline.queries_per_step < (places := len(pools.places)):
                 raise ValueError(
                     f"pipeline.queries_per_step: {self.pipeline.queries_per_step} cannot give each "
