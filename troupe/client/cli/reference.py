@@ -84,7 +84,7 @@ def _type(field: FieldInfo) -> str:
         for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
             value = getattr(rule, attribute, None)
             if value is not None:
-                bounds.append(f"{sign} {value:g}")
+                bounds.append(f"{sign} {value:.12g}")
     return f"{text}, {', '.join(bounds)}" if bounds else text
 
 
