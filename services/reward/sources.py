@@ -15,6 +15,9 @@ from troupe.v1 import reward_pb2 as pb
 
 _MOST_FILES: Final = 1000
 _MOST_BYTES: Final = 16 * 2**20
+# Of one file or folder, as file systems have them, and of a whole path.
+_NAME_BYTES: Final = 255
+_PATH_BYTES: Final = 1024
 
 
 class Sources:
@@ -113,6 +116,11 @@ def _check(files: Sequence[pb.SourceFile]) -> None:
         parts = file.path.split("/")
         if path.is_absolute() or not set(parts).isdisjoint({"", ".", ".."}) or "\0" in file.path:
             refuse(file.path, "leads out of the folder, or to no file", 'Name it like "a/b.py".')
+        longest = max(len(part.encode()) for part in parts)
+        if longest > _NAME_BYTES or len(file.path.encode()) > _PATH_BYTES:
+            refuse(file.path[:80], "is too long a path", "Give files and folders shorter names.")
+        if "__pycache__" in parts:
+            refuse(file.path, "is what an interpreter made", "Upload the module itself.")
         if file.path in seen:
             refuse(file.path, "is there twice", "Name every file once.")
         seen.add(file.path)

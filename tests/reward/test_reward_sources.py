@@ -144,6 +144,9 @@ async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
         (["a//b.py"], "leads out"),
         (["a.py", "a.py"], "twice"),
         (["a", "a/b.py"], "inside a file"),
+        (["a" * 256], "too long"),
+        (["a/" * 600 + "b.py"], "too long"),
+        (["a/__pycache__/b.pyc"], "an interpreter made"),
     ],
 )
 async def test_bad_paths_are_refused(tmp_path: Path, paths: list[str], says: str) -> None:
