@@ -8,7 +8,13 @@ import pytest
 import yaml
 
 from services.orchestrator.populations.decisions import levels, mixtures, settle_due, solution
-from services.orchestrator.populations.state import CANDIDATE, SETTLED, Member, PopulationState
+from services.orchestrator.populations.state import (
+    CANDIDATE,
+    SETTLED,
+    Member,
+    PopulationState,
+    Solution,
+)
 from troupe.job import JobSpec, parse_job
 from troupe.populations.payoffs import PayoffTable
 
@@ -76,6 +82,27 @@ def test_self_play_meets_nobody_from_the_past() -> None:
     assert solution(job("player", algorithm="regularized"), SELVES, 4).mixtures == {
         "all": {"player@4": 1.0}
     }
+
+
+def test_gains_are_told_of_all_pools_though_one_has_nobody_new() -> None:
+    agents = {"alice": {"policy": "player"}, "bob": {"policy": "rival"}}
+    policies = {"player": MODEL, "rival": MODEL}
+    changes = {"agents": agents, "policies": policies, "population": {}}
+    spec = JobSpec.model_validate(job("player").model_dump(mode="json") | changes)
+    table = PayoffTable([1, 2])
+    table.record((0, 0), [1.0, -1.0])
+    table.record((0, 1), [0.25, -0.25])
+    members = {
+        name: Member(name, name[:-2], "main", 0, "", 0, new, "", SETTLED, 0, 0.0)
+        for name, new in (("player@0", 0), ("rival@0", 0), ("rival@2", 1))
+    }
+    pools = {"alice": ["player@0"], "bob": ["rival@0", "rival@2"]}
+    before = Solution(0, 0, {"alice": {"player@0": 1.0}, "bob": {"rival@0": 1.0}}, [1.0, -1.0], {})
+    state = PopulationState(pools, table, members, iteration=1, history=[before])
+    assert list(solution(spec, state, 2).gains.items()) == [("alice", 0.0), ("bob", 0.75)]
+    # Nobody new at all says nothing about who might be.
+    state.iteration = 2
+    assert solution(spec, state, 4).gains == {}
 
 
 def test_a_pipeline_settles_its_lowest_level_and_trains_against_those_below() -> None:

@@ -174,7 +174,8 @@ def by_pool(
 def _gains(
     pools: Pools, state: PopulationState, settled: dict[str, list[int]], payoffs: Array
 ) -> dict[str, float]:
-    """By pool, what its newest members get beyond the mixture that was solved last, against it."""
+    """By pool, what its newest members get beyond the mixture that was solved last, against it;
+    nothing where no pool has any."""
     if not state.history:
         return {}
     before = []
@@ -198,7 +199,8 @@ def _gains(
         if newest:
             gain = float(max(newest) - each @ before[player])
             found[pool] = max(found.get(pool, gain), gain)
-    return found
+    # Told in the order of the pools, of whom some may have nobody new.
+    return {pool.name: found.get(pool.name, 0.0) for pool in pools.pools} if found else {}
 
 
 def _past(population: PopulationSpec, state: PopulationState, pool: str, learner: str) -> Mixture:
