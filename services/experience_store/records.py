@@ -6,6 +6,7 @@ Lua reads and writes the same text (lua/policy.lua): fields separated by tabs, i
 
 from __future__ import annotations
 
+import base64
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ STATE_OF: Final[dict[str, pb.SampleState.ValueType]] = {
 }
 LETTER_OF: Final[dict[int, str]] = {state: letter for letter, state in STATE_OF.items()}
 _PENDING: Final = LETTER_OF[pb.SAMPLE_STATE_PENDING]
+# Bytes of a hash that make `Record.spread`, four of its characters each three.
+_SPREAD_BYTES: Final = 12
 
 
 class Row(NamedTuple):
@@ -76,10 +79,12 @@ class Row(NamedTuple):
             missing.append(REWARD)
         reward = "" if self.reward is None else repr(self.reward)
         lacks, early = ",".join(sorted(missing)), ",".join(self.columns)
+        digest = xxhash.xxh3_128_digest(self.sample.encode())[:_SPREAD_BYTES]
+        spread = base64.b64encode(digest).decode()
         # A `Record`, in the order of its fields; written out, as it is once per row.
         return (
             f"{_PENDING}\t{self.tokens}\t{len(self.payload)}\t{self.turn}\t{reward}\t{lacks}\t{early}"
-            f"\t\t{query}\t{trajectory}\t{self.agent}\t{self.group}\t\t{self.version}\t0\t\t"
+            f"\t\t{query}\t{trajectory}\t{self.agent}\t{self.group}\t\t{self.version}\t0\t\t\t{spread}"
         )
 
 
@@ -115,6 +120,10 @@ class Record(NamedTuple):
     """When it entered the table, ms of the Redis clock; empty while it is only staged."""
     origin: str
     """The step that it was appended to, where it comes back in a later one; else empty."""
+    spread: str = ""
+    """Characters that differ from row to row, because of a text of this length Lua hashes but every
+    third to eighth: records that differ in few others were all found in one bucket, and to make one
+    of them took as long as to compare it with all that were there."""
 
     def format(self) -> str:
         """The text that Redis holds."""
@@ -123,7 +132,7 @@ class Record(NamedTuple):
     @staticmethod
     def parse(text: str) -> Record:
         """The record that `format` wrote."""
-        return Record._make(text.split("\t"))
+        return Record(*text.split("\t"))
 
     def apply_to(self, sample: store_pb.Sample) -> None:
         """Set on `sample` what moves after the append: its state, reward, uses and group."""

@@ -122,6 +122,8 @@ class Trajectories:
                 found[number] = error
             else:
                 together.setdefault((append.job, append.step), {})[number] = staging
+            # As in Writes.end_each: others are answered in between.
+            await asyncio.sleep(0)
 
         async def end_each(group: dict[int, _Staging]) -> None:
             stagings, ended = [*group.values()], {}

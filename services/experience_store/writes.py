@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,12 @@ class Writes:
         known = payloads or [
             [sample.SerializeToString() for sample in request.samples] for request in sent
         ]
-        appends = [_of(_append_of, *one) for one in zip(sent, known, strict=True)]
+        appends = []
+        for one in zip(sent, known, strict=True):
+            appends.append(_of(_append_of, *one))
+            # A call brings rows by the hundred, and a claim or a reward has to wait for its turn at
+            # several places: they are answered in between.
+            await asyncio.sleep(0)
         for number, append in enumerate(appends):
             if isinstance(append, Append):
                 try:

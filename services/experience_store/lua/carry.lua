@@ -1,9 +1,10 @@
 -- Carries out in this table what was decided about trajectories. Put behind policy.lua.
 
--- A line of staged records: sample, its record up to `since`, its size and group.
+-- A line of staged records: sample, its record up to `since`, its size and group, and what is behind
+-- `origin`.
 local FIELD = '[^\t\n]*'
 local STAGED = '(' .. FIELD .. ')\t(' .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t'
-  .. (FIELD .. '\t'):rep(8) .. '(' .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(3) .. ')\t\n?'
+  .. (FIELD .. '\t'):rep(8) .. '(' .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(3) .. ')\t(\t?' .. FIELD .. ')\n?'
 
 -- Queries that may have become complete.
 local complete, seen = {}, {}
@@ -16,9 +17,9 @@ local function enter(query, staged, rows, text)
   -- As it is in the records: who appended finds its rows by it (recent.py).
   local now = string.format('%.0f', now_ms())
   local samples, records, sizes, groups = {}, {}, {}, {}
-  for sample, head, size, group in text:gmatch(STAGED) do
+  for sample, head, size, group, behind in text:gmatch(STAGED) do
     local number = #samples + 1
-    samples[number], records[number] = sample, head .. now .. '\t'
+    samples[number], records[number] = sample, head .. now .. '\t' .. behind
     sizes[number], groups[number] = size, group
   end
   if #samples ~= select(2, text:gsub('\n', '')) + 1 then

@@ -16,7 +16,7 @@ expire(now)
 
 -- State, tokens, size, reward, query, group, reason and origin, in the text of a record.
 local LOOK = '^(.)\t([^\t]*)\t([^\t]*)\t[^\t]*\t([^\t]*)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)'
-  .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)\t([^\t]*)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)$'
+  .. ('\t[^\t]*'):rep(2) .. '\t([^\t]*)\t([^\t]*)' .. ('\t[^\t]*'):rep(3) .. '\t([^\t]*)\t?[^\t]*$'
 local looks = {}
 local function look(sample, text)
   local found = looks[sample]

@@ -58,7 +58,7 @@ if version >= 0 and (version < latest or (version == latest and ARGV[6] == '1'))
 end
 
 -- Tokens, size, what follows, number of uses, and what follows them.
-local CLAIMED = '^C\t([^\t]*)\t([^\t]*)(\t.*\t)([^\t]*)(\t[^\t]*\t[^\t]*)$'
+local CLAIMED = '^C\t([^\t]*)\t([^\t]*)(' .. ('\t[^\t]*'):rep(11) .. '\t)([^\t]*)(\t.*)$'
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
 -- Payloads that are still needed: rows -> field -> true.
 local kept = {}

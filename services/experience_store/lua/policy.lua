@@ -21,14 +21,15 @@ local RECORDS = '\t'
 local F = {
   state = 1, tokens = 2, size = 3, turn = 4, reward = 5, missing = 6, early = 7, late = 8,
   query = 9, trajectory = 10, agent = 11, group = 12, reason = 13, version = 14, uses = 15,
-  since = 16, origin = 17,
+  since = 16, origin = 17, spread = 18,
 }
 
 -- Why claimed samples are dropped of which a value is gone.
 local VALUE_GONE = 'value_gone'
 
 -- One match, and not one per field: every script reads records, some of them hundreds.
-local RECORD = '^' .. ('([^\t]*)\t'):rep(16) .. '([^\t]*)$'
+-- The last field came later than the others: a record of an older release may lack it.
+local RECORD = '^' .. ('([^\t]*)\t'):rep(16) .. '([^\t]*)\t?([^\t]*)$'
 local function parse(text)
   local record = {text:match(RECORD)}
   if record[1] then
@@ -349,7 +350,7 @@ end
 
 -- family() and group of a sample, in the text of its record.
 local FAMILY = '^' .. ('[^\t]*\t'):rep(8) .. '([^\t]*)\t' .. ('[^\t]*\t'):rep(2) .. '([^\t]*)\t'
-  .. ('[^\t]*\t'):rep(4) .. '([^\t]*)$'
+  .. ('[^\t]*\t'):rep(4) .. '([^\t]*)\t?[^\t]*$'
 local function family_of(text)
   local query, group, origin = text:match(FAMILY)
   return origin == '' and query or query .. '@' .. origin, group
