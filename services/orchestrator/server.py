@@ -179,6 +179,9 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         size = _page_size(request)
         if record.spec().population is None:
             raise no_population(record.job_id)
+        if request.member_id:
+            view = await on_demand("view")
+            await view.known_member(self._at.shared, record, request.member_id)
         page, token = await self._at.shared.populations.page(
             request.job_id, size, request.page_token, request.member_id
         )

@@ -98,6 +98,9 @@ async def test_matches_are_listed_and_can_be_watched(cluster: Cluster) -> None:
         ):
             pass
     assert caught.value.kind == "member_not_found"
+    with pytest.raises(NotFound, match=r"player@0, player@2, player@4") as caught:
+        await matches(cluster, job_id, member_id="player@9")
+    assert caught.value.kind == "member_not_found"
 
 
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -33,6 +33,12 @@ def test_a_member_against_itself_says_nothing() -> None:
     assert rated({}, ["a"], [1.0]) == {}
 
 
+def test_somebody_on_two_seats_is_one_player() -> None:
+    after = rated({}, ["new", "old", "new"], [-1.0, -0.5, 1.5])
+    assert after == rated({}, ["new", "old"], [0.25, -0.5])
+    assert after["new"].mean > after["old"].mean
+
+
 @given(MATCHES)
 def test_the_same_matches_give_the_same_bits(matches: list[tuple[list[str], list[float]]]) -> None:
     def play() -> dict[str, Rating]:

@@ -303,12 +303,12 @@ async def test_an_aborted_trajectory_leaves_its_environment_between_two_steps(
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"environment": {"source": "nowhere"}}, "environment"),
+        ({"environment": {"source": "nowhere"}}, "environment.source"),
         ({"environment": {"source": "tests.support.arenas:Nothing"}}, "environment"),
         ({"environment": {"source": "tests.support.arenas:Unmade"}}, "environment.source"),
         (
             {"environment": {"source": "tests.support.arenas:Agree", "args": {"size": 3}}},
-            "environment",
+            "environment.args",
         ),
         ({"agents": {"agent_0": {"policy": "big"}, "bob": {"policy": "small"}}}, "agents"),
     ],

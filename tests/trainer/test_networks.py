@@ -261,6 +261,27 @@ def test_a_fragment_of_some_agents_says_of_whom(tmp_path: Path) -> None:
         assert caught.value.kind == "malformed_sample"
 
 
+@pytest.mark.parametrize(
+    ("environment", "field"),
+    [
+        ({"source": "no_such"}, "environment.source"),
+        ({"source": "two_step", "args": {"wings": 2}}, "environment.args"),
+        ({"source": "simple_spread", "args": {"variant": "new"}}, "environment.args.variant"),
+        (
+            {"source": "openspiel", "args": {"game": "kuhn_poker", "seats": [7]}},
+            "environment.args.seats",
+        ),
+    ],
+)
+def test_what_an_environment_refuses_is_told_as_the_job_says_it(
+    environment: dict[str, Any], field: str
+) -> None:
+    job = spec_of().model_dump() | {"environment": environment}
+    with pytest.raises(InvalidArgument) as caught:
+        environment_of(JobSpec.model_validate(job))
+    assert caught.value.field == field
+
+
 async def test_an_environment_that_cannot_be_made_here_is_refused(stage: TrainingStage) -> None:
     spec, trainer = spec_of(), await stage.trainer()
     environment = {"source": "tests.support.arenas:Unmade", "copies": 8}

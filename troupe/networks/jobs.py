@@ -25,7 +25,8 @@ def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment
         made = make_environment(section.source, copies or section.copies, **section.args)
     except EntrypointError as error:
         raise refusal_of(error) from error
-    except TroupeError:
+    except TroupeError as error:
+        error.field = _field(error.field)
         raise
     except Exception as error:  # the user's code
         raise InvalidArgument(
@@ -45,6 +46,14 @@ def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment
             remedy="Name each agent of the environment, and no other.",
         )
     return made
+
+
+def _field(name: str | None) -> str:
+    """Where the job says what the library calls `name`."""
+    setting = (name or "").removeprefix("environment").removeprefix(".")
+    if setting in ("args", "copies"):
+        return f"environment.{setting}"
+    return f"environment.args.{setting}" if setting else _SOURCE
 
 
 def agents_of(job: JobSpec, agents: Sequence[str], policy: str) -> tuple[str, ...]:

@@ -136,9 +136,9 @@ def make_environment(name: str, copies: int, **settings: Any) -> VectorEnvironme
         made = factory(copies=copies, **settings)
     except TypeError as error:
         raise InvalidArgument(
-            f"does not take these settings: {error}",
-            field="environment",
-            value=name,
+            f"{name} does not take these settings: {error}",
+            field="environment.args",
+            value=settings,
             remedy="Its class lists what it takes.",
         ) from error
     if not isinstance(made, VectorEnvironment):

@@ -167,12 +167,16 @@ class SequenceForm:
 def load_sequential(game: Any) -> Any:
     """The `pyspiel.Game` of that name, or the one that it is, in which players move one by one.
 
-    Raises ImportError without OpenSpiel, ValueError for a game that is played at once.
+    Raises ImportError without OpenSpiel, ValueError for a game that it has not or that is played at
+    once.
     """
     try:
         import pyspiel
     except ImportError as error:
         raise ImportError("exact games are OpenSpiel's: pip install 'troupe[games]'") from error
+    # Asked for a game that it has not it would print all that it has.
+    if isinstance(game, str) and game.partition("(")[0] not in pyspiel.registered_names():
+        raise ValueError(f"OpenSpiel has no game of the name '{game}'")
     loaded = pyspiel.load_game(game) if isinstance(game, str) else game
     if loaded.get_type().dynamics != pyspiel.GameType.Dynamics.SEQUENTIAL:
         raise ValueError(

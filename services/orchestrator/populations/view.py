@@ -72,11 +72,8 @@ async def population(shared: Shared, record: JobRecord) -> orch.Population:
     return found
 
 
-async def member(shared: Shared, record: JobRecord, member_id: str) -> orch.Checkpoint:
-    """Where the files of a member are.
-
-    Raises NotFound of kind "member_not_found" (there never was one) or "member_gone".
-    """
+async def known_member(shared: Shared, record: JobRecord, member_id: str) -> Member:
+    """A member by its name. Raises NotFound of kind "no_population" or "member_not_found"."""
     if record.spec().population is None:
         raise no_population(record.job_id)
     state = await shared.populations.load(record.job_id)
@@ -89,7 +86,15 @@ async def member(shared: Shared, record: JobRecord, member_id: str) -> orch.Chec
             value=member_id,
             remedy=f"There are: {', '.join(known) or 'none yet'}.",
         )
-    one = known[member_id]
+    return known[member_id]
+
+
+async def member(shared: Shared, record: JobRecord, member_id: str) -> orch.Checkpoint:
+    """Where the files of a member are.
+
+    Raises NotFound of kind "member_not_found" (there never was one) or "member_gone".
+    """
+    one = await known_member(shared, record, member_id)
     path = record.directory / "members" / one.learner / f"v{one.version}"
     if not await asyncio.to_thread(path.is_dir):
         retired = one.state == RETIRED

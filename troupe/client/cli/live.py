@@ -73,7 +73,8 @@ class LiveDisplay:
             (str(progress.state), _STATE_STYLE.get(progress.state, "cyan")),
             f"  {progress.mode}  step {progress.step}/{progress.total_steps}",
             f"  eta {duration(progress.seconds_left)}",
-            f"  {number(progress.tokens_per_second)} tok/s",
+            # Networks have none.
+            f"  {number(progress.tokens_per_second)} tok/s" if progress.tokens_per_second else "",
         )
         grid = Table.grid(padding=(0, 0))
         grid.add_row(line)

@@ -53,6 +53,7 @@ class PlainDisplay:
             policy = progress.policy(name)
             numbers = f"loss {number(policy.loss)} grad {number(policy.grad_norm)}"
             parts.append(f"{name} v{policy.version} {numbers}")
-        parts.append(f"{number(progress.tokens_per_second)} tok/s")
+        if progress.tokens_per_second:  # networks have none
+            parts.append(f"{number(progress.tokens_per_second)} tok/s")
         parts.append(f"eta {duration(progress.seconds_left)}")
         return " | ".join(parts)
