@@ -72,8 +72,12 @@ class JobTable:
                 settle()
 
     async def close(self) -> None:
-        """Release every job."""
-        await asyncio.gather(*(self.release(job_id) for job_id in list(self._jobs)))
+        """Release every job, for good: what they leave goes with the process."""
+        await asyncio.gather(*(self._close(job_id) for job_id in list(self._jobs)))
+
+    async def _close(self, job_id: str) -> None:
+        async with self._locks.setdefault(job_id, asyncio.Lock()):
+            await self._release(job_id, "the job was released")
 
     async def _release(self, job_id: str, reason: str) -> bool:
         """Whether there was something to release."""

@@ -112,8 +112,11 @@ class JobFunctions:
     async def announce(self) -> None:
         """Register early, so that a bad function is known before anything runs.
 
-        A service that is away is told later, by the first call. Raises `TroupeError`.
+        A service that is away is told later, by the first call; a job without functions needs
+        none. Raises `TroupeError`.
         """
+        if not self._functions:
+            return
         try:
             async with asyncio.timeout(_ANNOUNCE_SECONDS):
                 await register_describer(self._stub)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from services.rollout import jobs, preparation
 from tests.rollout.processes import ServiceProcess
 
 
@@ -28,3 +29,11 @@ def reward_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service
     process.start()
     yield process
     process.stop()
+
+
+@pytest.fixture(autouse=True)
+def _settling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs begin and end here by the hundreds, in a process with the modules of the whole suite:
+    each would thaw and walk all of them (half a second). Who tests just that has its own."""
+    for module in (jobs, preparation):
+        monkeypatch.setattr(module, "settle", lambda: None)

@@ -54,6 +54,19 @@ async def test_a_tool_gives_its_value(house: House) -> None:
     assert event.rewards["solver"] == 4.0
 
 
+async def test_a_job_without_functions_asks_no_reward_service() -> None:
+    class Stub:
+        def __getattr__(self, method: str) -> None:
+            raise AssertionError(method)
+
+    job = parse_job(job_yaml())
+    await rewards.JobFunctions(cast(Any, Stub()), "job", job).announce()
+    tools = {"add": function("add")}
+    job = parse_job(job_yaml(tools=tools))
+    with pytest.raises(AssertionError, match="RegisterFunction"):
+        await rewards.JobFunctions(cast(Any, Stub()), "job", job).announce()
+
+
 async def test_the_service_is_told_the_query_and_what_the_workflow_expects() -> None:
     asked: list[pb.InvokeRequest] = []
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from services.rollout import jobs, preparation
 from services.rollout.engines.models import skeleton
+from services.rollout.memory import settle
 from tests.rollout.house import CONFIG, PLAYS, House, make_spec, open_house, tokenizer_path
 from tests.workflow.stage import make_tokenizer
 from troupe.job import JobSpec
@@ -123,6 +125,8 @@ async def test_models_of_released_jobs_do_not_pile_up(
         return model
 
     monkeypatch.setattr("services.rollout.engines.embedded.skeleton", noted)
+    for module in (jobs, preparation):
+        monkeypatch.setattr(module, "settle", settle)  # as services do
     for _ in range(3):
         await house.prepare("one_turn")
         await house.run_one()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -17,10 +16,6 @@ from tests.rollout.engines.real_server import RealServer, running
 from troupe.transfer import Transfer
 
 torch.set_num_threads(1)
-# transformers collects garbage whenever an engine stops; without this each of those passes walks
-# through everything that torch and transformers ever imported (about a second).
-gc.collect()
-gc.freeze()
 
 
 @pytest.fixture(scope="session")
