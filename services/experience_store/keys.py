@@ -41,6 +41,7 @@ STEP_KEYS: Final = (
     "tallies",  # hash: query, kind -> rows
     "stages",  # set of staged keys, to free them with the step
     "leaving",  # hash: sample -> its record in the next step, which is not in the table yet
+    "gone",  # hash: group that came back -> members whose values went before, and their rewards
     "returned",  # set of the keys of rows that came from an earlier step
     "completed",  # hash: query -> trajectories completed; only where some are redundant
 )

@@ -219,3 +219,68 @@ async def test_dropped_tables_free_what_waits_for_the_next_step(twice: Stage) ->
     assert await payloads(twice) == 0
     keys = await twice.store.database.execute("KEYS", f"*{{{twice.job}/solver}}:0:*")
     assert keys == []
+
+
+def rewards_of(response: Response) -> dict[str, list[float]]:
+    return {item.sample.sample_id: list(item.group_rewards) for item in response.samples}
+
+
+async def rewarded(store: Store, rewards: list[float], **fields: object) -> Stage:
+    """A job whose samples may be used three times, and in its step 0 one group of these rewards."""
+    stage = await make_stage(
+        store,
+        new_id("job"),
+        policies=("solver",),
+        queries=("q0",),
+        group_size=len(rewards),
+        max_uses=3,
+        **fields,  # type: ignore[arg-type]
+    )
+    for reward, (query, trajectory) in zip(rewards, stage.trajectories, strict=True):
+        await stage.append(query, trajectory, [make_sample(query, 0, trajectory, reward=reward)])
+    return stage
+
+
+async def lose(stage: Stage, claim: str, *samples: str) -> None:
+    where = (stage.job, "solver", stage.step, "trainer", claim)
+    assert await stage.store.claims.drop_gone(*where, samples) == len(samples)
+
+
+async def next_step(stage: Stage, claim: str) -> Response:
+    """Commit the claim, open the next step, end what is its own, and claim what came back."""
+    await stage.commit([claim], version=stage.step + 1)
+    await stage.open(stage.step + 1)
+    for query, trajectory in stage.trajectories:
+        await stage.fail(query, trajectory)
+    return await stage.claim(claim=f"{claim}+")
+
+
+async def test_statistics_of_a_group_stay_although_values_of_members_go(store: Store) -> None:
+    rewards = [0.1, 0.7, 0.2, 0.4]
+    stage = await rewarded(store, rewards)
+    first = await stage.claim(claim="c")
+    names = ids_of(first)
+    assert rewards_of(first) == dict.fromkeys(names, rewards)
+    await lose(stage, "c", names[1])
+    second = await next_step(stage, "c")
+    assert rewards_of(second) == dict.fromkeys([names[0], *names[2:]], rewards)
+    await lose(stage, "c+", names[0])
+    third = await next_step(stage, "c+")
+    assert rewards_of(third) == dict.fromkeys(names[2:], rewards), "two losses, in two steps"
+    await stage.commit(["c++"], version=3)
+    report = await stage.store.audit.check(stage.job)
+    assert list(report.violations) == []
+    # The other one had been trained before.
+    assert dict(report.policies[0].drop_reasons)["value_gone"] == 1
+    await stage.open(3)
+    for query, trajectory in stage.trajectories:
+        await stage.fail(query, trajectory)
+    assert (await stage.claim()).outcome == EXHAUSTED
+    assert await payloads(stage) == 0
+
+
+async def test_a_group_that_lost_its_odd_member_still_has_signal(store: Store) -> None:
+    stage = await rewarded(store, [1.0, 0.0, 1.0], drop_without_signal=True)
+    names = ids_of(await stage.claim(claim="c"))
+    await lose(stage, "c", names[1])
+    assert ids_of(await next_step(stage, "c")) == [names[0], names[2]]

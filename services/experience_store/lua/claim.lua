@@ -31,6 +31,17 @@ local function look(sample, text)
   return found
 end
 
+-- In order of the bytes of their names, as Redis orders them: Lua itself would ask for the locale.
+local function earlier(one, other)
+  for at = 1, math.min(#one[1], #other[1]) do
+    local a, b = one[1]:byte(at), other[1]:byte(at)
+    if a ~= b then
+      return a < b
+    end
+  end
+  return #one[1] < #other[1]
+end
+
 -- What the caller needs of samples: their records, and the final rewards of their groups. As few texts:
 -- a reply costs whoever reads it by its elements.
 local function deliver(samples)
@@ -40,14 +51,24 @@ local function deliver(samples)
     local own = look(sample, book[sample])
     local name = own.family .. '\t' .. own.group
     if not number_of[name] then
-      local values = {}
+      local values, lost = {}, lost_members(name)
       local names, texts = texts_of(own.family, own.group)
       for place, text in ipairs(texts) do
         local member = look(names[place], text)
         -- Whose value is gone was a member when the group's statistics became final.
         if member.state ~= 'D' or member.reason == VALUE_GONE then
-          values[#values + 1] = member.reward
+          values[#values + 1] = {names[place], member.reward}
         end
+      end
+      for _, member in ipairs(lost) do
+        values[#values + 1] = {member[1], member[3]}
+      end
+      if lost[1] then
+        -- As they were: a sum of numbers depends on their order.
+        table.sort(values, earlier)
+      end
+      for place, value in ipairs(values) do
+        values[place] = value[2]
       end
       rewards[#rewards + 1] = table.concat(values, ',')
       number_of[name] = #rewards

@@ -88,6 +88,7 @@ for _, sample in ipairs(samples) do
   end
 end
 advance(trained, 'T')
+leave_lost()
 local commit = #samples .. '\n' .. ARGV[7]
 redis.call('HSET', COMMITS, STEP_NUMBER, commit)
 if version >= 0 then

@@ -11,7 +11,7 @@ local STEP, ENDED, QUERIES = key('step'), key('ended'), key('queries')
 local BOOK, MEMBERS, READY = key('book'), key('members'), key('ready')
 local CLAIMS, OWNERS, LEASES = key('claims'), key('owners'), key('leases')
 local HELD, FENCED, DROPPED, STAGES = key('held'), key('fenced'), key('dropped'), key('stages')
-local LEAVING, RETURNED = key('leaving'), key('returned')
+local LEAVING, RETURNED, GONE = key('leaving'), key('returned'), key('gone')
 local ROSTER, TALLIES, COMPLETED = key('roster'), key('tallies'), key('completed')
 local COMMITS = BASE .. ':commits'
 -- Field of staged rows that holds their records; no id looks like it.
@@ -395,6 +395,20 @@ local function is_stale(record)
   return record[F.version] ~= '' and tonumber(record[F.version]) < get('oldest_version')
 end
 
+-- Members that a group lost as VALUE_GONE in an earlier step, where it was trained: its statistics
+-- were final by then, and stay what they were. {sample, trajectory, reward} for each.
+local gone_known
+local function lost_members(name)
+  gone_known = gone_known or redis.call('EXISTS', GONE)
+  local found = {}
+  if gone_known == 1 then
+    for _, line in ipairs(lines(redis.call('HGET', GONE, name) or '')) do
+      found[#found + 1] = {line:match('^([^\t]*)\t([^\t]*)\t(.*)$')}
+    end
+  end
+  return found
+end
+
 -- Groups among `found` with more than one trajectory whose rewards are all equal: whatever is
 -- subtracted from them, nothing is left to learn from.
 local function without_signal(found)
@@ -408,6 +422,12 @@ local function without_signal(found)
       -- As text they would differ at -0.0.
       different[group] = different[group]
         or tonumber(record[F.reward]) ~= tonumber(first[group][F.reward])
+    end
+  end
+  for group, record in pairs(first) do
+    for _, lost in ipairs(lost_members(group_name(record))) do
+      several[group] = several[group] or lost[2] ~= record[F.trajectory]
+      different[group] = different[group] or tonumber(lost[3]) ~= tonumber(record[F.reward])
     end
   end
   local silent = {}

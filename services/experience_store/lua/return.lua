@@ -9,24 +9,51 @@ local function on_step(number)
   BOOK, MEMBERS, READY = key('book'), key('members'), key('ready')
   CLAIMS, OWNERS, LEASES = key('claims'), key('owners'), key('leases')
   HELD, FENCED, DROPPED, STAGES = key('held'), key('fenced'), key('dropped'), key('stages')
-  LEAVING, RETURNED = key('leaving'), key('returned')
+  LEAVING, RETURNED, GONE = key('leaving'), key('returned'), key('gone')
   ROSTER, TALLIES, COMPLETED = key('roster'), key('tallies'), key('completed')
-  order, group_tokens, begun, changed = nil, {}, nil, {}
+  order, group_tokens, begun, gone_known, changed = nil, {}, nil, nil, {}
 end
 
 local function neighbour(by)
   return string.format('%d', tonumber(STEP_NUMBER) + by)
 end
 
+-- Before a field of LEAVING that is a group, with the members that it lost; no id looks like it.
+local GROUP = '\t'
+
+-- Groups of which samples leave: their name in the next step -> {family, group, name} here.
+local parting = {}
+
 -- Notes that `sample`, whose record says how often it was used, is to come back.
 local function leave(sample, record)
-  local copy = {unpack(record)}
+  local own, copy = {family(record), record[F.group], group_name(record)}, {unpack(record)}
   copy[F.state] = 'P'
   if copy[F.origin] == '' then
     copy[F.origin] = STEP_NUMBER
   end
+  parting[group_name(copy)] = own
   redis.call('HSET', LEAVING, sample, table.concat(copy, '\t'))
   weigh(copy[F.size])
+end
+
+-- Notes which members the groups that leave have lost, here or earlier.
+local function leave_lost()
+  if redis.call('HEXISTS', DROPPED, VALUE_GONE) == 0 and redis.call('EXISTS', GONE) == 0 then
+    return
+  end
+  for name, own in pairs(parting) do
+    local found = {redis.call('HGET', GONE, own[3]) or nil}
+    for _, member in ipairs(members(own[1], own[2])) do
+      local record = member[2]
+      if record[F.state] == 'D' and record[F.reason] == VALUE_GONE then
+        found[#found + 1] =
+          table.concat({member[1], record[F.trajectory], record[F.reward]}, '\t')
+      end
+    end
+    if found[1] then
+      redis.call('HSET', LEAVING, GROUP .. name, table.concat(found, '\n'))
+    end
+  end
 end
 
 -- Brings into this step what left the one before. Groups stay whole, and a bound on their age
@@ -38,8 +65,16 @@ local function arrive()
   if not parked[1] or committed() or redis.call('EXISTS', STEP) == 0 then
     return
   end
-  local groups, moved = {}, {}
+  local groups, moved, samples = {}, {}, {}
   for index = 1, #parked, 2 do
+    if parked[index]:sub(1, 1) == GROUP then
+      redis.call('HSET', GONE, parked[index]:sub(2), parked[index + 1])
+      gone_known = 1
+    else
+      samples[#samples + 1] = index
+    end
+  end
+  for _, index in ipairs(samples) do
     local sample, record = parked[index], parse(parked[index + 1])
     local rows = rows_of(record)
     if not moved[rows] then
