@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from tests.transfer.remote_host import KEY, state
 from troupe.rpc import ClientSettings
 from troupe.transfer import Choice, Transfer, TransferTimeout, checksum_of, chunks
-from troupe.transfer.remote import Peer, lane
+from troupe.transfer.remote import Peer, lane, reading
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,6 +45,18 @@ def host(root: Path, mib: int, *, ucx: bool = True) -> Iterator[tuple[str, subpr
             process.kill()
 
 
+@pytest.fixture(params=["near", "tcp", "tcp, a core to spare"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Through shared memory or TCP; of the latter chunks are verified by who receives them, unless
+    there is a core for it."""
+    way: str = request.param
+    if way != "near":
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+        monkeypatch.setattr(reading, "_cores", lambda: 2 if way == "tcp" else 4)
+    return way
+
+
+@pytest.mark.usefixtures("way")
 def test_two_processes(tmp_path: Path) -> None:
     with host(tmp_path / "there", 100) as (address, _):
         source = Peer(address, SETTINGS)
@@ -67,6 +79,7 @@ def test_an_owner_without_ucx(tmp_path: Path) -> None:
         source.close()
 
 
+@pytest.mark.usefixtures("way")
 def test_a_byte_that_changed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = chunks.bytes_checksum, []
 
@@ -86,6 +99,7 @@ def test_a_byte_that_changed_on_the_way(tmp_path: Path, monkeypatch: pytest.Monk
         source.close()
 
 
+@pytest.mark.usefixtures("way")
 def test_an_owner_that_is_killed_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = chunks.bytes_checksum, []
     with host(tmp_path / "there", 200) as (address, process):

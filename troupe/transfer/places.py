@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +26,15 @@ def default_root() -> Path:
 def in_memory(path: Path) -> bool:
     """Whether `path` (or its nearest existing parent) lies in a memory file system."""
     path = path.absolute()
+    while True:
+        with contextlib.suppress(OSError):
+            return _in_memory(path, path.stat().st_dev)
+        path = path.parent
+
+
+@functools.lru_cache(maxsize=256)
+def _in_memory(path: Path, device: int) -> bool:
+    """Asked for every state that moves; of one `device` a path has one answer."""
     best, kind = -1, ""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
@@ -77,6 +88,6 @@ class Source(Protocol):
 
 def near(path: Path, roots: Sequence[Path]) -> tuple[str, str]:
     """Transport of what lies at `path`, one of `roots`, and why it lies there."""
-    if in_memory(path):
+    if in_memory(path.parent):
         return "shared_memory", "same_host"
     return "file", "shared_memory_full" if in_memory(roots[0]) else "root_on_disk"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections import deque
@@ -22,6 +23,9 @@ Arrived = Callable[[int, str], None]
 # Receives that wait ahead of the owner's sends.
 _WINDOW: Final = 8
 _IDLE_SECONDS: Final = 30.0
+# What TCP takes of one host: who receives, and the kernel's side of it (between two containers of
+# a host, who sends). A third thread that wants a core then only makes all of them wait.
+_BUSY_CORES: Final = 2
 
 
 def by_messages(
@@ -73,7 +77,8 @@ def by_lane(
     near: bool,
     checker: ThreadPoolExecutor,
 ) -> None:
-    """The same through UCX, straight into `part`, verified in another thread meanwhile.
+    """The same through UCX, straight into `part`, verified meanwhile: by `checker` in another
+    thread, where there is a core for it.
 
     Raises TroupeError or LaneBroken.
     """
@@ -83,7 +88,8 @@ def by_lane(
         first_tag = secrets.randbits(62)
         request.lane.CopyFrom(pb.UcxLane(address=lane.address, first_tag=first_tag, near=near))
         said = _Said(stub.ReadState(request, timeout=timeout))
-        _receive(lane, said, list(request.chunks), first_tag, part, arrived, checker)
+        beside = checker if near or _cores() > _BUSY_CORES else None
+        _receive(lane, said, list(request.chunks), first_tag, part, arrived, beside)
     except BaseException:
         if said is not None:
             said.cancel()
@@ -101,11 +107,20 @@ def _receive(
     first_tag: int,
     part: Part,
     arrived: Arrived,
-    checker: ThreadPoolExecutor,
+    checker: ThreadPoolExecutor | None,
 ) -> None:
+    """Without `checker` this thread verifies, as soon as more is asked for: what comes meanwhile
+    waits in the kernel."""
     flying: deque[tuple[int, Any]] = deque()
     checking: deque[tuple[int, Future[str]]] = deque()
     asked = 0
+
+    def ask() -> None:
+        nonlocal asked
+        while asked < len(due) and len(flying) < _WINDOW:
+            target = part.chunks[due[asked]].of(part.data)
+            flying.append((due[asked], lane.receive(target, first_tag + asked)))
+            asked += 1
 
     def checked() -> None:
         while checking and checking[0][1].done():
@@ -123,14 +138,15 @@ def _receive(
 
     try:
         while asked < len(due) or flying:
-            while asked < len(due) and len(flying) < _WINDOW:
-                target = part.chunks[due[asked]].of(part.data)
-                flying.append((due[asked], lane.receive(target, first_tag + asked)))
-                asked += 1
+            ask()
             lane.wait(done, idle=_IDLE_SECONDS)
             while flying and flying[0][1].completed:
                 index, _ = flying.popleft()
-                checking.append((index, checker.submit(part.chunks[index].damaged, part.data)))
+                if checker is not None:
+                    checking.append((index, checker.submit(part.chunks[index].damaged, part.data)))
+                    continue
+                ask()
+                arrived(index, part.chunks[index].damaged(part.data))
     finally:
         # Also what came before it broke; nobody hashes memory that is about to be given back.
         while checking:
@@ -174,3 +190,8 @@ class _Said:
                 self._ended, after = True, self._after
             if after is not None:
                 after(self.failure is None)
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
