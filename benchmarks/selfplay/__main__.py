@@ -1,12 +1,13 @@
 """A small language model learns Kuhn poker by naive self-play, fictitious self-play and PSRO.
 
-    python -m benchmarks.selfplay [--quick] [--json] [--only naive|fictitious|psro] [--out DIR]
+    python -m benchmarks.selfplay [--quick] [--json] [--only JOB] [--seed N] [--out DIR]
 
-Each is a job of examples/self_play, through all services of an embedded cluster, from the same
-random weights. What is measured is exploitability: half of NashConv, which the job itself computes
-exactly (`population.game`) from the log-probs of its members in every information state, under its
-rule for illegal answers (a random legal move): of naive self-play that of the newest version, of
-the others that of an equilibrium between their members. About three minutes a job.
+Each JOB (naive, fictitious, psro) is one of examples/self_play, through all services of an embedded
+cluster, from the same random weights. What is measured is exploitability: half of NashConv, which
+the job itself computes exactly (`population.game`) from the log-probs of its members in every
+information state, under its rule for illegal answers (a random legal move): of naive self-play that
+of the newest version, of the others that of an equilibrium between their members. About three
+minutes a job.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ _NAIVE: Final = {
 _QUICK: Final = (4, 2)
 
 
-def job(name: str, model: Path, *, quick: bool) -> JobSpec:
+def job(name: str, model: Path, *, quick: bool, seed: int = 0) -> JobSpec:
     """The example's job, beginning with `model`."""
     spec: dict[str, Any] = yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text())
     spec["policies"][POLICY]["model"]["path"] = str(model)
+    spec["seed"] = seed
     population = spec.setdefault("population", dict(_NAIVE))
     population |= {"game": "kuhn_poker", "matches": {"least": 0}}
     if quick:
@@ -53,14 +55,14 @@ def job(name: str, model: Path, *, quick: bool) -> JobSpec:
     return JobSpec.model_validate(spec)
 
 
-async def run(names: Sequence[str], *, quick: bool) -> dict[str, Curve]:
+async def run(names: Sequence[str], *, quick: bool, seed: int) -> dict[str, Curve]:
     """One job after the other on one cluster."""
     found = {}
     with scratch("selfplay-") as directory:
-        model = make_player(directory / "model")
+        model = make_player(directory / "model", seed=seed)
         async with cluster(directory / "data") as client:
             for name in names:
-                found[name] = await measured(client, job(name, model, quick=quick))
+                found[name] = await measured(client, job(name, model, quick=quick, seed=seed))
     return found
 
 
@@ -79,10 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true", help="a smoke run, not a measurement")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     parser.add_argument("--only", choices=JOBS, help="one of them")
+    parser.add_argument("--seed", type=int, default=0, help="of the model and of the jobs")
     parser.add_argument("--out", type=Path, help="where curves (JSON, SVG) go")
     options = parser.parse_args(arguments)
     names = [options.only] if options.only else list(JOBS)
-    curves = asyncio.run(run(names, quick=options.quick))
+    curves = asyncio.run(run(names, quick=options.quick, seed=options.seed))
     first = next(iter(curves.values()))
     result = {
         "untrained": round(first.untrained, 4),

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.e2e.conftest import House
+from tests.e2e.standing import run_cli
 from troupe.client import AsyncJobHandle
 from troupe.networks.exported import ExportedNetwork
 
@@ -56,6 +58,13 @@ async def test_a_killed_trainer_changes_no_bit_and_async_keeps_its_bound(
     exported = ExportedNetwork.read(await quiet.export("team", tmp_path / "exported"))
     returns = exported.actor(exported.play(copies=2)).sample(0, explore=False).returns
     assert returns[0, 0] in (0, 1, 7, 8), "what the two games pay"
+    address, told = house.cluster.state.orchestrator_address, tmp_path / "told"
+    cli = run_cli("export", quiet.id, str(told), "--cluster", address)
+    out, err = await asyncio.to_thread(cli.communicate, timeout=60)
+    assert (cli.returncode, err) == (0, ""), out
+    again = ExportedNetwork.read(told)
+    assert again.weights.keys() == exported.weights.keys()
+    assert all(torch.equal(again.weights[name], exported.weights[name]) for name in again.weights)
 
     handle = await house.client.submit(_job("two_step.yaml", mode="sync", deterministic=True))
     async with asyncio.timeout(120):

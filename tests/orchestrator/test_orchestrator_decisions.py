@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from services.orchestrator.populations import decisions
 from services.orchestrator.populations.decisions import levels, mixtures, settle_due, solution
 from services.orchestrator.populations.state import (
     CANDIDATE,
@@ -17,6 +19,7 @@ from services.orchestrator.populations.state import (
 )
 from troupe.job import JobSpec, parse_job
 from troupe.populations.payoffs import PayoffTable
+from troupe.rpc import FailedPrecondition
 
 MODEL: dict[str, Any] = {"model": {"path": "/models/player"}}
 
@@ -103,6 +106,16 @@ def test_gains_are_told_of_all_pools_though_one_has_nobody_new() -> None:
     # Nobody new at all says nothing about who might be.
     state.iteration = 2
     assert solution(spec, state, 4).gains == {}
+
+
+def test_a_solver_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsolved(*_: Any) -> Any:
+        raise np.linalg.LinAlgError("singular")
+
+    monkeypatch.setattr(decisions, "solve", unsolved)
+    with pytest.raises(FailedPrecondition, match="singular") as caught:
+        solution(job("player", algorithm="psro", meta_solver="alpha_rank"), SELVES, 4)
+    assert (caught.value.kind, caught.value.value) == ("no_meta_strategy", "alpha_rank")
 
 
 def test_a_pipeline_settles_its_lowest_level_and_trains_against_those_below() -> None:

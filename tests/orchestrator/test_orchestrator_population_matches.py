@@ -141,6 +141,17 @@ async def test_a_cell_that_never_fills_ends_the_round(limit: float, most: int) -
     assert len(played) == 4 + most
 
 
+async def test_a_match_that_pays_only_some_is_no_match() -> None:
+    def play(ticket: ro.Ticket) -> ro.TrajectoryEvent:
+        event = ended(ticket)
+        del event.rewards["bob"]
+        return event
+
+    with pytest.raises(FailedPrecondition, match="no reward to 'bob'") as caught:
+        await Table(job_of(), play).fill()
+    assert (caught.value.kind, caught.value.field) == ("match_without_payoff", "workflow")
+
+
 async def test_what_failed_before_a_resume_does_not_end_it() -> None:
     spec = job_of(limits={"step_seconds": 30, "max_failed_fraction": 0.25})
     left = ["m1x1-t2", "m1x1-t3"]
