@@ -12,7 +12,7 @@ import structlog
 from services.orchestrator.catalogue import Catalogue
 from troupe.functions.declaration import NAME, VERSION
 from troupe.job import JobSpec
-from troupe.rpc import InvalidArgument, NotFound, TroupeError, new_id
+from troupe.rpc import InvalidArgument, NotFound, TroupeError, Unavailable, new_id
 from troupe.v1 import reward_pb2 as pb
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 _FORGOTTEN: Final = ("function_not_found", "source_not_found")
+# The service cannot know yet whether there is a host for it.
+_HOSTS_EXPECTED: Final = "hosts_expected"
 T = TypeVar("T")
 
 
@@ -34,6 +36,8 @@ class Functions:
         self.reward = reward
         self._look_seconds = look_seconds
         self._looking: asyncio.Task[None] | None = None
+        # What the service did not take any more, and why.
+        self._refused: dict[str, str] = {}
 
     def start(self) -> None:
         """Begin to look after the service."""
@@ -106,16 +110,44 @@ class Functions:
                         remedy=error.remedy,
                     ) from error
 
+    async def list(self) -> pb.ListFunctionsResponse:
+        """What the service knows, and what is deployed and it was not told yet or does not take any
+        more. Those that are deployed last, in their order. Raises `TroupeError`."""
+        reply = await self.reward.ListFunctions(pb.ListFunctionsRequest())
+        deployed, known = await self.catalogue.all(), _known(reply)
+        missing = [pb.FunctionStatus(function=f) for f in deployed if _key(f) not in known]
+        order = {_key(spec): place for place, spec in enumerate(deployed)}
+        found = [*reply.functions, *missing]
+        found.sort(key=lambda one: order.get(_key(one.function), -1))
+        return pb.ListFunctionsResponse(functions=found, pool=reply.pool)
+
+    async def tell(self, spec: pb.FunctionSpec) -> None:
+        """Have the service know this function. Raises `TroupeError`."""
+        if _key(spec) not in _known(await self.reward.ListFunctions(pb.ListFunctionsRequest())):
+            await self._restore(spec)
+
     async def restore(self) -> None:
-        """Tell the service what it does not know (any more). Raises `TroupeError`."""
+        """Tell the service what it does not know (any more). Raises `TroupeError` when it is away.
+
+        What it does not take any more keeps nothing else from being told.
+        """
         deployed = await self.catalogue.all()
         if not deployed:
             return
-        reply = await self.reward.ListFunctions(pb.ListFunctionsRequest())
-        known = {(one.function.name, one.function.version) for one in reply.functions}
+        known = _known(await self.reward.ListFunctions(pb.ListFunctionsRequest()))
         for spec in deployed:
-            if (spec.name, spec.version) not in known:
+            if _key(spec) in known:
+                self._refused.pop(_key(spec), None)
+                continue
+            try:
                 await self._restore(spec)
+            except TroupeError as error:
+                if isinstance(error, Unavailable) and error.kind != _HOSTS_EXPECTED:
+                    raise
+                said = str(error)
+                if self._refused.get(_key(spec)) != said:
+                    _log.warning("a deployed function was refused", function=_key(spec), error=said)
+                self._refused[_key(spec)] = said
 
     async def _restore(self, spec: pb.FunctionSpec) -> None:
         request = pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
@@ -129,11 +161,19 @@ class Functions:
         while True:
             try:
                 await self.restore()
-            except TroupeError as error:  # it is away, or refuses what it took before
+            except TroupeError as error:  # it is away
                 _log.debug("deployed functions were not restored", error=str(error))
             except Exception:
                 _log.exception("looking after deployed functions")
             await asyncio.sleep(self._look_seconds)
+
+
+def _key(spec: pb.FunctionSpec) -> str:
+    return f"{spec.name}@{spec.version}"
+
+
+def _known(reply: pb.ListFunctionsResponse) -> set[str]:
+    return {_key(one.function) for one in reply.functions}
 
 
 def _check(spec: pb.FunctionSpec) -> None:

@@ -42,7 +42,7 @@ class FunctionDoor(reward_pb2_grpc.RewardServicer):
         self, request: pb.ListFunctionsRequest, context: Any
     ) -> pb.ListFunctionsResponse:
         """Those of jobs, too, whose names begin with their job's."""
-        return await self._functions.reward.ListFunctions(request)
+        return await self._functions.list()
 
     async def ListHosts(self, request: pb.ListHostsRequest, context: Any) -> pb.ListHostsResponse:
         return await self._functions.reward.ListHosts(request)
@@ -64,9 +64,8 @@ class FunctionDoor(reward_pb2_grpc.RewardServicer):
     async def InvokeStream(
         self, request: pb.InvokeRequest, context: Any
     ) -> AsyncIterator[pb.InvocationEvent]:
-        await self._functions.named(request)
         # Of what the service has forgotten there is nothing to stream.
-        await self._functions.restore()
+        await self._functions.tell(await self._functions.named(request))
         async for event in _relayed(self._functions.reward.InvokeStream(request)):
             yield event
 

@@ -18,7 +18,6 @@ from tests.client.conftest import QUICK, Run
 from tests.rollout.processes import ServiceProcess
 from tests.support.cluster import job_yaml
 from troupe.client import (
-    AsyncClient,
     Client,
     Function,
     Invocation,
@@ -193,10 +192,40 @@ async def test_a_service_that_restarted_is_told_without_being_asked(
     channel = connect(town.reward.address, QUICK)
     stub = RewardStub(channel)
     await stub.DeleteFunction(pb.DeleteFunctionRequest(request_id="x", name="exact", version="1"))
-    async with AsyncClient(town.address, settings=QUICK) as client:
-        while not [f for f in await client.functions.list() if f.name == "exact"]:  # noqa: ASYNC110
+
+    async def told() -> bool:
+        listed = await stub.ListFunctions(pb.ListFunctionsRequest())
+        return any(one.function.name == "exact" for one in listed.functions)
+
+    async with asyncio.timeout(60):
+        while not await told():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await channel.close()
+
+
+def test_a_function_that_runs_nowhere_any_more_keeps_no_other_from_running(
+    town: Town, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TROUPE_REWARD_QUOTAS", '{"api": {"rate": 9}}')
+    town.reward.kill()
+    town.reward.start()
+    with Client(town.address) as client:
+        client.functions.deploy(f"{source}:exact", name="asks", quota="api")
+        client.functions.deploy(f"{source}:exact", name="asks_nobody")
+        monkeypatch.delenv("TROUPE_REWARD_QUOTAS")
+        town.reward.kill()
+        town.reward.start()
+        assert client.functions.get("asks_nobody").version == "1"  # it answers again
+        *_, ended = client.functions.invoke_stream("asks_nobody", {"answer": "4"})
+        assert isinstance(ended, Invocation)
+        assert ended.value == 1.0
+        # It is there all the same, and says what is wrong with it.
+        assert client.functions.get("asks").costs["quota"] == "api"
+        with pytest.raises(InvalidArgument, match="no quotas are declared here"):
+            client.functions.invoke("asks", {"answer": "4"})
+        assert [client.functions.delete(name, "1") for name in ("asks", "asks_nobody")] == [
+            True
+        ] * 2
 
 
 def test_logs_are_what_calls_printed(client: Client, deployed: list[Function]) -> None:

@@ -97,6 +97,28 @@ async def test_what_does_not_let_go_of_its_memory_is_ended(tmp_path: Path) -> No
         assert log.read_text().split() == ["start", "0", "start", "0"]
 
 
+async def test_a_command_finds_its_devices_among_those_of_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5, 6")
+    logs = {name: tmp_path / name for name in "abc"}
+    json_is_no_gap = '{"max_position": {"x": 1}}'
+    models = {
+        "a": served(logs["a"], json_is_no_gap),
+        "b": served(logs["b"], gpus=2),
+        "c": served(logs["c"], gpus=2),
+    }
+    async with manager(models, 4) as host:
+        await used(host, "a")
+        host.board.put("b", Cell(2, 2))
+        with pytest.raises(ModelUnavailable, match="device 3 is wanted"):
+            await used(host, "b")
+        host.board.put("a", None)
+        await used(host, "c")
+    assert logs["a"].read_text().split()[:2] == ["start", "4"]
+    assert logs["c"].read_text().split() == ["start", "4,GPU-5"]
+
+
 async def test_a_model_that_does_not_start_is_said(tmp_path: Path) -> None:
     settings = {
         "gone": ModelSettings(command=(sys.executable, "-c", "raise SystemExit(3)")),

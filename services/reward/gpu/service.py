@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ _END_SECONDS: Final = 10.0
 _CONNECT_SECONDS: Final = 5.0
 # What SGLang lets go of; its CUDA graphs stay, which take little.
 _TAGS: Final = ("kv_cache", "weights")
+_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 
 class ModelUnavailable(Exception):
@@ -138,9 +140,10 @@ class ModelService:
             imports = [entry for entry in sys.path if entry]
             environment["PYTHONPATH"] = os.pathsep.join(imports)
         else:
-            gaps = {"port": port, "gpus": self.settings.gpus}
-            command = [word.format(**gaps) for word in self.settings.command]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, cell.devices))
+            # Nothing else in braces is ours: commands hold JSON, too.
+            gaps = {"{port}": str(port), "{gpus}": str(self.settings.gpus)}
+            command = [_filled(word, gaps) for word in self.settings.command]
+            environment[_DEVICES] = ",".join(devices_of(cell, environment.get(_DEVICES)))
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
@@ -186,3 +189,23 @@ class ModelService:
             # A proxy meant for the outside world must not get between us and our models.
             self._http = httpx.AsyncClient(base_url=self._url, timeout=timeout, trust_env=False)
         return self._http
+
+
+def devices_of(cell: Cell, visible: str | None) -> list[str]:
+    """What CUDA calls the devices of `cell` where this process sees those of `visible` (nothing:
+    all). Raises `ModelUnavailable` where it sees too few."""
+    if not visible:
+        return [str(device) for device in cell.devices]
+    names = [name.strip() for name in visible.split(",")]
+    if cell.devices[-1] >= len(names):
+        raise ModelUnavailable(
+            f"device {cell.devices[-1]} is wanted, and {_DEVICES} is {visible}: "
+            "TROUPE_REWARD_GPUS says more than there are"
+        )
+    return [names[device] for device in cell.devices]
+
+
+def _filled(word: str, gaps: Mapping[str, str]) -> str:
+    for gap, text in gaps.items():
+        word = word.replace(gap, text)
+    return word
