@@ -12,8 +12,20 @@ from services.reward.queues import Waiting
 # A worker is given as many calls as it is expected to do in this time, at most so many.
 SECONDS: Final = 0.05
 MOST: Final = 64
+# Of arguments: they go to another host in one message, and no call should wait for the others'.
+MOST_BYTES: Final = 4 << 20
 # A call that takes longer than this keeps nobody behind it: they go elsewhere.
 PATIENCE_SECONDS: Final = 0.2
+
+
+def fitting(first: Waiting, others: Sequence[Waiting]) -> Sequence[Waiting]:
+    """Those of `others`, in their order, that one message can hold along with `first`."""
+    left = MOST_BYTES - len(first.call.arguments_json)
+    for place, one in enumerate(others):
+        left -= len(one.call.arguments_json)
+        if left < 0:
+            return others[:place]
+    return others
 
 
 class Chunk:

@@ -206,7 +206,7 @@ class Dispatcher:
         alive = self.workforce.alive
         takers = min(alive, function.spec.max_concurrency or alive)
         share = math.ceil((1 + function.queued) / max(1, takers))
-        return self.queues.following(waiting, min(fit, share) - 1)
+        return chunk.fitting(waiting, self.queues.following(waiting, min(fit, share) - 1))
 
     async def _run(
         self, key: str, function: Function, work: Chunk, host: Host, lease: Lease | None

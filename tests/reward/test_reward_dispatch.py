@@ -169,3 +169,29 @@ def test_what_a_call_needs_is_described_again_only_when_more_is_known() -> None:
     assert told.action(with_cores=False).elastic is None
     function.curve = function.curve.observed(1, 2.0)
     assert told.action(with_cores=True) is not seen
+
+
+async def test_what_a_worker_is_given_at_once_fits_in_a_message() -> None:
+    class Counting(FragilePlace):
+        given: list[int] = []  # noqa: RUF012
+
+        async def run_many(
+            self, function: Function, calls: Sequence[Call], lease: Lease | None = None
+        ) -> AsyncGenerator[tuple[int, Outcome]]:
+            self.given.append(sum(len(call.arguments_json) for call in calls))
+            for index, _ in enumerate(calls):
+                yield index, Outcome("1", 1e-5)
+
+    runtime = Runtime([Host("", [Counting("place", random.Random(0))])], Telemetry())
+    function = Function(pb.FunctionSpec(name="reward", kind="reward", timeout_seconds=9))
+    for size, most in ((1 << 10, 64), (1 << 20, 4), (9 << 20, 1)):
+        text = "x" * size
+        (first,) = runtime.submit([(f"{size}", Call("{}"))], function)
+        await first
+        Counting.given.clear()
+        await asyncio.gather(
+            *runtime.submit([(f"{size}-{i}", Call(text)) for i in range(64)], function)
+        )
+        assert max(Counting.given) <= max(size, 4 << 20)
+        assert max(Counting.given) == size * most, "as many as fit"
+    await runtime.stop()
