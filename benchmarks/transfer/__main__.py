@@ -13,7 +13,10 @@ import json
 import logging
 import os
 import platform
+import signal
+import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,8 +33,10 @@ from troupe.transfer.places import default_root
 from troupe.transfer.remote import lane
 
 MIB = 2**20
-QUICK = ([16 * MIB], 2)
-FULL = ([64 * MIB, 1024 * MIB, 4096 * MIB], 5)
+QUICK = {16 * MIB: 2}
+FULL = (64 * MIB, 1024 * MIB, 4096 * MIB)
+# More than this between two namespaces says the same.
+NETWORK_BYTES = 1024 * MIB
 # Bytes that four other hosts want, and width and depth of the model whose engine is updated.
 QUICK_TREE, FULL_TREE = 32 * MIB, 192 * MIB
 QUICK_MODEL, FULL_MODEL = (128, 2), (512, 8)
@@ -41,11 +46,17 @@ QUICK_MODEL, FULL_MODEL = (128, 2), (512, 8)
 class Rest:
     """What is measured for one size only; None where it could not be, `missing` says why."""
 
-    network: Pair | None
+    # By bytes.
+    networks: dict[int, Pair]
     readers: tuple[float, float] | None
     # Seconds exposed, seconds of transfer, bytes.
     swap: tuple[float, float, int]
     missing: str
+
+    @property
+    def network(self) -> Pair | None:
+        """Of the largest state that went from one namespace to another."""
+        return self.networks[max(self.networks)] if self.networks else None
 
 
 def main() -> None:
@@ -59,26 +70,31 @@ def main() -> None:
     torch.set_num_threads(1)
     # Through gRPC on purpose: its warnings would fill the screen.
     logging.getLogger("troupe.transfer").setLevel(logging.ERROR)
-    sizes, rounds = QUICK if args.quick else FULL
-    sizes = [mib * MIB for mib in args.mib] if args.mib else sizes
+    # Who is told to end takes its gigabytes and its namespaces along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    began = time.monotonic()
+    sizes = [mib * MIB for mib in args.mib] if args.mib else FULL
+    rounds = QUICK if args.quick and not args.mib else {size: _rounds(size) for size in sizes}
     # Beside the place of real states: in shared memory where there is some.
     with tempfile.TemporaryDirectory(prefix="troupe-bench-", dir=default_root().parent) as where:
         rows = []
-        for size in sizes:
-            rows.append(measure(size, rounds, Path(where)))
+        for size, count in rounds.items():
+            rows.append(measure(size, count, Path(where)))
             # Each by itself, too: the largest take minutes.
             console.print(_table(rows[-1:]))
-        rest = _rest(rows[-1].num_bytes, rounds, Path(where), quick=args.quick)
+        rest = _rest(rounds, Path(where), quick=args.quick)
     if len(rows) > 1:
         console.print(_table(rows))
     console.print(_rest_table(rest))
-    print(json.dumps(as_json(rows, rest) | {"quick": args.quick} | _machine()))
+    taken = {"quick": args.quick, "seconds": round(time.monotonic() - began)}
+    print(json.dumps(as_json(rows, rest) | taken | _machine()))
 
 
 def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
-    """The keys that the largest state decides; null for what was not measured."""
+    """Of the largest state, where no size is named; null for what was not measured."""
     last = rows[-1]
     near, tcp, network = last.near, last.tcp, rest.network
+    grpc = next((row.speed(row.grpc) for row in reversed(rows) if row.grpc is not None), None)
     pairs = {"near": near, "tcp": tcp, "network": network}
     ratios = {name: round(pair.ratio, 3) for name, pair in pairs.items() if pair is not None}
     here = last.four_readers / last.one_reader
@@ -91,6 +107,16 @@ def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
         "four_readers_ratio": _rounded(max(here, hosts or 0.0)),
         "exposed_fraction": _rounded(exposed / moved),
         "ucx_ratios": ratios,
+        "ucx_ratios_by_mib": {str(row.num_bytes // MIB): _by_way(row) for row in rows},
+        "network_by_mib": {
+            str(size // MIB): {
+                "ratio": _rounded(pair.ratio),
+                "unverified": _rounded(pair.unverified),
+                "gib_s": _rounded(size / pair.ours / 2**30),
+                "raw_gib_s": _rounded(size / pair.bare / 2**30),
+            }
+            for size, pair in rest.networks.items()
+        },
         "four_readers_one_host": _rounded(here),
         "four_readers_four_hosts": _rounded(hosts),
         "checksum_gib_s": _rounded(last.speed(last.checksum)),
@@ -98,21 +124,34 @@ def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
         "set_over_memcpy": _rounded(last.memcpy / last.set),
         "ucx_gib_s": _rounded(last.speed(near.ours if near else None)),
         "raw_ucx_gib_s": _rounded(last.speed(near.bare if near else None)),
-        "grpc_gib_s": _rounded(last.speed(last.grpc)),
+        "grpc_gib_s": _rounded(grpc),
     }
 
 
-def _rest(num_bytes: int, rounds: int, where: Path, *, quick: bool) -> Rest:
+def _rounds(size: int) -> int:
+    """Small states are over at once; the largest take long, and differ less."""
+    return 15 if size <= 64 * MIB else 5 if size <= 2048 * MIB else 3
+
+
+def _by_way(row: Row) -> dict[str, float | None]:
+    ways = {"near": row.near, "tcp": row.tcp}
+    return {name: _rounded(pair.ratio if pair else None) for name, pair in ways.items()}
+
+
+def _rest(rounds: dict[int, int], where: Path, *, quick: bool) -> Rest:
     why_not = networks.why_not()
-    network = readers = None
+    pairs: dict[int, Pair] = {}
+    readers = None
     if not why_not:
         readers = networks.four_readers(QUICK_TREE if quick else FULL_TREE, 2, where)
         if not lane.missing():
-            network = networks.between_two(min(num_bytes, 1024 * MIB), rounds, where)
+            for size in sorted({min(size, NETWORK_BYTES) for size in rounds}):
+                count = rounds.get(size, _rounds(size))
+                pairs[size] = networks.between_two(size, count, where)
     hidden, layers = QUICK_MODEL if quick else FULL_MODEL
-    swapped = swap.exposed(hidden, layers, rounds, where)
+    swapped = swap.exposed(hidden, layers, 2 if quick else 5, where)
     missing = f"no network namespaces: {why_not}" if why_not else ""
-    return Rest(network, readers, swapped, missing or lane.missing())
+    return Rest(pairs, readers, swapped, missing or lane.missing())
 
 
 def _table(rows: list[Row]) -> Table:
@@ -136,7 +175,7 @@ def _table(rows: list[Row]) -> Table:
     }
     for name, values in speeds.items():
         shown = [r.speed(v) for r, v in zip(rows, values, strict=True)]
-        table.add_row(name, *("not installed" if v is None else f"{v:.2f}" for v in shown))
+        table.add_row(name, *("not measured" if v is None else f"{v:.2f}" for v in shown))
     for name, pairs in (("shared memory", [r.near for r in rows]), ("TCP", [r.tcp for r in rows])):
         turns = [_turns(pair) for pair in pairs]
         table.add_row(f"UCX {name} over bare UCX in one turn: median, least, most", *turns)
@@ -152,7 +191,7 @@ def _table(rows: list[Row]) -> Table:
 
 def _turns(pair: Pair | None) -> str:
     if pair is None:
-        return "not installed"
+        return "not measured"
     return f"{pair.ratio:.2f} ({min(pair.ratios):.2f} to {max(pair.ratios):.2f})"
 
 
@@ -160,8 +199,9 @@ def _rest_table(rest: Rest) -> Table:
     table = Table(title=rest.missing or None)
     table.add_column("")
     table.add_column("", justify="right")
-    if rest.network is not None:
-        table.add_row("two network namespaces over bare UCX", _turns(rest.network))
+    for size, pair in rest.networks.items():
+        table.add_row(f"two network namespaces over bare UCX, {size // MIB} MiB", _turns(pair))
+        table.add_row("the same, not verified", f"{pair.unverified or 0:.2f}")
     if rest.readers is not None:
         one, four = rest.readers
         link = f"{networks.LINK_MBIT} Mbit/s links"

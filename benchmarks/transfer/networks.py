@@ -73,7 +73,7 @@ class Network:
 
 
 def between_two(num_bytes: int, rounds: int, directory: Path) -> Pair:
-    """Two hosts, TCP: by `Transfer`, and by bare UCX."""
+    """Two hosts, TCP: by `Transfer`, with its checksums and without, and by bare UCX."""
     with Network(2) as net, ExitStack() as stack:
 
         def on(host: int, what: str, *arguments: object) -> subprocess.Popen[str]:
@@ -81,10 +81,11 @@ def between_two(num_bytes: int, rounds: int, directory: Path) -> Pair:
 
         near = 0
         receiver = on(1, "receive_raw", directory, num_bytes, near)
-        sender = on(0, "send_raw", directory, num_bytes, line(receiver), near)
         owner = on(0, "serve", directory / "netowner", num_bytes, 1, net.address(0))
-        reader = on(1, "fetch", directory / "netreader", line(owner), 1)
-        return in_turns(sender, receiver, owner, reader, rounds)
+        sender = on(0, "send_raw", directory, num_bytes, line(receiver), near)
+        address = line(owner)
+        readers = [on(1, "fetch", directory / f"netreader{v}", address, 1, v) for v in (1, 0)]
+        return in_turns(sender, receiver, owner, readers, rounds)
 
 
 def four_readers(num_bytes: int, rounds: int, directory: Path) -> tuple[float, float]:
