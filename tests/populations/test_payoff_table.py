@@ -42,7 +42,7 @@ def test_symmetric_games_share_cells() -> None:
     table.record((0, 0, 1), [2, 4, 7])
     cell = table.cell((0, 1, 0))
     assert cell is not None
-    assert (cell.matches, cell.mean.tolist()) == (2, [1.5, 3.5, 6.0])
+    assert (cell.matches, cell.mean.tolist()) == (2, [2.5, 2.5, 6.0])
     for members in ((0, 0, 0), (0, 1, 1), (1, 1, 1)):
         table.settle(members, [1, 2, 3])
     tensor = table.tensor()
@@ -131,6 +131,31 @@ def test_in_symmetric_games_everybody_sits_everywhere() -> None:
     table = PayoffTable([1, 1, 1], symmetric=True)
     assert matches_due(table, Precision(least=4)) == [((0, 0, 0), 6)]
     assert matches_due(table, Precision(least=4), {(0, 0, 0): 4}) == [((0, 0, 0), 2)]
+
+
+def test_copies_of_a_member_are_one_player() -> None:
+    """So what it gets against itself is no noise: a zero-sum game is even, and known to be."""
+    table, one, many = (PayoffTable([2, 2, 2], symmetric=True) for _ in range(3))
+    luck = np.random.default_rng(0).normal(size=(6, 3))
+    luck -= luck.mean(axis=1, keepdims=True)
+    for payoffs in luck:
+        table.record((1, 1, 1), payoffs.tolist())
+        one.record((1, 0, 1), payoffs.tolist())
+    many.record_all((1, 0, 1), luck)
+    even, mixed, same = table.cell((1, 1, 1)), one.cell((1, 0, 1)), many.cell((0, 1, 1))
+    assert even is not None
+    assert mixed is not None
+    assert same is not None
+    assert even.mean == pytest.approx(np.zeros(3))
+    assert even.half_width(table.pooled) == pytest.approx(0.0)
+    twice = luck[:, [0, 2]].mean()
+    assert mixed.mean == pytest.approx([luck[:, 1].mean(), twice, twice])
+    assert same.mean == pytest.approx(mixed.mean)
+    assert same.squares == pytest.approx(mixed.squares)
+    # That nothing varies there says nothing of the others.
+    table.record((0, 0, 1), [1.0, 1.0, -2.0])
+    table.record((0, 0, 1), [-1.0, -1.0, 2.0])
+    assert table.pooled.tolist() == [2.0, 2.0, 8.0]
 
 
 def test_opponents_are_drawn_once_per_episode() -> None:

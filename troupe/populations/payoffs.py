@@ -80,7 +80,8 @@ class PayoffTable:
     """Empirical payoffs of pools that grow. Cells that were never played are missing.
 
     `symmetric`: all roles draw from one pool and only who the others are matters; then cells that
-    differ in the order of their members are one cell.
+    differ in the order of their members are one cell, and copies of one member are one player: they
+    get what they get on average, match by match.
     """
 
     sizes: list[int]
@@ -95,9 +96,14 @@ class PayoffTable:
 
     @property
     def pooled(self) -> Array:
-        """The variance of one match within its cell, per player [n]; 0 before anything varies."""
+        """The variance of one match within its cell, per player [n]; 0 before anything varies. Of a
+        symmetric table without cells of one member alone, which vary less or not at all."""
         # In one order, however the table came about: a resume adds up to the same bits.
-        played = [cell for _, cell in sorted(self.cells.items()) if cell.matches > 1]
+        played = [
+            cell
+            for key, cell in sorted(self.cells.items())
+            if cell.matches > 1 and not (self.symmetric and len(set(key)) == 1)
+        ]
         squares = sum((cell.squares for cell in played), np.zeros(self.players))
         return squares / max(1, sum(cell.matches - 1 for cell in played))
 
@@ -121,7 +127,7 @@ class PayoffTable:
         if given.ndim != 2 or given.shape[1] != self.players or not np.isfinite(given).all():
             raise ValueError(f"matches give {self.players} finite payoffs each")
         if self.symmetric:
-            given = given[:, list(_order(members))]
+            given = _shared(self.key(members), given[:, list(_order(members))])
         self._cell(members).add_all(given)
 
     def settle(self, members: Members, payoffs: Sequence[float]) -> None:
@@ -200,8 +206,7 @@ class PayoffTable:
             raise ValueError(f"a match gives {self.players} finite payoffs, not {payoffs}")
         if not self.symmetric:
             return given
-        ordered: Array = given[list(_order(members))]
-        return ordered
+        return _shared(self.key(members), given[list(_order(members))])
 
     def _played(self, members: Members, mean: Array) -> Array:
         """A cell's payoffs in the order of `members`."""
@@ -209,11 +214,18 @@ class PayoffTable:
             return mean
         found = np.empty_like(mean)
         found[list(_order(members))] = mean
-        # Copies of one member are one player: what they get on average.
-        for member in set(members):
-            seats = [seat for seat, one in enumerate(members) if one == member]
-            found[seats] = found[seats].mean()
-        return found
+        # Of a table that was written before these were one player.
+        return _shared(members, found)
+
+
+def _shared(members: Members, payoffs: Array) -> Array:
+    """Payoffs [..., n] in which copies of one member have what they get on average."""
+    found: Array = payoffs.copy()
+    for member in set(members):
+        seats = [seat for seat, one in enumerate(members) if one == member]
+        if len(seats) > 1:
+            found[..., seats] = payoffs[..., seats].mean(axis=-1, keepdims=True)
+    return found
 
 
 def _order(members: Members) -> tuple[int, ...]:
