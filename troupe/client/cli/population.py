@@ -103,7 +103,8 @@ def export(
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """Copy the weights of one member into DIR, where transformers and SGLang load them."""
+    """Copy the weights of one member into DIR, where transformers and SGLang load them; a small
+    network's, `troupe.networks.exported`."""
 
     async def ask(client: AsyncClient) -> Path:
         return await client.job(job_id).export_member(member, directory)
