@@ -151,11 +151,15 @@ class Functions:
 
     async def _restore(self, spec: pb.FunctionSpec) -> None:
         request = pb.RegisterFunctionRequest(request_id=new_id("register"), function=spec)
-        if spec.source_sha256:
+        try:
+            await self.reward.RegisterFunction(request)
+        except NotFound as error:
+            if error.kind != "source_not_found":
+                raise
             source = await self.catalogue.source(spec.source_sha256)
             source.request_id = new_id("upload")
             await self.reward.UploadSource(source)
-        await self.reward.RegisterFunction(request)
+            await self.reward.RegisterFunction(request)
 
     async def _look(self) -> None:
         while True:

@@ -18,7 +18,7 @@ MOST_BYTES: Final = 4 << 20
 PATIENCE_SECONDS: Final = 0.2
 
 
-def fitting(first: Waiting, others: Sequence[Waiting]) -> Sequence[Waiting]:
+def fitting(first: Waiting, others: list[Waiting]) -> list[Waiting]:
     """Those of `others`, in their order, that one message can hold along with `first`."""
     left = MOST_BYTES - len(first.call.arguments_json)
     for place, one in enumerate(others):
