@@ -28,15 +28,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.transfer import networks, swap
-from benchmarks.transfer.measure import Pair, Row, measure
+from benchmarks.transfer.measure import TCP_BYTES, Pair, Row, measure
 from troupe.transfer.places import default_root
 from troupe.transfer.remote import lane
 
 MIB = 2**20
 QUICK = {16 * MIB: 2}
 FULL = (64 * MIB, 1024 * MIB, 4096 * MIB)
-# More than this between two namespaces says the same.
-NETWORK_BYTES = 1024 * MIB
 # Bytes that four other hosts want, and width and depth of the model whose engine is updated.
 QUICK_TREE, FULL_TREE = 32 * MIB, 192 * MIB
 QUICK_MODEL, FULL_MODEL = (128, 2), (512, 8)
@@ -91,9 +89,10 @@ def main() -> None:
 
 
 def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
-    """Of the largest state, where no size is named; null for what was not measured."""
+    """Of the largest state that went the way; null for what was not measured."""
     last = rows[-1]
-    near, tcp, network = last.near, last.tcp, rest.network
+    near, network = last.near, rest.network
+    tcp = next((row.tcp for row in reversed(rows) if row.tcp is not None), None)
     grpc = next((row.speed(row.grpc) for row in reversed(rows) if row.grpc is not None), None)
     pairs = {"near": near, "tcp": tcp, "network": network}
     ratios = {name: round(pair.ratio, 3) for name, pair in pairs.items() if pair is not None}
@@ -130,7 +129,7 @@ def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
 
 def _rounds(size: int) -> int:
     """Small states are over at once; the largest take long, and differ less."""
-    return 15 if size <= 64 * MIB else 5 if size <= 2048 * MIB else 3
+    return 9 if size <= 64 * MIB else 5 if size <= TCP_BYTES else 3
 
 
 def _by_way(row: Row) -> dict[str, float | None]:
@@ -145,7 +144,7 @@ def _rest(rounds: dict[int, int], where: Path, *, quick: bool) -> Rest:
     if not why_not:
         readers = networks.four_readers(QUICK_TREE if quick else FULL_TREE, 2, where)
         if not lane.missing():
-            for size in sorted({min(size, NETWORK_BYTES) for size in rounds}):
+            for size in sorted({min(size, TCP_BYTES) for size in rounds}):
                 count = rounds.get(size, _rounds(size))
                 pairs[size] = networks.between_two(size, count, where)
     hidden, layers = QUICK_MODEL if quick else FULL_MODEL

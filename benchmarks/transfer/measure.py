@@ -19,8 +19,8 @@ from benchmarks.transfer.processes import STEM, line, other, state, tell
 from troupe.transfer import Transfer, checksum_of
 from troupe.transfer.remote import lane
 
-# gRPC moves bytes at one speed, and slowly: larger states are left to the rest.
-GRPC_BYTES = 1 << 30
+# Through TCP and gRPC more takes minutes and says the same.
+TCP_BYTES = 1 << 30
 # Between hosts there is no shared memory: what UCX does there is measured with TCP alone.
 TCP = {**os.environ, "UCX_TLS": "tcp,self"}
 
@@ -56,7 +56,7 @@ def _ratios(bare: Sequence[float], ours: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds for `num_bytes`; None where UCX is not installed."""
+    """Seconds for `num_bytes`; None where UCX is missing or a state is too large for the way."""
 
     num_bytes: int
     memcpy: float
@@ -70,7 +70,7 @@ class Row:
     copied_fraction: float
     one_reader: float
     four_readers: float
-    # None where it takes minutes and tells nothing new.
+    # None beyond `TCP_BYTES`.
     grpc: float | None
     near: Pair | None
     tcp: Pair | None
@@ -81,11 +81,13 @@ class Row:
 
 
 def measure(num_bytes: int, rounds: int, directory: Path) -> Row:
-    """Everything for one size; files lie under `directory`."""
+    """Everything for one size; files lie under `directory`. `rounds`: of what is a ratio of turns;
+    what is the best of its rounds takes half as many."""
     tensors = state(num_bytes)
+    pair_rounds, rounds = rounds, (rounds + 1) // 2
     memcpy = _memcpy(tensors, rounds)
     checksum = _best(rounds, partial(checksum_of, tensors))
-    has_ucx = not lane.missing()
+    has_ucx, usual = not lane.missing(), num_bytes <= TCP_BYTES
     writer = Transfer(directory / "writer")
     fresh, warm = _sets(writer, tensors, rounds + 1)
     last = f"{STEM}@{rounds + 1}"
@@ -105,9 +107,9 @@ def measure(num_bytes: int, rounds: int, directory: Path) -> Row:
         copied_fraction=plain[1] / num_bytes,
         one_reader=one,
         four_readers=four,
-        grpc=_by_grpc(num_bytes, directory) if num_bytes <= GRPC_BYTES else None,
-        near=_pair(num_bytes, rounds, directory, near=True) if has_ucx else None,
-        tcp=_pair(num_bytes, rounds, directory, near=False) if has_ucx else None,
+        grpc=_by_grpc(num_bytes, directory) if usual else None,
+        near=_pair(num_bytes, pair_rounds, directory, near=True) if has_ucx else None,
+        tcp=_pair(num_bytes, pair_rounds, directory, near=False) if has_ucx and usual else None,
     )
 
 

@@ -44,12 +44,15 @@ def serve(root: str, num_bytes: str, use_ucx: str, host: str = "127.0.0.1") -> N
     """An owner; for each version on stdin, one more of the state, in place of the one before."""
     transfer = Transfer(Path(root))
     owner = Owner(transfer, host=host, use_ucx=use_ucx == "1")
+    tensors = state(int(num_bytes))
     print(owner.address, flush=True)
     for line in sys.stdin:
         version = int(line)
         # First, so that its file is filled again: two of the largest are much for a small machine.
         transfer.delete(f"{STEM}@{version - 1}")
-        transfer.set(f"{STEM}@{version}", state(int(num_bytes), version))
+        for number, tensor in enumerate(tensors.values()):
+            tensor.fill_(number + version / 7)
+        transfer.set(f"{STEM}@{version}", tensors)
         print("stored", flush=True)
     owner.stop(0)
 
