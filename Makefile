@@ -21,7 +21,8 @@ setup: $(STAMP) ## create .venv with the pinned dependencies
 
 $(STAMP): deploy/requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements/dev.txt
+	@echo "installing into $(VENV): 2.3 GB with torch's CPU build, some minutes"
+	$(BIN)/python -m pip install --disable-pip-version-check -r deploy/requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . 
 	@touch $@
 

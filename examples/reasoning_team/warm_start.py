@@ -20,6 +20,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from examples.reasoning_team.endings import ending_in_a_line
 from examples.reasoning_team.models import make_model
 from examples.reasoning_team.prompts import criticise, propose, revise
 from examples.reasoning_team.supervised import Row, answer_all, train_step
@@ -189,7 +190,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    warm_start(args.out, Settings(seed=args.seed))
+    with ending_in_a_line():
+        warm_start(args.out, Settings(seed=args.seed))
 
 
 if __name__ == "__main__":

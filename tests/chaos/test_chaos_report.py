@@ -17,7 +17,7 @@ from troupe.chaos.plan import ChaosPlan, prepare_directory, prepared
 from troupe.chaos.report import Outcome, Report
 from troupe.chaos.schedule import KINDS
 from troupe.chaos.transcript import StepRecord, Transcript
-from troupe.cluster import ClusterSettings
+from troupe.cluster import ClusterSettings, NotWritable
 from troupe.job import parse_job
 from troupe.rpc import InvalidArgument
 from troupe.rpc.faults import FaultSettings
@@ -197,3 +197,6 @@ def test_an_earlier_run_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "runs" / "disturbed").mkdir()
     with pytest.raises(InvalidArgument, match="an earlier run is in this directory"):
         prepare_directory(tmp_path / "runs")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotWritable, match="cannot be written"):
+        prepare_directory(tmp_path / "file")

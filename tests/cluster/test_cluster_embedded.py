@@ -184,6 +184,8 @@ async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         await EmbeddedCluster(ClusterSettings(data_dir=tmp_path / "file" / "runs")).start()
     with pytest.raises(NotWritable, match="data_dir"):
         running_state(tmp_path / "file")
+    with pytest.raises(NotWritable, match="data_dir = /proc/runs"):  # not even root can write there
+        start_detached(ClusterSettings(data_dir=Path("/proc/runs")))
 
 
 async def test_a_service_that_cannot_start_ends_the_start(settings: ClusterSettings) -> None:

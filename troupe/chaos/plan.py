@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from troupe.chaos.schedule import DELAY, DUPLICATE, FULL_QUEUE, KINDS, PARTITION
-from troupe.cluster import ClusterSettings
+from troupe.cluster import ClusterSettings, NotWritable
 from troupe.cluster.settings import default_transfer_dir
 from troupe.functions.costs import DEFAULTS
 from troupe.job import JobSpec, parse_job
@@ -74,7 +74,7 @@ class ChaosPlan:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Make `directory`. Raises `InvalidArgument` when an earlier run is in it."""
+    """Make `directory`. Raises `InvalidArgument` when an earlier run is in it, `NotWritable`."""
     for name in ("baseline", "disturbed"):
         if (directory / name).exists():
             raise InvalidArgument(
@@ -83,7 +83,10 @@ def prepare_directory(directory: Path) -> None:
                 value=directory,
                 remedy="Remove it or choose another: both runs start from nothing.",
             )
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotWritable(directory, error) from error
 
 
 def prepared(spec: JobSpec) -> tuple[JobSpec, list[str]]:

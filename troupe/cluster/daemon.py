@@ -14,7 +14,12 @@ from pathlib import Path
 
 from troupe.cluster import logs
 from troupe.cluster.embedded import EmbeddedCluster
-from troupe.cluster.errors import ChildNotReady, ClusterNotStarted, ClusterRunning
+from troupe.cluster.errors import (
+    ChildNotReady,
+    ClusterNotStarted,
+    ClusterRunning,
+    NotWritable,
+)
 from troupe.cluster.orphans import end_orphans
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import (
@@ -64,13 +69,17 @@ async def run_until_signal(
 def start_detached(settings: ClusterSettings) -> ClusterState:
     """Start a cluster in a process of its own and wait until it is healthy.
 
-    Raises `ClusterRunning`, or `ClusterNotStarted` with what the supervisor said.
+    Raises `ClusterRunning`, `NotWritable`, or `ClusterNotStarted` with what the supervisor said.
     """
     settings = settings.resolved()
     if (state := running_state(settings.data_dir)) is not None:
         raise ClusterRunning(settings.data_dir, state.supervisor_pid)
     log = settings.data_dir / "logs" / "supervisor.log"
-    with logs.open_log(log, "supervisor start") as file:
+    try:
+        file = logs.open_log(log, "supervisor start")
+    except OSError as error:
+        raise NotWritable(settings.data_dir, error) from error
+    with file:
         process = subprocess.Popen(
             [sys.executable, "-m", "troupe.cluster", settings.model_dump_json()],
             stdin=subprocess.DEVNULL,

@@ -44,7 +44,7 @@ class RedisUnavailable(Unavailable):
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(
-            f"this Redis does not answer: {reason}.",
+            f"this Redis does not answer: {reason.rstrip('.')}.",
             field="redis_url",
             value=url,
             remedy="Start it or correct the address; without --redis-url an own one is started.",

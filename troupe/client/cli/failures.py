@@ -48,7 +48,7 @@ def _usage(error: BaseException) -> list[str]:
     context = getattr(error, "ctx", None)
     if context is None or not message:
         return [_line(message)] if message else []
-    return [_line(f"{message} See `{context.command_path} --help`.")]
+    return [_line(f"{message.rstrip('.')}. See `{context.command_path} --help`.")]
 
 
 def _line(text: str) -> str:
