@@ -42,6 +42,14 @@ def redis_url(redis_server: RedisServer) -> str:
     return redis_server.url
 
 
+@pytest.fixture(scope="module")
+def no_old_jobs(redis_server: RedisServer) -> None:
+    """Nothing of former modules in the shared Redis: a store looks after every job that it finds
+    there, a few times a second, and hundreds that nobody ended slow all that come after."""
+    with Redis.from_url(redis_server.url) as redis:
+        redis.flushall()
+
+
 @pytest.fixture
 def empty_redis(redis_server: RedisServer) -> str:
     """Where the shared Redis is, with nothing in it: an orchestrator goes on with the jobs that it

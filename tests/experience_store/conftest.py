@@ -16,6 +16,11 @@ from tests.support.experience_client import Client
 from troupe.rpc import ClientSettings, connect, new_id
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _fresh(no_old_jobs: None) -> None:
+    """Each module begins without the jobs of others."""
+
+
 @pytest.fixture
 async def store(redis_url: str) -> AsyncIterator[Store]:
     """A started store."""

@@ -110,9 +110,18 @@ async def trips_of(redis_url: str, *, clustered: bool) -> int:
     return life._database.trips
 
 
-@pytest.mark.parametrize("clustered", [False, True])
-@pytest.mark.parametrize("rerun", [False, True])
-@pytest.mark.parametrize("moment", MOMENTS)
+# Every pair of them; the other half is slow.
+LIVES = [
+    pytest.param(
+        moment, rerun, clustered, marks=pytest.mark.slow if (i + rerun + clustered) % 2 else ()
+    )
+    for i, moment in enumerate(MOMENTS)
+    for rerun in (False, True)
+    for clustered in (False, True)
+]
+
+
+@pytest.mark.parametrize(("moment", "rerun", "clustered"), LIVES)
 async def test_a_crash_at_any_round_trip_loses_and_doubles_nothing(
     redis_url: str, moment: str, rerun: bool, clustered: bool
 ) -> None:

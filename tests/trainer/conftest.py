@@ -30,9 +30,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def store_address(redis_url: str, tmp_path: Path) -> AsyncIterator[str]:
-    """A store service on the shared Redis."""
-    settings = StoreSettings(redis_url=redis_url, drain_seconds=1)
+async def store_address(empty_redis: str, tmp_path: Path) -> AsyncIterator[str]:
+    """A store service on the shared Redis, which knows no job."""
+    settings = StoreSettings(redis_url=empty_redis, drain_seconds=1)
     async with serve(make_store, settings) as server:
         yield server.address
 
