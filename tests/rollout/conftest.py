@@ -10,13 +10,20 @@ from services.rollout import jobs, preparation
 from tests.rollout.processes import ServiceProcess
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _fresh(no_old_jobs: None) -> None:
+    """Each module begins without the jobs of others."""
+
+
 @pytest.fixture(scope="session")
 def store_process(
     redis_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServiceProcess]:
-    """A real experience store; keep apart by job ids."""
+    """A real experience store; keep apart by job ids. It outlives these tests: in a database of
+    its own it does not look after the jobs of all others."""
     directory = tmp_path_factory.mktemp("store")
-    process = ServiceProcess("experience_store", directory, {"TROUPE_REDIS_URL": redis_url})
+    own = redis_url.removesuffix("/0") + "/1"
+    process = ServiceProcess("experience_store", directory, {"TROUPE_REDIS_URL": own})
     process.start()
     yield process
     process.stop()

@@ -94,7 +94,7 @@ async def alone(transfer: Transfer, turns: list[Asked], weights: int = 0) -> lis
     return answers
 
 
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.slow)])
 async def test_a_turn_is_bitwise_the_same_alone_and_in_any_company(
     transfer: Transfer, seed: int
 ) -> None:
