@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers.utils import logging
 
 from examples.reasoning_team.endings import ending_in_a_line
 from examples.reasoning_team.models import make_model
@@ -140,6 +141,7 @@ class WarmStart:
 
     def save(self, out: Path) -> None:
         """Write `out`/solver and `out`/checker; `out` appears only when complete."""
+        logging.disable_progress_bar()  # of files that are written at once
         scratch = out.with_name(f".{out.name}.{os.getpid()}")
         for name, model in self.models.items():
             model.save_pretrained(scratch / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -158,3 +159,16 @@ def test_a_fault_of_ours_is_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explain(KeyboardInterrupt()) == (["error: interrupted."], 130)
     monkeypatch.setenv("TROUPE_TRACEBACK", "1")
     assert "KeyError" in "".join(explain(KeyError("x"))[0])
+
+
+def test_a_path_or_a_disk_of_the_user_is_no_bug_of_ours() -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        Path("/proc/samples.parquet").write_text("")  # not even root can write there
+    lines, status = explain(caught.value)
+    assert lines == ["error: /proc/samples.parquet: No such file or directory. Check the path."]
+    assert status == 1
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert explain(full)[0] == [
+        "error: No space left on device. Make room on its disk, or choose another."
+    ]
+    assert "This is a bug" in explain(OSError(errno.EBADF, "Bad file descriptor"))[0][0]

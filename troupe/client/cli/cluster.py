@@ -137,7 +137,8 @@ def _print_trainers(console: Console, state: ClusterState) -> None:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("job", "policy", "state", "version", "samples", "swaps", "swap seconds"):
-        table.add_column(column, no_wrap=True)
+        # Headings give way, not what is copied into the next command.
+        table.add_column(column, no_wrap=column in ("job", "policy", "state"))
     for binding in cluster.bindings:
         table.add_row(
             binding.job_id,

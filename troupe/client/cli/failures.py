@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -15,6 +16,18 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 TRACEBACK_VARIABLE = "TROUPE_TRACEBACK"
 # What the user named is wrong or is not there: another input is needed, not another try.
 _INPUT_ERRORS = (InvalidArgument, NotFound, AlreadyExists)
+# A path that the user gave, or the disk behind it: nobody's bug.
+_FILE_ERRORS = {
+    errno.EACCES: "Choose a place that you may write to, or read from.",
+    errno.EPERM: "Choose a place that you may write to, or read from.",
+    errno.EROFS: "Choose a place that can be written to.",
+    errno.ENOENT: "Check the path.",
+    errno.ENOTDIR: "Check the path.",
+    errno.EISDIR: "Check the path.",
+    errno.ENAMETOOLONG: "Check the path.",
+    errno.ENOSPC: "Make room on its disk, or choose another.",
+    errno.EDQUOT: "Make room on its disk, or choose another.",
+}
 
 
 def explain(error: BaseException) -> tuple[list[str], int]:
@@ -38,6 +51,10 @@ def explain(error: BaseException) -> tuple[list[str], int]:
         return _usage(error), BAD_INPUT
     if os.environ.get(TRACEBACK_VARIABLE):
         return traceback.format_exception(error), FAILED
+    if isinstance(error, OSError) and error.errno in _FILE_ERRORS:
+        where = f"{error.filename}: " if error.filename else ""
+        what = f"{where}{str(error.strerror).rstrip('.')}."
+        return [_line(f"{what} {_FILE_ERRORS[error.errno]}")], FAILED
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     remedy = f"This is a bug of Troupe; {TRACEBACK_VARIABLE}=1 shows where."
     return [_line(f"unexpected {what}. {remedy}")], FAILED
