@@ -264,7 +264,9 @@ class Dispatcher:
         except Exception as error:
             # What is wrong with the outcome is one, too: nobody may wait for ever.
             log.exception("invocation", function=waiting.function.key)
-            self._listener.ended(waiting, _failed(error))
+            # No retry: the worker goes on with what was sent along.
+            bad = _failed(error, pb.InvocationError.KIND_BAD_RESULT)
+            self._listener.ended(waiting, bad)
 
     def again(self, several: Iterable[Waiting]) -> None:
         """Queue what was given to a worker and has no outcome, at its old place."""
@@ -292,7 +294,9 @@ class Dispatcher:
         task.add_done_callback(self._tasks.discard)
 
 
-def _failed(error: Exception) -> Outcome:
+def _failed(
+    error: Exception,
+    kind: pb.InvocationError.Kind.ValueType = pb.InvocationError.KIND_WORKER_DIED,
+) -> Outcome:
     message = f"the runtime failed: {type(error).__name__}: {error}"
-    kind = pb.InvocationError.KIND_WORKER_DIED
     return Outcome(error=pb.InvocationError(kind=kind, message=message))
