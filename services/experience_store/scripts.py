@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Final
 
@@ -52,14 +54,16 @@ class Script:
         return Script(name, text, hashlib.sha1(text.encode()).hexdigest())
 
 
-def load_scripts() -> dict[str, Script]:
+@cache
+def load_scripts() -> Mapping[str, Script]:
     """All scripts by name, read from `lua/`."""
     folder = files(__package__) / "lua"
 
     def read(name: str) -> str:
         return (folder / f"{name}.lua").read_text()
 
-    job, policy = read("job"), lua_transitions() + read("policy") + read("leases")
+    job = read("job")
+    policy = lua_transitions() + "".join(map(read, ("policy", "samples", "leases")))
     texts = {}
     for prelude, names in ((job, _JOB_SCRIPTS), (policy, _POLICY_SCRIPTS)):
         for name in names:

@@ -1,4 +1,4 @@
--- Carries out in this table what was decided about trajectories. Put behind policy.lua.
+-- Carries out in this table what was decided about trajectories. Put behind samples.lua.
 
 -- A line of staged records: sample, its record up to `since`, its size and group, and what is behind
 -- `origin`.

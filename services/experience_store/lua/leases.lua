@@ -1,4 +1,4 @@
--- Claims as leases: who holds what, and what happens when a lease ends. Put behind policy.lua.
+-- Claims as leases: who holds what, and what happens when a lease ends. Put behind samples.lua.
 
 local function held(claimant)
   return tonumber(redis.call('HGET', HELD, claimant) or 0)

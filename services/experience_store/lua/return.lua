@@ -1,5 +1,5 @@
 -- Samples that were trained and may be used again: they leave their step with its commit and come
--- into the policy's next one when that is in the table. Put behind policy.lua.
+-- into the policy's next one when that is in the table. Put behind samples.lua.
 
 -- Makes `number` the step that everything here works on. Counts of the other one are written.
 local function on_step(number)

@@ -1,0 +1,290 @@
+-- What becomes of samples: their states, and when a group is ready, dropped or too old. Put behind
+-- policy.lua.
+
+-- Keeps the oldest version that began a ready sample: who raises the bound need not look at all.
+local begun
+local function ready_since(version)
+  begun = begun or redis.call('HGET', STEP, 'begun') or 'none'
+  if version ~= '' and (begun == 'none' or tonumber(version) < tonumber(begun)) then
+    begun = version
+    redis.call('HSET', STEP, 'begun', version)
+  end
+end
+
+-- The one place where a sample changes its state.
+local function move(sample, record, to)
+  local from = record[F.state]
+  if not ALLOWED[from][to] then
+    error('sample ' .. sample .. ': ' .. from .. ' -> ' .. to .. ' is not allowed')
+  end
+  count(from, -1)
+  count(to, 1)
+  if from == 'P' then
+    tally(family(record), 'P', -1)
+  end
+  if to == 'D' then
+    tally(family(record), 'D', 1)
+  end
+  if to == 'R' then
+    if leaving[1] then
+      settle()
+    end
+    entering[#entering + 1] = place(record)
+    entering[#entering + 1] = sample
+    ready_since(record[F.version])
+  elseif from == 'R' then
+    leaving[#leaving + 1] = sample
+  end
+  if to == 'R' or from == 'R' then
+    local sign = to == 'R' and 1 or -1
+    count('ready_tokens', sign * tonumber(record[F.tokens]))
+    count('ready_bytes', sign * tonumber(record[F.size]))
+  end
+  if to == 'T' or to == 'D' then
+    weigh(-record[F.size])
+  end
+  record[F.state] = to
+  save(sample, record)
+  changes('counts')
+end
+
+-- move() of samples that are claimed or trained: of their records only this much is read. `samples`: {sample, state, tokens, size, what the record is then}.
+local function advance(samples, to)
+  local tokens, bytes = 0, 0
+  for _, one in ipairs(samples) do
+    local sample, from = one[1], one[2]
+    if to == 'R' or to == 'D' or not ALLOWED[from][to] then
+      error('sample ' .. sample .. ': ' .. from .. ' -> ' .. to .. ' is not allowed here')
+    end
+    count(from, -1)
+    if from == 'R' then
+      leaving[#leaving + 1] = sample
+      tokens, bytes = tokens + one[3], bytes + one[4]
+    end
+    if to == 'T' then
+      weigh(-one[4])
+    end
+    book[sample] = one[5]
+    unsaved[sample] = true
+    changes('counts')
+  end
+  count(to, #samples)
+  count('ready_tokens', -tokens)
+  count('ready_bytes', -bytes)
+end
+
+-- family() and group of a sample, in the text of its record.
+local FAMILY = '^' .. ('[^\t]*\t'):rep(8) .. '([^\t]*)\t' .. ('[^\t]*\t'):rep(2) .. '([^\t]*)\t'
+  .. ('[^\t]*\t'):rep(4) .. '([^\t]*)\t?[^\t]*$'
+local function family_of(text)
+  local query, group, origin = text:match(FAMILY)
+  return origin == '' and query or query .. '@' .. origin, group
+end
+
+-- A reason is counted by what precedes its first colon (`workflow_raised: ...`): the text after it
+-- names one failure, and would make the counts grow without bound.
+local function count_dropped(reason, by)
+  local name = reason:match('^[^:]*'):sub(1, 64)
+  if redis.call('HINCRBY', DROPPED, name, by or 1) == 0 then
+    redis.call('HDEL', DROPPED, name)
+  end
+end
+
+-- Frees the payload of a sample that nobody needs any more.
+local function free(sample, record)
+  local rows = rows_of(record)
+  redis.call('HDEL', rows, sample)
+  for name in pairs(set_of(record[F.late])) do
+    redis.call('HDEL', rows, sample .. '\t' .. name)
+  end
+end
+
+local function drop(sample, record, reason)
+  free(sample, record)
+  record[F.reason] = reason
+  move(sample, record, 'D')
+  count_dropped(reason)
+end
+
+-- Drops what there is of a query that left its step.
+local function drop_pending(query, reason)
+  for _, member in ipairs(members(query)) do
+    if member[2][F.state] == 'P' then
+      drop(member[1], member[2], reason)
+    end
+  end
+end
+
+-- Whether an older version began it than may have begun what is given out (claim.lua).
+local function is_stale(record)
+  return record[F.version] ~= '' and tonumber(record[F.version]) < get('oldest_version')
+end
+
+-- Members that a group lost as VALUE_GONE in an earlier step, where it was trained: its statistics
+-- were final by then, and stay what they were. {sample, trajectory, reward} for each.
+local gone_known
+local function lost_members(name)
+  gone_known = gone_known or redis.call('EXISTS', GONE)
+  local found = {}
+  if gone_known == 1 then
+    for _, line in ipairs(lines(redis.call('HGET', GONE, name) or '')) do
+      found[#found + 1] = {line:match('^([^\t]*)\t([^\t]*)\t(.*)$')}
+    end
+  end
+  return found
+end
+
+-- Groups among `found` with more than one trajectory whose rewards are all equal: whatever is
+-- subtracted from them, nothing is left to learn from.
+local function without_signal(found)
+  local first, several, different = {}, {}, {}
+  for _, member in ipairs(found) do
+    local record = member[2]
+    local group = record[F.group]
+    if record[F.state] == 'P' then
+      first[group] = first[group] or record
+      several[group] = several[group] or record[F.trajectory] ~= first[group][F.trajectory]
+      -- As text they would differ at -0.0.
+      different[group] = different[group]
+        or tonumber(record[F.reward]) ~= tonumber(first[group][F.reward])
+    end
+  end
+  for group, record in pairs(first) do
+    for _, lost in ipairs(lost_members(group_name(record))) do
+      several[group] = several[group] or lost[2] ~= record[F.trajectory]
+      different[group] = different[group] or tonumber(lost[3]) ~= tonumber(record[F.reward])
+    end
+  end
+  local silent = {}
+  for group in pairs(first) do
+    if several[group] and not different[group] then
+      silent[group] = true
+    end
+  end
+  return silent
+end
+
+-- Makes the groups among `found` claimable that lack nothing. All trajectories of their query
+-- must have ended: then, and only then, the members of a group and its rewards are final.
+local function ripen(found)
+  local blocked, reasons = {}, {}
+  for _, member in ipairs(found) do
+    local record = member[2]
+    local group = record[F.group]
+    if record[F.state] == 'P' then
+      blocked[group] = blocked[group] or record[F.missing] ~= ''
+      reasons[group] = reasons[group] or (is_stale(record) and 'stale')
+    end
+  end
+  if get('signal') == 1 then
+    for group in pairs(without_signal(found)) do
+      if not blocked[group] and not reasons[group] then
+        reasons[group] = 'no_signal'
+        count('groups_without_signal', 1)
+      end
+    end
+  end
+  for _, member in ipairs(found) do
+    local record = member[2]
+    local group = record[F.group]
+    if record[F.state] == 'P' and not blocked[group] then
+      if reasons[group] then
+        drop(member[1], record, reasons[group])
+      else
+        move(member[1], record, 'R')
+      end
+      changes('claimable')
+    end
+  end
+end
+
+-- ripen() of a group, or of all groups of a query. Most that ask find a member without a reward: this is
+-- seen in the texts of the records, of which only those that can become claimable are read.
+local PENDING_LACKS = '^P' .. ('\t[^\t]*'):rep(4) .. '\t[^\t]'
+-- Tokens, size and version of one that is PENDING.
+local RIPE = '^P\t([^\t]*)\t([^\t]*)' .. ('\t[^\t]*'):rep(10) .. '\t([^\t]*)'
+local function ripen_those(query, group)
+  local names, texts, groups = texts_of(query, group)
+  local lacking, found = {}, {}
+  for index, text in ipairs(texts) do
+    if text and text:find(PENDING_LACKS) then
+      lacking[groups[index]] = true
+    end
+  end
+  -- Nothing can keep them back, and no place has to be found for them.
+  order = order or redis.call('HGET', STEP, 'order') or 'id'
+  local plain = order == 'id' and get('signal') ~= 1 and get('oldest_version') <= 0
+  if leaving[1] then
+    settle()
+  end
+  for index, text in ipairs(texts) do
+    if text and not lacking[groups[index]] then
+      local tokens, size, version = text:match(RIPE)
+      if tokens and plain then
+        local sample = names[index]
+        count('P', -1)
+        count('R', 1)
+        tally(query, 'P', -1)
+        entering[#entering + 1] = 0
+        entering[#entering + 1] = sample
+        ready_since(version)
+        count('ready_tokens', tonumber(tokens))
+        count('ready_bytes', tonumber(size))
+        book[sample] = 'R' .. text:sub(2)
+        unsaved[sample] = true
+        changes('claimable')
+      elseif tokens then
+        found[#found + 1] = {names[index], parse(text)}
+      end
+    end
+  end
+  if found[1] then
+    ripen(found)
+  end
+end
+
+-- Drops the groups of these samples that a too old version began, unless members were given out.
+local function evict(samples)
+  local seen = {}
+  prefetch(samples)
+  for _, sample in ipairs(samples) do
+    local record = record_of(sample)
+    local name = group_name(record)
+    if is_stale(record) and not seen[name] then
+      seen[name] = true
+      local group, held = group_of(record), false
+      for _, member in ipairs(group) do
+        held = held or member[2][F.state] == 'C'
+      end
+      for _, member in ipairs(group) do
+        if not held and member[2][F.state] == 'R' then
+          drop(member[1], member[2], 'stale')
+          changes('claimable')
+        end
+      end
+    end
+  end
+end
+
+-- Whether a query's group is final. Where trajectories are redundant the job admits no more than
+-- `group_size` that completed: once so many are here, whoever else is still to be told of was left out.
+local function query_ended(query)
+  local size, redundant = get('group_size'), get('redundant')
+  if tonumber(redis.call('HGET', QUERIES, query) or 0) >= size + redundant then
+    return true
+  end
+  return redundant > 0 and tonumber(redis.call('HGET', COMPLETED, query) or 0) >= size
+end
+
+local function sealed()
+  return get('held_open') == 0 and get('ended') >= get('expected')
+end
+
+local function committed()
+  return redis.call('HEXISTS', COMMITS, STEP_NUMBER) == 1
+end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
