@@ -89,8 +89,8 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel, tmp_path:
         await expect(met.last).to_have_text("·")
         await expect(page.locator("#members")).to_contain_text("27.5 ± 2.3")
         await expect(page.locator("#chart-mixture")).to_have_attribute("data-points", "2")
-        await page.click("[data-match=m0x1-t2]")
-        await expect(page.locator("#conversation h2")).to_contain_text("t2")
+        await page.click("[data-match=m0x1-t1]")
+        await expect(page.locator("#conversation h2")).to_contain_text("t1")
 
         # Numbers of samples are shown for as long as there are any.
         await expect(page.locator("#samples tbody tr")).to_have_count(1)
