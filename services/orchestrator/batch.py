@@ -43,11 +43,10 @@ class Batch:
         self._on_end = on_end
         self._ask = ended
         self._open: set[str] = set()
-        # By query: trajectories that completed; of groups that have all their members, those that
-        # were cut short and have not said how they ended, and how many of them are members.
+        # By query: trajectories that completed, as far as was told; of groups that are complete and
+        # of which not all members were told, how many there are, and who may be one.
         self._completed: Counter[str] = Counter()
-        self._parting: dict[str, set[str]] = {}
-        self._owed: dict[str, int] = {}
+        self._parting: dict[str, tuple[int, set[str]]] = {}
         self._sealed = False
         self._fault: TroupeError | None = None
         self._changed = asyncio.Event()
@@ -81,37 +80,31 @@ class Batch:
     def end(self, event: ro.TrajectoryEvent) -> None:
         """A trajectory has ended."""
         self.remove((event.trajectory_id,))
-        self._completed[event.query_id] += event.state == pb.TRAJECTORY_STATE_COMPLETED
         self._tell(event)
 
     def complete(self, query_id: str, running: Collection[str], members: int) -> None:
         """The store has all `members` of a query's group. Which of those that are `running` are
         members it does not say: a member's ending may be told after that of the last one."""
-        missing = members - self._completed[query_id]
-        if missing > 0 and running:
-            self._owed[query_id] = missing
-            self._parting[query_id] = set(running)
+        if running and self._completed[query_id] < members:
+            self._parting[query_id] = (members, set(running))
 
     def end_withdrawn(self, event: ro.TrajectoryEvent) -> None:
         """A trajectory has ended whose group was complete; its last words count."""
         self._tell(event)
-        completed = event.state == pb.TRAJECTORY_STATE_COMPLETED
-        self._part(event.query_id, event.trajectory_id, completed)
+        self.end_untold(event.query_id, event.trajectory_id)
 
     def end_untold(self, query_id: str, trajectory_id: str) -> None:
-        """Nobody will say how a trajectory ended whose group was complete."""
-        self._part(query_id, trajectory_id, completed=False)
-
-    def _part(self, query_id: str, trajectory_id: str, completed: bool) -> None:
+        """Nobody will say any more how a trajectory ended whose group was complete."""
         if (parting := self._parting.get(query_id)) is None:
             return
-        parting.discard(trajectory_id)
-        self._owed[query_id] -= completed
-        if not parting or self._owed[query_id] <= 0:
-            del self._parting[query_id], self._owed[query_id]
+        members, running = parting
+        running.discard(trajectory_id)
+        if not running or self._completed[query_id] >= members:
+            del self._parting[query_id]
             self._changed.set()
 
     def _tell(self, event: ro.TrajectoryEvent) -> None:
+        self._completed[event.query_id] += event.state == pb.TRAJECTORY_STATE_COMPLETED
         try:
             self._on_end(event)
         except TroupeError as error:
@@ -144,7 +137,7 @@ class Batch:
         while True:
             if self._fault is not None:
                 raise self._fault
-            if self._sealed and not self._open and not self._owed:
+            if self._sealed and not self._open and not self._parting:
                 return
             self._changed.clear()
             try:

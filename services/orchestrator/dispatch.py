@@ -55,8 +55,7 @@ class Dispatch:
         self._resting: set[Worker] = set()
         self._attempts: dict[Worker, Attempts] = {}
         # Redundant ones that were withdrawn while they ran: how far they came is still to be told.
-        # With the batch and the query.
-        self._parting: dict[str, tuple[Batch, str]] = {}
+        self._parting: dict[str, Batch] = {}
         # By trajectory: what kills its worker is run again only so often.
         self._victims: dict[str, Victims] = {}
         self._wake = asyncio.Event()
@@ -108,7 +107,7 @@ class Dispatch:
     def _complete(self, batch: Batch, query_id: str) -> None:
         """The store has all members of the query's group: the rest of it is redundant."""
         running = self.withdraw(batch, (query_id,), REDUNDANT)
-        self._parting.update(dict.fromkeys(running, (batch, query_id)))
+        self._parting.update(dict.fromkeys(running, batch))
         batch.complete(query_id, running, self._job.spec.pipeline.group_size)
 
     def move(self, source: Batch, query_ids: Collection[str], target: Batch) -> None:
@@ -242,15 +241,15 @@ class Dispatch:
             running -= left
             await self._give_back(worker, left & self._open.keys(), error)
         finally:
-            for trajectory_id in left & self._parting.keys():
-                parting, query_id = self._parting.pop(trajectory_id)
-                parting.end_untold(query_id, trajectory_id)
+            for ticket in tickets:
+                untold = ticket.trajectory_id
+                if untold in left and (parting := self._parting.pop(untold, None)):
+                    parting.end_untold(ticket.query_id, untold)
 
     def _take(self, event: ro.TrajectoryEvent) -> bool:
         """Whether the event ended a trajectory. Only its first ending counts."""
         if event.state in _ENDED and event.trajectory_id in self._parting:
-            batch, _ = self._parting.pop(event.trajectory_id)
-            batch.end_withdrawn(event)
+            self._parting.pop(event.trajectory_id).end_withdrawn(event)
             return True
         flight = self._open.get(event.trajectory_id)
         if flight is not None:
