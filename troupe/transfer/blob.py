@@ -20,6 +20,7 @@ import torch
 
 from troupe.transfer.checksum import PIECE_BYTES, bytes_checksum, combine, dtype_name, host_bytes
 from troupe.transfer.checksum import dtype_of as dtype_of
+from troupe.transfer.fitting import check_shards
 from troupe.transfer.manifest import Entry, Manifest, Shard, version_in
 
 # The last byte is the format's number: 2 has checksums by pieces.
@@ -43,6 +44,7 @@ def draft(
 ) -> tuple[Manifest, list[memoryview]]:
     """The manifest of `tensors` with empty checksums, as long as it will be with them, and their
     bytes in the manifest's order (by name)."""
+    check_shards(tensors, shards or {})
     entries: list[Entry] = []
     views: list[memoryview] = []
     offset = 0

@@ -11,6 +11,7 @@ import xxhash
 # Bytes that are hashed, sent, verified and sent again as one. Large against the cost of a request,
 # small against a state: what one reader has of it can go on to the next while more comes.
 PIECE_BYTES: Final = 8 << 20
+_ESCAPED: Final = str.maketrans({"\\": "\\\\", "\0": "\\0", "\n": "\\n"})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,7 +36,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.device.type == "cuda":
         staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         tensor = staged.copy_(tensor)
-    flat = tensor.to("cpu").contiguous().reshape(-1)
+    flat = tensor.to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
     # bfloat16 has no numpy dtype: every tensor is seen as plain bytes.
@@ -76,8 +77,9 @@ def combine(parts: Mapping[str, tuple[str, Sequence[int], str]], nesting: str = 
     digest = xxhash.xxh3_128()
     for name in sorted(parts):
         dtype, shape, checksum = parts[name]
-        line = f"{name}\0{dtype}\0{','.join(map(str, shape))}\0{checksum}\n"
-        digest.update(line.encode())
+        # No name may read like other tensors' lines.
+        line = f"{name.translate(_ESCAPED)}\0{dtype}\0{','.join(map(str, shape))}\0{checksum}\n"
+        digest.update(line.encode(errors="surrogatepass"))
     digest.update(nesting.encode())
     return digest.hexdigest()
 

@@ -72,6 +72,11 @@ class Manifest:
         return sum(entry.nbytes for entry in self.entries)
 
     @property
+    def shards(self) -> dict[str, Shard]:
+        """Of the tensors that are parts, by name."""
+        return {entry.name: entry.shard for entry in self.entries if entry.shard}
+
+    @property
     def end(self) -> int:
         """Length of the data section in bytes."""
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)

@@ -15,6 +15,8 @@ import torch
 from troupe.rpc.errors import InvalidArgument
 
 _PLAIN = (bool, int, float, str)
+# Containers inside each other: readers go down as many steps as writers did.
+_DEEPEST = 100
 
 
 def is_flat(tree: Any) -> bool:
@@ -30,10 +32,15 @@ def flatten(tree: Any) -> tuple[dict[str, torch.Tensor], str]:
     "" for a flat mapping, whose names stay as they are. Raises InvalidArgument.
     """
     if is_flat(tree):
+        for name, tensor in tree.items():
+            _check(name, tensor)
         return dict(tree), ""
     tensors: dict[str, torch.Tensor] = {}
-    skeleton = _skeleton(tree, "", tensors)
-    return tensors, json.dumps(skeleton, separators=(",", ":"))
+    skeleton = _skeleton(tree, "", tensors, 0)
+    try:
+        return tensors, json.dumps(skeleton, separators=(",", ":"))
+    except ValueError as error:  # an integer of thousands of digits
+        raise _refused("", f"holds a number that cannot be written: {error}") from None
 
 
 def unflatten(tensors: Mapping[str, torch.Tensor], nesting: str) -> Any:
@@ -46,26 +53,41 @@ def unflatten(tensors: Mapping[str, torch.Tensor], nesting: str) -> Any:
         raise ValueError(f"the tree does not fit its tensors: {error!r}") from error
 
 
-def _skeleton(tree: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _skeleton(tree: Any, path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:
     """Containers as [kind, ...]; a plain value stands for itself."""
     if isinstance(tree, torch.Tensor):
+        _check(path, tree)
         # Two paths may read the same ({"a.b": x, "a": {"b": y}}).
-        name = path if path not in tensors else f"{path}#{len(tensors)}"
+        name, count = path, len(tensors)
+        while name in tensors:
+            name, count = f"{path}#{count}", count + 1
         tensors[name] = tree
         return ["tensor", name]
     if tree is None or type(tree) in _PLAIN:
         return tree
+    if depth == _DEEPEST:
+        raise _refused(path, f"is nested more than {_DEEPEST} deep, or contains itself")
     if isinstance(tree, Mapping):
         items = []
         for key, child in tree.items():
             if type(key) not in (str, int):
                 raise _refused(path, f"has the key {key!r}; keys are str or int")
-            items.append([key, _skeleton(child, _join(path, key), tensors)])
+            items.append([key, _skeleton(child, _join(path, key), tensors, depth + 1)])
         return ["dict", items]
     if type(tree) in (list, tuple):
         kind = "list" if type(tree) is list else "tuple"
-        return [kind, [_skeleton(c, _join(path, i), tensors) for i, c in enumerate(tree)]]
+        under = [_skeleton(c, _join(path, i), tensors, depth + 1) for i, c in enumerate(tree)]
+        return [kind, under]
     raise _refused(path, f"is a {type(tree).__qualname__}")
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidArgument for a tensor that is more than its elements in their order."""
+    kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+    if tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested"
+    if kind != "strided":
+        raise _refused(name, f"is a {kind} tensor")
 
 
 def _grown(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -90,5 +112,6 @@ def _refused(path: str, why: str) -> InvalidArgument:
         kind="transfer_not_a_tree",
         field="state",
         value=path,
-        remedy="Give nested dicts, lists and tuples of tensors, numbers, strings, bools and None.",
+        remedy="Give nested dicts, lists and tuples of dense tensors, numbers, strings, bools and "
+        "None.",
     )

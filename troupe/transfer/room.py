@@ -19,6 +19,7 @@ import xxhash
 
 from troupe.transfer import blob
 from troupe.transfer.checksum import PIECE_BYTES, whole
+from troupe.transfer.errors import InvalidKey
 from troupe.transfer.manifest import Manifest
 from troupe.transfer.spares import Spare, Spares
 
@@ -29,6 +30,7 @@ _PART_GRACE_SECONDS = 600.0
 # Hashed and copied at once: small enough to be in the cache the second time.
 _BLOCK_BYTES: Final = 512 << 10
 _MOST_THREADS: Final = 8
+_TRIES: Final = 100
 _PARALLEL_BYTES: Final = 64 << 20
 
 
@@ -38,23 +40,35 @@ class Room:
     def __init__(self, path: Path, nbytes: int, spares: Spares | None, *, name: str = "") -> None:
         """Room for a file of `nbytes` that will be at `path`: one that was used before, else a new
         and empty one. `name`: of the file until then; one of that name and size that a process
-        left half filled is gone on with (`resumed`). Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        left half filled is gone on with (`resumed`). Raises OSError; InvalidKey where another
+        state is in the way."""
         self.path, self.nbytes, self._spares = path, nbytes, spares
         self.temp = path.parent / (name or f".{path.name}.{secrets.token_hex(8)}.tmp")
         self._data: memoryview | None = None
         self._spare: Spare | None = None
         self._shown = self.resumed = False
-        if name and (left := _left(self.temp, nbytes)) is not None:
-            self.file: BinaryIO = left
-            self.resumed = True
+        self.file: BinaryIO
+        for last in (*[False] * _TRIES, True):
+            try:
+                _make_directory(path)
+                self._open(resume=bool(name))
+                break
+            except (FileNotFoundError, FileExistsError):
+                # Who deleted the last state beside it took the directory, too.
+                if last:
+                    raise
+
+    def _open(self, *, resume: bool) -> None:
+        if resume and (left := _left(self.temp, self.nbytes)) is not None:
+            self.file, self.resumed = left, True
             return
-        self._spare = spares.take(nbytes) if spares else None
+        self._spare = self._spares.take(self.nbytes) if self._spares else None
         if self._spare is not None:
             try:
-                self._data = self._spare.map(nbytes)
+                self._data = self._spare.map(self.nbytes)
                 os.link(self._spare.link, self.temp)
             except BaseException:
+                self._data = None
                 self._spare.close()
                 raise
             self.file = self._spare.file
@@ -156,14 +170,32 @@ def write(
 
 def sweep(directory: Path) -> None:
     """Remove what writers and readers that died half way left in `directory`."""
-    for pattern, seconds in ((".*.tmp", _TEMP_GRACE_SECONDS), (".*.part", _PART_GRACE_SECONDS)):
-        for temp in directory.glob(pattern):
-            with contextlib.suppress(OSError):
-                if time.time() - temp.stat().st_mtime < seconds:
-                    continue
-                with open(temp, "rb") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    temp.unlink()
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    graces = {".tmp": _TEMP_GRACE_SECONDS, ".part": _PART_GRACE_SECONDS}
+    for temp in (directory / name for name in names if name.startswith(".")):
+        if temp.suffix not in graces:
+            continue
+        with contextlib.suppress(OSError):
+            if time.time() - temp.stat().st_mtime < graces[temp.suffix]:
+                continue
+            with open(temp, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                temp.unlink()
+
+
+def _make_directory(path: Path) -> None:
+    """The one that `path` is in."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except (FileExistsError, NotADirectoryError):
+        if not any(parent.is_file() for parent in path.parents):
+            raise
+        raise InvalidKey(str(path), "lies under another state") from None
+    if path.is_dir():
+        raise InvalidKey(str(path), "is where other states lie")
 
 
 def _left(temp: Path, nbytes: int) -> BinaryIO | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,7 +25,9 @@ from troupe.transfer.spares import Spares
 
 log = logging.getLogger(__name__)
 
-_SEGMENT = re.compile(r"^[A-Za-z0-9_@=-][A-Za-z0-9._@=-]*$")
+_SEGMENT = re.compile(r"[A-Za-z0-9_@=-][A-Za-z0-9._@=-]*")
+# A file's name holds 255: the segment, and beside it up to 40 more (`Part`, `sidecar`).
+_MOST_SEGMENT, _MOST_KEY = 200, 1024
 # A key appears at most once per step: looking this often costs nothing and delays nobody.
 _POLL_SECONDS = 0.01
 # Larger states are verified once per host, and the others of the host believe it.
@@ -44,9 +47,13 @@ class Shelf:
 
     def paths(self, key: str) -> list[Path]:
         """Where `key` may be. Raises InvalidKey."""
-        segments = key.split("/")
-        if not all(_SEGMENT.match(segment) for segment in segments):
-            raise InvalidKey(key, "is not a key")
+        segments = key.split("/") if isinstance(key, str) else [""]
+        if not all(_SEGMENT.fullmatch(segment) for segment in segments):
+            raise InvalidKey(str(key), "is not a key")
+        if len(key) > _MOST_KEY or max(map(len, segments)) > _MOST_SEGMENT:
+            raise InvalidKey(
+                key, f"is longer than {_MOST_KEY} characters, or a segment than {_MOST_SEGMENT}"
+            )
         return [root.joinpath(*segments) for root in self.roots]
 
     def path(self, key: str) -> Path:
@@ -97,6 +104,8 @@ class Shelf:
         """Forget `key`; False when there was nothing. Who has it mapped keeps it."""
         existed = False
         for root, path in zip(self.roots, self.paths(key), strict=True):
+            if not path.is_file():
+                continue
             sidecar.clear(path)
             try:
                 path.unlink()
@@ -114,23 +123,27 @@ class Shelf:
 
     def keys(self, prefix: str = "") -> list[str]:
         """All keys that start with `prefix`, sorted."""
-        found = set()
+        found: set[str] = set()
+        # Only the directory that all of them are in, not every job's.
+        *directory, _ = prefix.split("/")
+        if not all(_SEGMENT.fullmatch(segment) for segment in directory):
+            return []  # no key does, and what it names may lie outside
         for root in self.roots:
-            # Only the directory that all of them are in, not every job's.
-            for path in (root / prefix.rpartition("/")[0]).rglob("[!.]*"):
-                key = path.relative_to(root).as_posix()
-                if key.startswith(prefix) and not key.startswith(".") and path.is_file():
-                    found.add(key)
+            # (`rglob` fails when a directory goes meanwhile, with the last state in it.)
+            for place, below, names in os.walk(root.joinpath(*directory)):
+                below[:] = [name for name in below if not name.startswith(".")]
+                keys = (Path(place, n).relative_to(root).as_posix() for n in names if n[0] != ".")
+                found.update(key for key in keys if key.startswith(prefix))
         return sorted(found)
 
     def newest(self, stem: str, at_least: int) -> Manifest:
         """See `Transfer.newest`."""
         prefix = f"{stem}@"
         versions = [k.removeprefix(prefix) for k in self.keys(prefix)]
-        found = max((int(v) for v in versions if v.isdigit()), default=None)
+        found = max((v for v in versions if v.isdigit()), key=int, default=None)
         if found is None:
             raise KeyNotFound(stem, f"no version of it is stored in {self.roots[0]}")
-        if found < at_least:
+        if int(found) < at_least:
             raise VersionWentBackwards(
                 f"{prefix}{found}", f"is the newest version, but {at_least} was there before"
             )
@@ -143,11 +156,13 @@ class Shelf:
         while True:
             for key in self.keys(prefix):
                 if key not in seen:
-                    seen.add(key)
                     try:
                         manifest = self.manifest(key)
-                    except KeyNotFound:
+                    except (KeyNotFound, Corrupt) as error:
+                        # Who asks for it is told; others may still be good.
+                        log.info("%s is not reported: %s", key, error.message)
                         continue
+                    seen.add(key)
                     yield manifest
             if time.monotonic() >= deadline:
                 return
@@ -170,8 +185,7 @@ class Shelf:
 
     def sweep(self, directory: Path) -> None:
         """Remove what was left half way in `directory`, and spares that nobody uses."""
-        if directory.is_dir():
-            room.sweep(directory)
+        room.sweep(directory)
 
     def verify(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -24,7 +25,7 @@ from troupe.transfer.errors import (
     StorageFull,
     TransferTimeout,
 )
-from troupe.transfer.fitting import check_layout
+from troupe.transfer.fitting import check_layout, fill
 from troupe.transfer.manifest import Manifest, Shard
 from troupe.transfer.mappings import Mappings
 from troupe.transfer.nesting import flatten, unflatten
@@ -116,13 +117,13 @@ class Transfer:
                 failure = error.with_traceback(None)  # its frames keep the tensors
                 log.warning("%s: no room for %d bytes in %s", key, draft.num_bytes, root)
                 continue
-            self._own[key] = blob.identity(path)
+            with contextlib.suppress(FileNotFoundError):  # deleted again
+                self._own[key] = blob.identity(path)
             sidecar.clear(path)
             self._note(root, "set", manifest)
             # The newest content must be the only one that readers can find.
-            for other in paths:
-                if other != path:
-                    other.unlink(missing_ok=True)
+            for other in set(paths) - {path}:
+                other.unlink(missing_ok=True)
             return manifest
         raise StorageFull(
             key, f"no room for {draft.num_bytes} bytes in {self.roots[0]}"
@@ -145,6 +146,7 @@ class Transfer:
         Without `into` the tensors lie over shared memory (copy-on-write, no copy made). With
         `into`, a tree of the same form, they are copied into its tensors, whose names, shapes and
         dtypes must be the same, and only after everything has been verified: never half applied.
+        The tree that comes back has these very tensors, and the stored numbers and strings.
 
         `base`: a key of this host that it may resemble; from another host only what differs from
         that comes. `cast`: floating-point tensors are wanted in this dtype, and cast where they
@@ -177,17 +179,13 @@ class Transfer:
         if verify and not own and fetched is None:
             self._shelf.verify(path, manifest, tensors, identity, deadline)
         self._note(path, "get", manifest, own=own, fetched=fetched)
-        if targets is None:
-            try:
-                return unflatten(tensors, manifest.nesting), manifest
-            except ValueError as error:
-                raise Corrupt(key, str(error)) from error
-        with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(tensors[name], non_blocking=True)
-        if any(target.device.type == "cuda" for target in targets.values()):
-            torch.cuda.synchronize()
-        return into, manifest
+        try:
+            tree = unflatten(tensors if targets is None else targets, manifest.nesting)
+        except ValueError as error:
+            raise Corrupt(key, str(error)) from error
+        if targets is not None:
+            fill(targets, tensors)
+        return tree, manifest
 
     def fetch(
         self,
@@ -345,7 +343,9 @@ class Transfer:
                     return there
             tensors, source = self.get(key)
             metadata = {**source.metadata, CAST_OF: source.checksum}
-            return self.set(made, cast(tensors, dtype), metadata=metadata)
+            base = cast_key(source.base, dtype) if source.base else None
+            about: dict[str, Any] = {"metadata": metadata, "base": base, "shards": source.shards}
+            return self.set(made, cast(tensors, dtype), **about)
 
     def _fetch(
         self,

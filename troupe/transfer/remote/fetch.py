@@ -150,6 +150,7 @@ class Fetch:
             return True
         if error.kind == "transfer_lane_unreachable":
             # Near lanes reach another container of this machine only if it shares its namespaces.
+            log.warning("get %s: through TCP from %s (no shared memory)", self._key, source.address)
             self._source = Place(source.address, source.stub, "", False)
             return True
         if source.address != self._owner.address:
@@ -181,6 +182,7 @@ class Fetch:
             return
         source, self._broken = self._source, 0
         if source.near:
+            log.warning("get %s: through TCP from %s: %s", self._key, source.address, error)
             self._source = Place(source.address, source.stub, "", False)
             return
         log.warning("%s: UCX to %s failed: %s", self._key, source.address, error)

@@ -110,7 +110,10 @@ class Peer:
                 if shelf.holds(manifest.key, manifest.checksum):
                     there = shelf.path(manifest.key)
                     return Fetched(there, manifest, Choice("get", "shared_memory", "same_host"))
-                return self._fetch(manifest, answer, shelf, counters, deadline, wanted.base)
+                base = wanted.base
+                if base and wanted.cast:  # of which this host has what was cast
+                    base = cast_key(base, dtype_of(wanted.cast))
+                return self._fetch(manifest, answer, shelf, counters, deadline, base)
         except TimeoutError:
             raise TransferTimeout(key, "another process of this host still fetches it") from None
 
