@@ -43,6 +43,7 @@ _LOCATE_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 1.0
 # An owner that the host should have and has not (yet) is waited for so long.
 _OWNER_SECONDS: Final = 30.0
+_SWEEP_SECONDS: Final = 10.0
 _HINTS: Final = 4096
 
 
@@ -79,6 +80,7 @@ class HostTransfer(Transfer):
     async def start(self) -> None:
         """See that the host has an owner. Raises `TroupeError` when it cannot serve."""
         if self._owner is None:
+            threading.Thread(target=self._sweep_on, name="transfer-sweep", daemon=True).start()
             return
         hasty = self._settings.client(retry=NO_RETRY)
         channel = connect_sync(self._settings.orchestrator_address, hasty)
@@ -96,6 +98,7 @@ class HostTransfer(Transfer):
         if self._owner is not None:
             await asyncio.to_thread(self._owner.close)
         self._exit.close()
+        await asyncio.to_thread(self.close)
 
     @property
     def address(self) -> str:
@@ -204,6 +207,11 @@ class HostTransfer(Transfer):
             self._looked.set()
             if self._stopped.wait(_LOOK_SECONDS):
                 return
+
+    def _sweep_on(self) -> None:
+        """What an owner does, where there is none."""
+        while not self._stopped.wait(_SWEEP_SECONDS):
+            self.sweep()
 
     def _launch(self, port: int) -> OwnerProcess:
         settings = self._settings

@@ -60,6 +60,32 @@ def test_versions_that_went_give_their_files_to_those_that_come(root: Path) -> N
     assert Transfer(root).keys() == [f"{STEM}@4"]  # states stay
 
 
+def test_memory_of_versions_that_went_at_once_is_free_at_once(root: Path) -> None:
+    transfer = Transfer(root)
+    for version in range(6):
+        transfer.set(f"{STEM}@{version}", state(version))
+    for key in [f"{STEM}@{version}" for version in range(6)]:
+        transfer.delete(key)
+    left = [file.stat().st_size for file in (root / ".spare").iterdir()]
+    assert len(left) == 2
+    held, _ = transfer.get(transfer.set(f"{STEM}@7", state(7)).key)
+    transfer.delete(f"{STEM}@7")
+    assert float(held["w"].min()) == 7
+
+
+def test_what_a_dead_writer_left_is_swept_wherever_it_lies(root: Path) -> None:
+    transfer = Transfer(root)
+    transfer.set(f"{STEM}@0", state(0))
+    left, young = (root / f"job/solver/.weights@{n}.0123456789abcdef.tmp" for n in (1, 2))
+    for file in (left, young):
+        file.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    Transfer(root).sweep()
+    assert not left.exists()
+    assert young.exists()  # its writer may be about to lock it
+    assert transfer.keys() == [f"{STEM}@0"]
+
+
 def test_a_file_that_somebody_reads_is_not_filled_again(root: Path) -> None:
     transfer, reader = Transfer(root), Transfer(root)
     transfer.set(f"{STEM}@0", state(0))

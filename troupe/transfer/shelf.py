@@ -119,6 +119,7 @@ class Shelf:
                     parent.rmdir()
                 except OSError:
                     break
+            self.spares[root].trim()
         return existed
 
     def keys(self, prefix: str = "") -> list[str]:
@@ -160,7 +161,7 @@ class Shelf:
                         manifest = self.manifest(key)
                     except (KeyNotFound, Corrupt) as error:
                         # Who asks for it is told; others may still be good.
-                        log.info("%s is not reported: %s", key, error.message)
+                        log.debug("%s is not reported: %s", key, error.message)
                         continue
                     seen.add(key)
                     yield manifest
@@ -183,9 +184,13 @@ class Shelf:
             if 0 <= version_in(other) < version:
                 self.delete(other)
 
-    def sweep(self, directory: Path) -> None:
-        """Remove what was left half way in `directory`, and spares that nobody uses."""
-        room.sweep(directory)
+    def sweep(self) -> None:
+        """Remove what was left half way, and spares that nobody uses."""
+        for root in self.roots:
+            for place, below, _ in os.walk(root):
+                below[:] = [name for name in below if not name.startswith(".")]
+                room.sweep(Path(place))
+            self.spares[root].sweep()
 
     def verify(
         self,

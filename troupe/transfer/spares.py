@@ -100,10 +100,15 @@ class Spares:
         """It is filled and has its key's name: use it again when it has lost that."""
         with self._lock:
             self._kept.append(spare)
+        self.trim()
+        self.sweep()
+
+    def trim(self) -> None:
+        """Keep no more free files than may be of use."""
+        with self._lock:
             for old in self._free()[: -_MOST_FREE or None]:
                 self._kept.remove(old)
                 old.close()
-        self.sweep()
 
     def sweep(self, idle_seconds: float = _IDLE_SECONDS) -> None:
         """Free what nobody has used for so long, whichever process kept it."""

@@ -248,10 +248,10 @@ class Transfer:
         return self._shelf.watch(prefix, timeout, known)
 
     def sweep(self) -> None:
-        """Give back memory that was kept for states to come and that nobody came to use."""
+        """Give back memory that was kept for states to come and that nobody came to use, and what
+        died half way left."""
         self._mappings.sweep()
-        for spares in self._shelf.spares.values():
-            spares.sweep()
+        self._shelf.sweep()
 
     def close(self) -> None:
         """Give back the memory that was kept for states to come. States stay where they are."""
@@ -260,7 +260,7 @@ class Transfer:
             spares.close()
 
     def _write(self, root: Path, path: Path, draft: Manifest, views: list[memoryview]) -> Manifest:
-        self._shelf.sweep(path.parent)
+        room.sweep(path.parent)
         spares = self._shelf.spares[root] if in_memory(root) else None
         try:
             return room.write(path, draft, views, spares)
