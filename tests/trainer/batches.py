@@ -115,23 +115,29 @@ def full_batch_gradient(
         advantage = textbook_advantage(row, rows, algorithm)
         logp, entropy = response_logprobs(model, row)
         drawn = torch.from_numpy(row.behaviour.copy()).double()
-        ratio = torch.exp(logp - drawn)
-        whole = ratio.detach().prod().expand_as(ratio)
-        seen = whole if spec.correction == "sequence_masked" else ratio.detach()
+        recomputed = algorithm.old_logprobs == "recomputed"
+        # What the loss's ratio is against; in a step's first update pi_old is pi.
+        anchor = logp.detach() if recomputed else drawn
+        ratio = torch.exp(logp - anchor)
+        seen = torch.exp(logp - drawn).detach()
+        if spec.correction == "sequence_masked":
+            seen = seen.prod().expand_as(seen)
         if algorithm.loss == "gspo":
             s = (ratio.prod() ** (1 / len(logp))).expand_as(ratio)
             loss = -torch.minimum(s * advantage, s.clamp(low, high) * advantage)
         elif algorithm.loss == "cispo":
             loss = -ratio.detach().clamp(max=high) * advantage * logp
         elif algorithm.loss == "dppo_mask":
-            moved = (logp.exp() - drawn.exp()).detach() * (1 if advantage > 0 else -1)
+            moved = (logp.exp() - anchor.exp()).detach() * (1 if advantage > 0 else -1)
             far = algorithm.clip_high if advantage > 0 else algorithm.clip_low
             weight = ratio.detach().clamp(max=20)
             loss = torch.where(moved > far, 0.0, -weight * advantage * logp)
-        elif spec.correction == "none":
+        elif spec.correction == "none" or recomputed:
             loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
         else:
             loss = -seen.clamp(max=cap) * advantage * logp
+        if recomputed and spec.correction != "none":
+            loss = seen.clamp(max=cap) * loss
         if algorithm.kl_coefficient:
             with torch.no_grad():
                 first = response_logprobs(reference, row)[0]

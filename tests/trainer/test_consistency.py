@@ -7,8 +7,10 @@ take turns, through the real `Learner`, against autograd on the mean loss of the
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, event, example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from services.trainer.learner import Learner
 from services.trainer.peers import Stopped
@@ -41,7 +44,8 @@ GPT = {
 
 def _allowed(algorithm: dict[str, Any]) -> dict[str, Any]:
     """The nearest that a specification may say."""
-    if algorithm["loss"] != "ppo_clip" and algorithm["correction"] == "truncated":
+    behaviour = algorithm["old_logprobs"] == "behaviour"
+    if algorithm["loss"] != "ppo_clip" and algorithm["correction"] == "truncated" and behaviour:
         algorithm["correction"] = "none"
     if algorithm["advantage"] != "reinforce_plus_plus":
         algorithm["normalize_per_agent"] = True
@@ -59,6 +63,7 @@ algorithms = st.fixed_dictionaries(
         "kl_coefficient": st.sampled_from([0.0, 0.1]),
         "entropy_coefficient": st.sampled_from([0.0, 0.01]),
         "correction": st.sampled_from(["none", "truncated", "masked", "sequence_masked"]),
+        "old_logprobs": st.sampled_from(["behaviour", "recomputed"]),
         "scale_by_std": st.booleans(),
         # Narrow ranges: clips, caps and masks that touch some tokens and not others.
         "clip_low": st.sampled_from([0.01, 0.2]),
@@ -271,3 +276,90 @@ def test_every_advantage_with_every_loss(
     algorithm = {"advantage": advantage, "loss": loss, "clip_low": 0.01, "clip_high": 0.01}
     layout = {"share_prefixes": True, "skip_zero_advantages": True, "forward_tokens": 64}
     _check(tokenizer, seed, Shape(), algorithm, layout, torch.float64, 1e-11, model=model)
+
+
+LOSSES = ["ppo_clip", "gspo", "cispo", "dppo_mask"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_everything_that_a_job_may_declare_is_the_textbooks(
+    tokenizer: Path, advantage: str, loss: str
+) -> None:
+    """Every aggregation, correction and anchor of the ratio with every advantage and loss, or it is
+    refused before anything runs."""
+    model = {**GPT, "tokenizer": str(tokenizer)}
+    layout = {"share_prefixes": True, "skip_zero_advantages": True, "forward_tokens": 64}
+    ran = 0
+    for normalize, correction, old in _choices():
+        algorithm = {
+            "advantage": advantage,
+            "loss": loss,
+            "normalize": normalize,
+            "correction": correction,
+            "old_logprobs": old,
+            "correction_cap": 1.2,
+            "clip_low": 0.05,
+            "clip_high": 0.1,
+            "constant_tokens": 7 * (normalize == "constant"),
+        }
+        if correction == "truncated" and loss != "ppo_clip" and old == "behaviour":
+            with pytest.raises(ValidationError, match="would do it again"):
+                make_spec(tokenizer, algorithm=algorithm)
+            continue
+        _check(tokenizer, 11, Shape(), algorithm, layout, torch.float64, 1e-11, model=model)
+        ran += 1
+    assert ran == (24 if loss == "ppo_clip" else 21)
+
+
+def _choices() -> Iterator[tuple[str, str, str]]:
+    corrections = ["none", "truncated", "masked", "sequence_masked"]
+    yield from itertools.product(
+        ["token", "sequence", "constant"], corrections, ["behaviour", "recomputed"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_critic_with_everything_that_a_job_may_declare(tokenizer: Path, loss: str) -> None:
+    """In micro-batches it is what it is at once; `async` refuses what has no correction."""
+    for normalize, correction, old in _choices():
+        algorithm = {
+            "advantage": "gae",
+            "loss": loss,
+            "normalize": normalize,
+            "correction": correction,
+            "old_logprobs": old,
+            "correction_cap": 1.2,
+            "critic": {"gamma": 0.95, "optimizer": {"max_grad_norm": 1e9}},
+        }
+        asynchronous = {"mode": "async", "steps": 10, "queries_per_step": 4}
+        if correction == "truncated" and loss != "ppo_clip" and old == "behaviour":
+            with pytest.raises(ValidationError, match="would do it again"):
+                make_spec(tokenizer, algorithm=algorithm)
+            continue
+        if correction == "none":
+            with pytest.raises(ValidationError, match="needs a correction"):
+                make_spec(tokenizer, algorithm=algorithm, pipeline=asynchronous)
+        else:
+            make_spec(tokenizer, algorithm=algorithm, pipeline=asynchronous)
+        spec = make_spec(
+            tokenizer,
+            model={**GPT, "tokenizer": str(tokenizer)},
+            algorithm=algorithm,
+            optimizer={"max_grad_norm": 1e9},
+            pipeline={"mode": "sync", "steps": 10, "queries_per_step": 4},
+        )
+        model = load_model("solver", spec.policies["solver"], 3).double()
+        rows = random_rows(copy.deepcopy(model), 5, Shape())
+        some, whole = (Learner(copy.deepcopy(model), spec, "solver") for _ in range(2))
+        for part in _micro_batches(rows, random.Random(1)):
+            some.accumulate(part)
+        whole.accumulate(rows)
+        told = [learner.apply(0) for learner in (some, whole)]
+        assert all(applied.applied for applied in told), told[0].reason
+        found, wanted = (learner.weights() for learner in (some, whole))
+        assert relative_error(found, wanted) < 1e-6
+        for name in ("k3_kl", "effective_sample_size", "loss/value", "masked_fraction"):
+            assert told[0].metrics[name] == pytest.approx(told[1].metrics[name], rel=1e-6, abs=1e-9)
