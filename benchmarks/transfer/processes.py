@@ -11,9 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ CHUNK = PIECE_BYTES
 TAG = 1
 IDLE = 60.0
 RAW_BYTES = 1 << 30
+# Chunks that bare UCX has on their way at once.
+RAW_WINDOW = 32
 # Of copies of the state that the reader of a mapping may make: it makes none.
 # (Pages of the file that nobody else has mapped just now count as private, too, but not as these.)
 _PRIVATE = re.compile(r"^(Anonymous):\s+(\d+) kB", re.M)
@@ -151,8 +153,7 @@ def send_raw(root: str, num_bytes: str, address: str, near: str) -> None:
         sender.connect(bytes.fromhex(address))
         print("ready", flush=True)
         for _ in sys.stdin:
-            sent = [sender.send(part, TAG + n) for n, part in enumerate(_parts(memory, num_bytes))]
-            sender.wait(partial(_all_done, sent), idle=IDLE)
+            _drive(sender, sender.send, _parts(memory, num_bytes))
 
 
 def receive_raw(root: str, num_bytes: str, near: str) -> None:
@@ -162,11 +163,9 @@ def receive_raw(root: str, num_bytes: str, near: str) -> None:
     with lane.Lane(near=near == "1") as receiver:
         print(receiver.address.hex(), flush=True)
         for _ in sys.stdin:
+            parts = _parts(memory, num_bytes)
             begin = time.perf_counter()
-            parts = enumerate(_parts(memory, num_bytes))
-            got = [receiver.receive(part, TAG + n) for n, part in parts]
-            print("waits", flush=True)
-            receiver.wait(partial(_all_done, got), idle=IDLE)
+            _drive(receiver, receiver.receive, parts, lambda: print("waits", flush=True))
             print(time.perf_counter() - begin, flush=True)
 
 
@@ -186,8 +185,25 @@ def _parts(memory: memoryview, num_bytes: str) -> list[memoryview]:
     return [memory[start : start + CHUNK] for start in starts]
 
 
-def _all_done(requests: list[Any]) -> bool:
-    return all(request.completed for request in requests)
+def _drive(
+    worker: lane.Lane,
+    post: Callable[[memoryview, int], Any],
+    parts: list[memoryview],
+    posted: Callable[[], None] = lambda: None,
+) -> None:
+    """`post` all `parts`, `RAW_WINDOW` at once; `posted` is called when the first of them are.
+
+    Nothing but that is done: with all of a large state posted at once it takes as long.
+    """
+    flying: deque[Any] = deque()
+    for number, part in enumerate(parts):
+        flying.append(post(part, TAG + number))
+        if number + 1 == min(RAW_WINDOW, len(parts)):
+            posted()
+        while len(flying) == RAW_WINDOW or (flying and number + 1 == len(parts)):
+            worker.wait(lambda: bool(flying[0].completed), idle=IDLE)
+            while flying and flying[0].completed:
+                flying.popleft()
 
 
 @contextmanager

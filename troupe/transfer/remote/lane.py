@@ -98,7 +98,7 @@ class Lane:
     ) -> None:
         self.close()
 
-    @property
+    @functools.cached_property
     def address(self) -> bytes:
         """What the other side's `connect` wants."""
         return bytes(memoryview(self._ucx.UCXAddress.create_from_worker(self._worker)))
@@ -126,23 +126,34 @@ class Lane:
         self._flying.append(request)
         return request
 
-    def wait(self, done: Callable[[], bool], *, idle: float) -> None:
-        """Make progress until `done()`, which is asked after every bit of it.
+    def wait(
+        self,
+        done: Callable[[], bool],
+        *,
+        idle: float,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Make progress until `done()`, which is asked after every bit of it and so shall be cheap.
 
-        Raises `LaneBroken` when a request failed or nothing at all happened for `idle` seconds,
-        and whatever `done` raises.
+        `meanwhile()` is called whenever there is nothing to do. Raises `LaneBroken` when a request
+        failed or nothing at all happened for `idle` seconds, and whatever `done` and `meanwhile`
+        raise.
         """
-        last = time.monotonic()
+        last, moved = time.monotonic(), False
+        # One bit at a time (512 KiB nearby, a segment of TCP): what has come is verified while
+        # the next comes. There are thousands of them, so nothing else is done for each.
         while not done():
-            moved = False
-            while self._worker.progress_once():
+            if self._worker.progress_once():
                 moved = True
+                continue
             self._settle()
+            meanwhile()
             if moved:
-                last = time.monotonic()
+                last, moved = time.monotonic(), False
             elif time.monotonic() - last > idle:
                 raise LaneBroken(f"nothing arrived for {idle:g} s")
-            elif self._worker.arm():
+            # (Armed only when nothing has come since.)
+            if self._worker.arm():
                 self._events.poll(_NAP_MS)
         # Some are done before they are waited for.
         self._settle()

@@ -38,6 +38,9 @@ _DESCRIBE_SECONDS: Final = 20.0
 # A reader that was named as source has so long to say that it lives.
 _ALIVE_SECONDS: Final = 5.0
 _NAP_SECONDS: Final = 0.02
+# Of an owner there are never so many at once, each with a thread that verifies. Were there fewer
+# threads, two hosts could wait for each other's chunks for ever.
+_MOST_FETCHES: Final = 64
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Peer:
         self._arrivals = arrivals or Arrivals()
         self._own_lanes = lanes is None
         self._lanes = lanes or Lanes()
-        self._checker = ThreadPoolExecutor(1, thread_name_prefix="transfer-check")
+        self._checker = ThreadPoolExecutor(_MOST_FETCHES, thread_name_prefix="transfer-check")
         self._lock = threading.Lock()
         self._shelves: dict[tuple[Path, ...], Shelf] = {}
         self._channels: dict[str, grpc.Channel] = {}

@@ -6,8 +6,9 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, Final
 
 from troupe.rpc.errors import TroupeError, Unavailable
@@ -112,7 +113,7 @@ def _receive(
     """Without `checker` this thread verifies, as soon as more is asked for: what comes meanwhile
     waits in the kernel."""
     flying: deque[tuple[int, Any]] = deque()
-    checking: deque[tuple[int, Future[str]]] = deque()
+    checks = _Checks(part, checker)
     asked = 0
 
     def ask() -> None:
@@ -122,36 +123,68 @@ def _receive(
             flying.append((due[asked], lane.receive(target, first_tag + asked)))
             asked += 1
 
-    def checked() -> None:
-        while checking and checking[0][1].done():
-            index, found = checking.popleft()
-            arrived(index, found.result())
-
     def done() -> bool:
-        checked()
-        if flying and flying[0][1].completed:
-            return True
+        return bool(flying[0][1].completed)
+
+    def lives() -> None:
         # An owner that died ends the stream, whatever UCX has noticed.
-        if said.failure is not None:
+        if said.failure is not None and not done():
             raise said.failure
-        return not flying and not checking
 
     try:
         while asked < len(due) or flying:
             ask()
-            lane.wait(done, idle=_IDLE_SECONDS)
+            lane.wait(done, idle=_IDLE_SECONDS, meanwhile=lives)
             while flying and flying[0][1].completed:
                 index, _ = flying.popleft()
-                if checker is not None:
-                    checking.append((index, checker.submit(part.chunks[index].damaged, part.data)))
-                    continue
                 ask()
-                arrived(index, part.chunks[index].damaged(part.data))
+                checks.begin(index)
+            for index, damaged in checks.over():
+                arrived(index, damaged)
     finally:
         # Also what came before it broke; nobody hashes memory that is about to be given back.
-        while checking:
-            index, found = checking.popleft()
-            arrived(index, found.result())
+        checks.end()
+        for index, damaged in checks.over():
+            arrived(index, damaged)
+
+
+class _Checks:
+    """Verifies chunks of a part: in a thread of `pool`, without one in the caller's.
+
+    One task of the pool for all of them: one for each would cost the receiving thread as much as
+    a fifth of the hashing does.
+    """
+
+    def __init__(self, part: Part, pool: ThreadPoolExecutor | None) -> None:
+        self._part = part
+        self._due: SimpleQueue[int | None] = SimpleQueue()
+        self._over: deque[tuple[int, str]] = deque()
+        self._task = None if pool is None else pool.submit(self._all)
+
+    def begin(self, index: int) -> None:
+        """The chunk has come."""
+        if self._task is None:
+            self._check(index)
+        else:
+            self._due.put(index)
+
+    def over(self) -> Iterator[tuple[int, str]]:
+        """Chunks that were verified since it was last asked, with what is damaged of them."""
+        while self._over:
+            yield self._over.popleft()
+
+    def end(self) -> None:
+        """Wait until all that have come are verified."""
+        if self._task is not None:
+            self._due.put(None)
+            self._task.result()
+
+    def _all(self) -> None:
+        while (index := self._due.get()) is not None:
+            self._check(index)
+
+    def _check(self, index: int) -> None:
+        self._over.append((index, self._part.chunks[index].damaged(self._part.data)))
 
 
 class _Said:

@@ -168,18 +168,20 @@ class Servicer(rpc.TransferOwnerServicer):
         part = None if request.cast else self._arrivals.find(request.key, request.checksum)
         if part is not None:
             return part.manifest
-        source = self._transfer.manifest(request.key)
-        if request.checksum and source.checksum != request.checksum:
+        opened = self._transfer.opened(request.key)
+        if request.checksum and opened[0].checksum != request.checksum:
+            opened[2].close()
             raise NotFound(
-                f"holds {source.checksum}",
+                f"holds {opened[0].checksum}",
                 kind="transfer_other_content",
                 field="checksum",
                 value=request.checksum,
             )
-        key = request.key
         if request.cast:
+            opened[2].close()
             key = self._transfer.cast(request.key, check_cast(request.cast)).key
-        manifest, lease = self._mappings.lease(self._transfer.opened(key))
+            opened = self._transfer.opened(key)
+        manifest, lease = self._mappings.lease(opened)
         self._held.told(manifest, lease)
         return manifest
 
@@ -277,21 +279,24 @@ def _send(
 ) -> None:
     flying: deque[Any] = deque()
 
-    def room(most: int) -> Callable[[], bool]:
-        def there_is() -> bool:
-            if not alive():
-                raise ucx.LaneBroken("the reader went away")
+    def done() -> bool:
+        return bool(flying[0].completed)
+
+    def lives() -> None:
+        if not alive():
+            raise ucx.LaneBroken("the reader went away")
+
+    def until(most: int) -> None:
+        while len(flying) > most:
+            lane.wait(done, idle=_IDLE_SECONDS, meanwhile=lives)
             while flying and flying[0].completed:
                 flying.popleft()
-            return len(flying) <= most
-
-        return there_is
 
     for place, index in enumerate(request.chunks):
         data = source.wait(index, alive)
         flying.append(lane.send(data, request.lane.first_tag + place))
-        lane.wait(room(WINDOW - 1), idle=_IDLE_SECONDS)
-    lane.wait(room(0), idle=_IDLE_SECONDS)
+        until(WINDOW - 1)
+    until(0)
 
 
 def _check(request: pb.ReadStateRequest, num_chunks: int) -> None:
