@@ -18,6 +18,8 @@ from troupe.algorithms import selective_log_softmax
 from troupe.algorithms.linear_loss import Head, LossOf, Scores, linear_loss, linear_scores
 from troupe.rpc import FailedPrecondition
 
+# Of log-probs in single precision.
+_PROBE_TOLERANCE = 1e-3
 _PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError)
 
 
@@ -175,7 +177,7 @@ def costs_of(model: Any) -> Costs:
     return Costs(token=2.0 * max(body, 1), pair=3 * 4.0 * width * config.num_hidden_layers)
 
 
-def abilities_of(model: Any, tolerance: float = 1e-3) -> Abilities:
+def abilities_of(model: Any) -> Abilities:
     """What `model` can do, from forward passes over a few short rows."""
     rows = _probe_rows(int(model.get_input_embeddings().weight.shape[0]))
     training = [module for module in model.modules() if module.training]
@@ -184,14 +186,14 @@ def abilities_of(model: Any, tolerance: float = 1e-3) -> Abilities:
     try:
         with torch.no_grad():
             plain = _scored(model, rows, packed=False)
-            packs = _may_pack(model) and _packs(model, rows, plain, tolerance)
+            packs = _may_pack(model) and _packs(model, rows, plain)
             return Abilities(packs=packs, linear_head=_has_linear_head(model, rows))
     finally:
         for module in training:
             module.training = True
 
 
-def _packs(model: Any, rows: list[Row], plain: torch.Tensor, tolerance: float) -> bool:
+def _packs(model: Any, rows: list[Row], plain: torch.Tensor) -> bool:
     """Whether packed rows, with shared prefixes or without, get the log-probs of padded ones.
 
     Recurrent layers and attention of another kind do not pass.
@@ -207,6 +209,9 @@ def _packs(model: Any, rows: list[Row], plain: torch.Tensor, tolerance: float) -
         return False
     finally:
         model.config._attn_implementation = before
+    # What rounding alone may come to: the base under an adapter may be in half precision.
+    precision = torch.finfo(model.get_input_embeddings().weight.dtype).eps
+    tolerance = max(_PROBE_TOLERANCE, 4 * precision * float(plain.abs().max()))
     return all(bool((scores - plain).abs().max() <= tolerance) for scores in found)
 
 
