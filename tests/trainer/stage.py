@@ -19,7 +19,7 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import experience_store_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
-PROMPTS = {"q0": (5, 6, 7, 8), "q1": (9, 10, 11)}
+PROMPTS = {"q0": (5, 6, 7, 8), "q1": (9, 10, 11), "q2": (12, 13)}
 
 
 class Trainer:

@@ -24,11 +24,12 @@ from services.trainer.policy_model import load_model
 from services.trainer.rows import Row
 from services.trainer.settings import TrainerSettings
 from services.trainer.state import Frontier, StateStore, TrainingState
-from tests.support.training import make_spec
+from tests.support.training import make_rollout, make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
 from tests.trainer.test_learner import make_rows
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss, FailedPrecondition
+from troupe.v1 import experience_store_pb2 as store_pb
 
 # Each row a pass of its own: what differs is only who computes it and in which order sums are made.
 PLAIN = {"forward_tokens": 1, "share_prefixes": False}
@@ -149,6 +150,23 @@ def test_packed_rows_of_a_gang_give_what_single_rows_give(
             assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-5), name
     assert theirs.metrics["kl"] > 0
     assert_close(gang, one, 1e-6)
+
+
+def test_who_leads_a_gang_reads_samples_without_the_model(
+    tokenizer: Path, gangs: Gangs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, it may not fit: and it would be made anew for every claim."""
+    config = tiny_config(max_position_embeddings=6)
+    spec = gang_spec(tokenizer, model={"config": config, "tokenizer": str(tokenizer)})
+    gang = together(gangs, spec)
+    monkeypatch.setattr("services.trainer.gang.learner.load_model", None)
+    fits, longer = (
+        store_pb.ClaimedSample(sample=make_rollout("q", "t", response=[8] * length, reward=1.0))
+        for length in (3, 4)
+    )
+    assert [row.size for row in gang.read([fits], lambda _: np.empty(0))] == [6]
+    with pytest.raises(FailedPrecondition, match="positions for 6"):
+        gang.read([longer], lambda _: np.empty(0))
 
 
 def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: Gangs) -> None:

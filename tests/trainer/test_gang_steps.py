@@ -148,6 +148,42 @@ async def test_a_rank_that_dies_is_a_step_that_begins_again(stage: TrainingStage
     assert await violations(stage) == []
 
 
+async def test_a_step_moves_from_a_gang_to_one_device_and_back(stage: TrainingStage) -> None:
+    """Suspended twice in the middle of one step, each time resumed by another number of ranks."""
+    # A step far above what Adam makes of rounding.
+    optimizer = {"lr": 1e-3, "eps": 1e-3}
+    two, one = (gang_spec(stage.tokenizer, size, optimizer=optimizer) for size in (2, 1))
+    queries = ("q0", "q1", "q2")
+    model = stage.first_model(two)
+    job, alone = await stage.sibling()
+    await alone.bind(one)
+    await job.open(queries=queries)
+    for query in queries:
+        await job.play(model, queries=[query])
+    expected = copied(job, (await alone.run(0, 0)).weights)
+    gang, single = await stage.trainer(gang_ranks=2), await stage.trainer(worker_id="single")
+    await gang.bind(two)
+    await stage.open(queries=queries)
+    moves = ((gang, single, one), (single, gang, two))
+    for number, (here, there, spec) in enumerate(moves, 1):
+        await stage.play(model, queries=[queries[number - 1]])
+        running = asyncio.create_task(here.run(0, 0))
+        await here.trained(4 * number)
+        state = await here.suspend()
+        with pytest.raises(Aborted) as stopped:
+            await running
+        assert stopped.value.kind == "step_suspended"
+        assert (state.samples, state.step) == (4 * number, 0)
+        await there.resume(spec, state)
+    await stage.play(model, queries=queries[2:])
+    commit = await gang.run(0, 0)
+    assert (commit.num_samples, commit.metrics["samples"]) == (12, 12)
+    assert_close(copied(stage, commit.weights), expected)
+    _, second = await step(stage, gang, 1, two)
+    assert_close(second, (await step(job, alone, 1, one))[1])
+    assert await violations(stage) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 async def test_no_rank_outlives_its_lead(
     stage: TrainingStage, store_address: str, number: signal.Signals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from services.trainer.gang.gangs import Gangs
 from services.trainer.learner import Applied
 from services.trainer.named import Tensors
 from services.trainer.optimizer import Moments
-from services.trainer.policy_model import load_model, positions_of
+from services.trainer.policy_model import load_model, outline, positions_of
 from services.trainer.rows import Load, Row, columns_of, parse_rows
 from troupe.job import JobSpec
 from troupe.rpc import DataLoss
@@ -51,6 +52,11 @@ class GangLearner:
         """The Hugging Face model, whole and with its first weights; made for who asks."""
         return load_model(self._policy, self._job.policies[self._policy], self._job.seed)
 
+    @functools.cached_property
+    def _longest(self) -> int:
+        """Positions of the model, which is too large to be made for every claim."""
+        return positions_of(outline(self._policy, self._job.policies[self._policy]))
+
     @property
     def needs_reference(self) -> bool:
         """Whether the loss contains a divergence from the first version."""
@@ -69,8 +75,8 @@ class GangLearner:
 
     def read(self, claimed: Iterable[store_pb.ClaimedSample], load: Load) -> list[Row]:
         """What `accumulate` takes of a claim. Raises as `parse_rows`."""
-        columns, longest = columns_of(self._job.algorithm), positions_of(self.model)
-        return parse_rows(claimed, self.vocabulary, load, columns, longest=longest)
+        columns = columns_of(self._job.algorithm)
+        return parse_rows(claimed, self.vocabulary, load, columns, longest=self._longest)
 
     def accumulate(self, rows: Sequence[Row], stop: threading.Event | None = None) -> None:
         """Add the gradient of these rows' summed loss. Raises `Stopped` between passes."""
