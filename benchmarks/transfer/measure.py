@@ -82,9 +82,9 @@ class Row:
 
 def measure(num_bytes: int, rounds: int, directory: Path) -> Row:
     """Everything for one size; files lie under `directory`. `rounds`: of what is a ratio of turns;
-    what is the best of its rounds takes half as many."""
+    what is the best of its rounds takes a third as many, at most 5."""
     tensors = state(num_bytes)
-    pair_rounds, rounds = rounds, (rounds + 1) // 2
+    pair_rounds, rounds = rounds, min((rounds + 1) // 3, 5)
     memcpy = _memcpy(tensors, rounds)
     checksum = _best(rounds, partial(checksum_of, tensors))
     has_ucx, usual = not lane.missing(), num_bytes <= TCP_BYTES
