@@ -25,10 +25,10 @@ CHANNEL_PATTERN: Final = f"{PREFIX}:*:changes"
 # Keys of one step under its policy, besides `rows:<trajectory>` and
 # `staged:<trajectory>:<attempt>`.
 STEP_KEYS: Final = (
-    "step",  # hash: group_size, expected, counts per state, flags
+    "step",  # hash: group_size, expected, counts per state, flags, `layout` of what is counted
     "ended",  # hash: trajectory -> how, query, why; its rows are in this table
     "queries",  # hash: query -> trajectories ended
-    "book",  # hash: sample -> record (records.py)
+    "book",  # hash: sample -> record (records.py); of a committed step see `Record.settled`
     "members",  # sorted set: query, group, sample; in this order
     "ready",  # sorted set of claimable samples, in sample order
     "claims",  # hash: claim -> its samples, or why it is lost

@@ -177,7 +177,7 @@ class Log:
         """The book of a policy's step. A commit while it is read makes it be read again."""
         while True:
             before = await self._database.execute("HGET", keys.commits, step)
-            samples = await self._book(keys, step)
+            samples = await self._book(keys, step, before is not None)
             after, dropped = await self._database.execute_each(
                 [("HGET", keys.commits, step), ("HGETALL", keys.step(step, "dropped"))]
             )
@@ -190,7 +190,9 @@ class Log:
             logged.drop_reasons[reason.decode()] = int(number)
         return logged
 
-    async def _book(self, keys: PolicyKeys, step: int) -> dict[str, store_pb.LoggedSample]:
+    async def _book(
+        self, keys: PolicyKeys, step: int, committed: bool
+    ) -> dict[str, store_pb.LoggedSample]:
         found: dict[str, store_pb.LoggedSample] = {}
         cursor = 0
         while True:
@@ -198,7 +200,7 @@ class Log:
                 "HSCAN", keys.step(step, "book"), cursor, "COUNT", _PAGE
             )
             for name, text in page.items():
-                record = Record.parse(text.decode())
+                record = Record.parse(text.decode()).settled(committed)
                 sample = name.decode()
                 found[sample] = store_pb.LoggedSample(
                     sample_id=sample,

@@ -34,6 +34,8 @@ STATE_OF: Final[dict[str, pb.SampleState.ValueType]] = {
 }
 LETTER_OF: Final[dict[int, str]] = {state: letter for letter, state in STATE_OF.items()}
 _PENDING: Final = LETTER_OF[pb.SAMPLE_STATE_PENDING]
+_CLAIMED: Final = LETTER_OF[pb.SAMPLE_STATE_CLAIMED]
+_TRAINED: Final = LETTER_OF[pb.SAMPLE_STATE_TRAINED]
 # Bytes of a hash that make `Record.spread`, four of its characters each three.
 _SPREAD_BYTES: Final = 12
 
@@ -133,6 +135,14 @@ class Record(NamedTuple):
     def parse(text: str) -> Record:
         """The record that `format` wrote."""
         return Record(*text.split("\t"))
+
+    def settled(self, committed: bool) -> Record:
+        """What it says, its step being committed or not: a commit leaves records as they are where
+        nobody uses a sample again, and what it found CLAIMED is TRAINED (lua/commit.lua).
+        """
+        if not committed or self.state != _CLAIMED:
+            return self
+        return self._replace(state=_TRAINED, uses=str(int(self.uses) + 1))
 
     def apply_to(self, sample: store_pb.Sample) -> None:
         """Set on `sample` what moves after the append: its state, reward, uses and group."""

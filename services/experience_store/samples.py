@@ -271,9 +271,12 @@ class Samples:
         if not members:
             return []
         ids = [member.rpartition("\t")[2] for member in members]
-        records = await self._database.execute("HMGET", keys.step(step, "book"), *ids)
+        # In this order: a commit in between must not be taken for what the records say already.
+        committed, records = await self._database.execute_each(
+            [("HEXISTS", keys.commits, step), ("HMGET", keys.step(step, "book"), *ids)]
+        )
         return [
-            (member, sample, Record.parse(text.decode()))
+            (member, sample, Record.parse(text.decode()).settled(bool(committed)))
             for member, sample, text in zip(members, ids, records, strict=True)
             if text is not None
         ]

@@ -176,7 +176,7 @@ class Spoil:
 
     async def unfinished(self) -> None:
         name, record = await self.record(3)
-        await self.write(3, name, record._replace(state="C"))
+        await self.write(3, name, record._replace(state="R"))
 
     async def trained_without_commit(self) -> None:
         name, record = await self.record(4)
@@ -213,7 +213,7 @@ SPOILT: dict[str, Sequence[str]] = {
     ],
     "ended_twice": ["trajectory q0-s4-t0 ended in step 3 and in step 4"],
     "no_reason": ["is dropped without a reason"],
-    "unfinished": ["is CLAIMED, but the step is over", "counts 4 samples, not 3"],
+    "unfinished": ["is READY, but the step is over", "counts 4 samples, not 3"],
     "trained_without_commit": ["is trained, but the step is not committed"],
     "other_row": ["rows of nobody, which has not ended there"],
     "lost_log": ["steps 1 to 1 are in no log"],

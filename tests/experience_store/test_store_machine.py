@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 )
 
 from services.experience_store.database import Database
+from services.experience_store.keys import PolicyKeys
 from services.experience_store.records import STATE_OF, Record
 from services.experience_store.store import Store
 from tests.experience_store.test_store_high_water import counted, held
@@ -339,9 +340,19 @@ class Life(RuleBasedStateMachine):
     def every_move_is_in_the_table(self) -> None:
         if not hasattr(self, "stage"):
             return
-        key = f"troupe:{{{self.stage.job}/{POLICY}}}:{self.stage.step}:book"
-        stored = self.do(self.database.execute("HGETALL", key))
-        now = {n.decode(): Record.parse(r.decode()).state for n, r in stored.items()}
+        keys = PolicyKeys(self.stage.job, POLICY)
+        committed, stored = self.do(
+            self.database.execute_each(
+                [
+                    ("HEXISTS", keys.commits, self.stage.step),
+                    ("HGETALL", keys.step(self.stage.step, "book")),
+                ]
+            )
+        )
+        now = {
+            name.decode(): Record.parse(text.decode()).settled(bool(committed)).state
+            for name, text in stored.items()
+        }
         for name, letter in now.items():
             before = self.seen.get(name, "P")
             # `train` is many calls, an undisturbed life in one go.

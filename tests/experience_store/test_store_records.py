@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.store.workload import GROUP_SIZE, Shape, make_row
 from services.experience_store.keys import PolicyKeys
+from services.experience_store.log import Log
 from services.experience_store.records import Record, Row
 from services.experience_store.store import Store
-from tests.support.experience import Stage, ids_of, make_stage
-from troupe.rpc import new_id
+from tests.support.experience import Stage, ids_of, make_sample, make_stage
+from troupe.rpc import FailedPrecondition, new_id
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import experience_store_pb2 as store_pb
+
+TRAINED, CLAIMED = pb.SAMPLE_STATE_TRAINED, pb.SAMPLE_STATE_CLAIMED
 
 
 def lua_hash(text: bytes) -> int:
@@ -45,6 +52,64 @@ async def test_records_of_the_release_before_are_read(store: Store) -> None:
     again = await stage.claim()
     used = {item.sample.group_id for item in again.samples if item.sample.uses}
     assert used == {"q0/solver@0", "q1/solver@0"}
+
+
+async def test_a_commit_makes_samples_trained_without_writing_their_records(store: Store) -> None:
+    stage = await make_stage(store, new_id("job"), policies=("solver",))
+    await stage.append_all()
+    await stage.claim(claim="first")
+    before = await book_of(stage)
+    await stage.commit(["first"])
+    assert await book_of(stage) == before
+    assert await stage.counts() == {"trained": 4}
+    assert set((await store.high_water.of_job(stage.job)).values()) == {0}
+    found, _ = await store.samples.page(stage.job, "solver", None, TRAINED, 10, "")
+    assert [(sample.state, sample.uses) for sample in found] == [(TRAINED, 1)] * 4
+    assert (await store.samples.page(stage.job, "solver", None, CLAIMED, 10, ""))[0] == []
+    logged = await Log(store.database).policy_step(stage.job, "solver", 0)
+    assert [(sample.state, sample.uses) for sample in logged.samples] == [(TRAINED, 1)] * 4
+    sample = found[0].sample_id
+    assert await stage.fill(sample, reward=9.0) == ("T", False)
+    with pytest.raises(FailedPrecondition, match="SAMPLE_STATE_TRAINED"):
+        await stage.fill(sample, columns={"late": store_pb.Column()})
+    assert list((await store.audit.check(stage.job)).violations) == []
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+async def test_a_step_that_the_release_before_began_goes_on(store: Store, claimed: bool) -> None:
+    stage = await make_stage(store, new_id("job"), policies=("solver",))
+    keys, database = PolicyKeys(stage.job, "solver"), store.database
+
+    async def forget_counts() -> None:
+        """What this release counts, and the one before did not."""
+        await database.execute("HDEL", keys.step(0, "step"), "layout", "claimed_bytes")
+        tallies = keys.step(0, "tallies")
+        for name in await database.execute("HKEYS", tallies):
+            if name.endswith(b"\tL"):
+                await database.execute("HDEL", tallies, name)
+
+    samples = [make_sample(query, 0, name, reward=None) for query, name in stage.trajectories]
+    for (query, name), sample in zip(stage.trajectories, samples, strict=True):
+        await stage.append(query, name, [sample])
+    await stage.fill(samples[0].sample_id, reward=1.0)
+    if not claimed:
+        await forget_counts()
+    for sample in samples[1:]:
+        await stage.fill(sample.sample_id, reward=0.0)
+    assert await stage.counts() == {"ready": 4}
+    await stage.claim(claim="first")
+    await forget_counts()
+    await stage.commit(["first"])
+    assert await stage.counts() == {"trained": 4}
+    assert set((await store.high_water.of_job(stage.job)).values()) == {0}
+    assert {Record.parse(text.decode()).state for text in (await book_of(stage)).values()} == {"T"}
+
+
+async def book_of(stage: Stage) -> dict[bytes, bytes]:
+    """Records as Redis holds them."""
+    book = PolicyKeys(stage.job, "solver").step(stage.step, "book")
+    found: dict[bytes, bytes] = await stage.store.database.execute("HGETALL", book)
+    return found
 
 
 async def as_before(stage: Stage) -> None:

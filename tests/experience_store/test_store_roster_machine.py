@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
+from services.experience_store.keys import PolicyKeys
 from services.experience_store.records import Record
 from services.experience_store.store import Store
 from tests.experience_store.roster_calls import MOST_STEPS, POLICIES
@@ -94,9 +95,19 @@ class Life(RosterRollout, RosterTraining):
         self.busy = False
 
     def compare(self, counts: store_pb.PolicyCounts, table: Table) -> None:
-        key = f"troupe:{{{self.stage.job}/{counts.policy}}}:{counts.step}:book"
-        book = self.do(self.database.execute("HGETALL", key))
-        stored = {name.decode(): Record.parse(text.decode()) for name, text in book.items()}
+        keys = PolicyKeys(self.stage.job, counts.policy)
+        committed, book = self.do(
+            self.database.execute_each(
+                [
+                    ("HEXISTS", keys.commits, counts.step),
+                    ("HGETALL", keys.step(counts.step, "book")),
+                ]
+            )
+        )
+        stored = {
+            name.decode(): Record.parse(text.decode()).settled(bool(committed))
+            for name, text in book.items()
+        }
         assert {
             name: (record.state, record.reason.partition(":")[0]) for name, record in stored.items()
         } == {name: (row.state, row.reason) for name, row in table.rows.items()}

@@ -1,10 +1,11 @@
 -- Carries out in this table what was decided about trajectories. Put behind samples.lua.
 
--- A line of staged records: sample, its record up to `since`, its size and group, and what is behind
--- `origin`.
+-- A line of staged records: sample, its record up to `since`, its size, what it lacks and its group, and
+-- what is behind `origin`.
 local FIELD = '[^\t\n]*'
 local STAGED = '(' .. FIELD .. ')\t(' .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t'
-  .. (FIELD .. '\t'):rep(8) .. '(' .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(3) .. ')\t(\t?' .. FIELD .. ')\n?'
+  .. (FIELD .. '\t'):rep(2) .. '(' .. FIELD .. ')\t' .. (FIELD .. '\t'):rep(5) .. '(' .. FIELD .. ')\t'
+  .. (FIELD .. '\t'):rep(3) .. ')\t(\t?' .. FIELD .. ')\n?'
 
 -- Queries that may have become complete.
 local complete, seen = {}, {}
@@ -16,11 +17,11 @@ local function enter(query, staged, rows, text)
   redis.call('RENAME', staged, rows)
   -- As it is in the records: who appended finds its rows by it (recent.py).
   local now = string.format('%.0f', now_ms())
-  local samples, records, sizes, groups = {}, {}, {}, {}
-  for sample, head, size, group, behind in text:gmatch(STAGED) do
+  local samples, records, sizes, lacks, groups = {}, {}, {}, {}, {}
+  for sample, head, size, missing, group, behind in text:gmatch(STAGED) do
     local number = #samples + 1
     samples[number], records[number] = sample, head .. now .. '\t' .. behind
-    sizes[number], groups[number] = size, group
+    sizes[number], lacks[number], groups[number] = size, missing, group
   end
   if #samples ~= select(2, text:gsub('\n', '')) + 1 then
     -- Of an older release, with fewer fields.
@@ -29,18 +30,19 @@ local function enter(query, staged, rows, text)
       local fields = parse(record)
       fields[F.since], fields[F.origin] = now, ''
       samples[index], records[index] = sample, table.concat(fields, '\t')
-      sizes[index], groups[index] = fields[F.size], fields[F.group]
+      sizes[index], lacks[index], groups[index] = fields[F.size], fields[F.missing], fields[F.group]
     end
   end
   prefetch(samples)
-  local names, bytes = {}, 0
+  local names, bytes, lacking = {}, 0, 0
   for index, sample in ipairs(samples) do
     if not book[sample] then
       book[sample] = records[index]
       unsaved[sample] = true
-      names[#names + 1] = 0
+      names[#names + 1] = '0'
       names[#names + 1] = query .. '\t' .. groups[index] .. '\t' .. sample
       bytes = bytes + tonumber(sizes[index])
+      lacking = lacking + (lacks[index] ~= '' and 1 or 0)
     else
       -- Another trajectory has a sample of this id: its row must not be replaced.
       count_dropped('sample_id_taken')
@@ -50,6 +52,7 @@ local function enter(query, staged, rows, text)
   count('P', #names / 2)
   tally(query, 'rows', #names / 2)
   tally(query, 'P', #names / 2)
+  tally(query, 'L', lacking)
   weigh(bytes)
   return now
 end
@@ -98,7 +101,11 @@ end
 local function all_carried()
   for _, query in ipairs(complete) do
     if query_ended(query) then
-      ripen_those(query)
+      local _, pending, lacking = tallies_of(query)
+      -- Most of them wait for their rewards, all of them.
+      if lacking ~= pending then
+        ripen_those(query, nil, lacking == 0)
+      end
     end
   end
   if changed.counts and sealed() then

@@ -47,28 +47,54 @@ end
 local function deliver(samples)
   local records, groups, rewards, number_of = {}, {}, {}, {}
   prefetch(samples)
+  local of_family = {}
+  for _, sample in ipairs(samples) do
+    local family = look(sample, book[sample]).family
+    of_family[family] = (of_family[family] or 0) + 1
+  end
+  -- Groups of the queries of which a good part is given out, family -> group -> {samples, texts}: to find
+  -- each by itself takes longer.
+  local found = {}
+  for family, number in pairs(of_family) do
+    local rows = tallies_of(family)
+    if rows > 0 and rows <= 2 * number then
+      local names, texts, own = texts_of(family)
+      found[family] = {}
+      for place, group in ipairs(own) do
+        local members = found[family][group] or {{}, {}}
+        found[family][group] = members
+        members[1][#members[1] + 1], members[2][#members[2] + 1] = names[place], texts[place]
+      end
+    end
+  end
   for index, sample in ipairs(samples) do
     local own = look(sample, book[sample])
     local name = own.family .. '\t' .. own.group
     if not number_of[name] then
       local values, lost = {}, lost_members(name)
-      local names, texts = texts_of(own.family, own.group)
+      local names, texts
+      if found[own.family] then
+        names, texts = unpack(found[own.family][own.group])
+      else
+        names, texts = texts_of(own.family, own.group)
+      end
+      local gaps = lost[1]
       for place, text in ipairs(texts) do
         local member = look(names[place], text)
         -- Whose value is gone was a member when the group's statistics became final.
         if member.state ~= 'D' or member.reason == VALUE_GONE then
-          values[#values + 1] = {names[place], member.reward}
+          values[#values + 1] = gaps and {names[place], member.reward} or member.reward
         end
       end
-      for _, member in ipairs(lost) do
-        values[#values + 1] = {member[1], member[3]}
-      end
-      if lost[1] then
+      if gaps then
+        for _, member in ipairs(lost) do
+          values[#values + 1] = {member[1], member[3]}
+        end
         -- As they were: a sum of numbers depends on their order.
         table.sort(values, earlier)
-      end
-      for place, value in ipairs(values) do
-        values[place] = value[2]
+        for place, value in ipairs(values) do
+          values[place] = value[2]
+        end
       end
       rewards[#rewards + 1] = table.concat(values, ',')
       number_of[name] = #rewards
@@ -122,7 +148,7 @@ if waiting == 0 or not (full or final) then
   return finish({'wait', first[2] and math.max(1, tonumber(first[2]) - now) or 0})
 end
 
-local samples, taken, tokens, bytes, too_large = {}, {}, 0, 0, nil
+local samples, taken, moved, tokens, bytes, too_large = {}, {}, {}, 0, 0, nil
 
 -- What is given out together with `sample`.
 local function unit_of(sample)
@@ -157,15 +183,19 @@ local function take(unit)
     return false
   end
   tokens, bytes = more_tokens, more_bytes
-  local moved = {}
-  for index, sample in ipairs(unit) do
+  for _, sample in ipairs(unit) do
     local own = look(sample, book[sample])
-    moved[index] = {sample, own.state, own.tokens, own.size, 'C' .. book[sample]:sub(2)}
+    moved[#moved + 1] = {sample, own.state, own.tokens, own.size, 'C' .. book[sample]:sub(2)}
     samples[#samples + 1] = sample
     taken[sample] = true
   end
-  advance(moved, 'C')
   return true
+end
+
+-- What was taken is READY no longer.
+local function claim_taken()
+  advance(moved, 'C')
+  moved = {}
 end
 
 local function take_in_order()
@@ -206,6 +236,7 @@ local function take_balanced()
   target = math.min(target, most)
   while unit and take(unit) do
     places = places - 1
+    claim_taken()
     local smallest = ready('ZRANGE', 0, 0, 'WITHSCORES')
     if not smallest[1] or places == 0 then
       return
@@ -225,10 +256,17 @@ if balance then
 else
   take_in_order()
 end
+claim_taken()
 if too_large then
   return finish(too_large)
 end
-table.sort(samples)
+for index = 2, #samples do
+  -- In order of their ids they mostly are.
+  if samples[index] < samples[index - 1] then
+    table.sort(samples)
+    break
+  end
+end
 redis.call('HSET', CLAIMS, claim, table.concat(samples, '\n'))
 redis.call('HSET', OWNERS, claim, claimant)
 redis.call('ZADD', LEASES, now + tonumber(ARGV[7]), claim)

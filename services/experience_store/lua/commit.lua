@@ -1,6 +1,7 @@
 -- Ends a policy's step: every sample that was not dropped must be held by the claims named here;
 -- they become TRAINED (or DROPPED when the step was skipped) and payloads are freed, but for those
--- of samples that may be used again: they go on in the policy's next step.
+-- of samples that may be used again: they go on in the policy's next step. Where nobody uses one again
+-- no record is written: what a committed step has CLAIMED is TRAINED (records.Record.settled).
 -- ARGV: step, claimant, to ('T', 'D', or '' for a step without samples), reason,
 --       version (-1: unchanged), whether it must rise (0/1), commit,
 --       whether the caller's digest is that of the claims' samples (0/1), most uses, claim...
@@ -16,7 +17,7 @@ local claimant, to, reason, version = ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5
 local most_uses, FIRST_CLAIM = tonumber(ARGV[9]), 10
 expire(now_ms())
 
-local cause = fence(claimant)
+local cause, claimed, number = fence(claimant), {}, 0
 for index = FIRST_CLAIM, #ARGV do
   local claim = ARGV[index]
   local owner = redis.call('HGET', OWNERS, claim)
@@ -28,6 +29,9 @@ for index = FIRST_CLAIM, #ARGV do
   local samples = redis.call('HGET', CLAIMS, claim)
   if samples:sub(1, 1) == '\t' then
     return finish({'lost', claim, samples:sub(2)})
+  elseif samples ~= '' then
+    claimed[#claimed + 1] = samples
+    number = number + select(2, samples:gsub('\n', '')) + 1
   end
 end
 if cause then
@@ -36,21 +40,15 @@ end
 if not sealed() then
   return finish({'unsealed', get('ended'), get('expected'), get('held_open')})
 end
-local samples = {}
-for index = FIRST_CLAIM, #ARGV do
-  for _, sample in ipairs(lines(redis.call('HGET', CLAIMS, ARGV[index]))) do
-    samples[#samples + 1] = sample
-  end
-end
-local left = get('P') + get('R') + get('C') - #samples
+local left = get('P') + get('R') + get('C') - number
 if left ~= 0 then
-  return finish({'incomplete', get('P'), get('R'), get('C') - #samples})
+  return finish({'incomplete', get('P'), get('R'), get('C') - number})
 end
 if ARGV[8] == '0' then
   return finish({'digest'})
 end
-if (#samples == 0) ~= (to == '') then
-  return finish({'mismatch', #samples})
+if (number == 0) ~= (to == '') then
+  return finish({'mismatch', number})
 end
 local latest = tonumber(redis.call('HGET', BASE .. ':head', 'version') or -1)
 if version >= 0 and (version < latest or (version == latest and ARGV[6] == '1')) then
@@ -62,11 +60,25 @@ local CLAIMED = '^C\t([^\t]*)\t([^\t]*)(' .. ('\t[^\t]*'):rep(11) .. '\t)([^\t]*
 local again = redis.call('HEXISTS', COMMITS, neighbour(1)) == 0
 -- Payloads that are still needed: rows -> field -> true.
 local kept = {}
+local samples, trained = {}, {}
+if to == 'T' and most_uses == 1 and get('layout') >= 2 then
+  -- Nobody uses one again, and nothing has to be read of any.
+  local bytes = get('claimed_bytes')
+  count('C', -number)
+  count('T', number)
+  count('claimed_bytes', -bytes)
+  weigh(-bytes)
+else
+  for _, text in ipairs(claimed) do
+    for _, sample in ipairs(lines(text)) do
+      samples[#samples + 1] = sample
+    end
+  end
+end
 prefetch(samples)
-local trained = {}
 for _, sample in ipairs(samples) do
   if to ~= 'D' and most_uses == 1 then
-    -- Nobody uses it again.
+    -- As above, in a step that the release before began: it did not count their bytes.
     local tokens, size, between, uses, behind = book[sample]:match(CLAIMED)
     local after = 'T\t' .. tokens .. '\t' .. size .. between .. uses + 1 .. behind
     trained[#trained + 1] = {sample, 'C', tokens, size, after}
@@ -89,14 +101,15 @@ for _, sample in ipairs(samples) do
 end
 advance(trained, 'T')
 leave_lost()
-local commit = #samples .. '\n' .. ARGV[7]
+local commit = number .. '\n' .. ARGV[7]
 redis.call('HSET', COMMITS, STEP_NUMBER, commit)
 if version >= 0 then
   redis.call('HSET', BASE .. ':head', 'version', version, 'step', STEP_NUMBER)
 end
+local freed = {}
 local function free_rows(rows)
   if not kept[rows] then
-    redis.call('UNLINK', rows)
+    freed[#freed + 1] = rows
     return
   end
   for _, field in ipairs(redis.call('HKEYS', rows)) do
@@ -112,8 +125,9 @@ for _, rows in ipairs(redis.call('SMEMBERS', RETURNED)) do
   free_rows(rows)
 end
 for _, staged in ipairs(redis.call('SMEMBERS', STAGES)) do
-  redis.call('UNLINK', staged)
+  freed[#freed + 1] = staged
 end
+each('UNLINK', BASE .. ':none', freed)
 redis.call('UNLINK', STAGES, READY, CLAIMS, OWNERS, LEASES, HELD, FENCED)
 changes('claimable')
 on_step(neighbour(1))

@@ -34,6 +34,11 @@ local function touch(family, group)
   end
 end
 
+-- A sample PENDING has its last column now.
+local function lacks_less(family)
+  tally(family, 'L', -1)
+end
+
 -- Most fills are this one: a reward and nothing else. Of the record only that much is read.
 local REWARDLESS = '^(.)(' .. ('\t[^\t]*'):rep(3) .. '\t)([^\t]*)\t([^\t]*)(\t.*)$'
 local function fill_reward(sample, text, reward)
@@ -55,7 +60,9 @@ local function fill_reward(sample, text, reward)
   changes('counts')
   -- What still lacks a column cannot make its group ready.
   if state == 'P' and missing == '' then
-    touch(family_of(text))
+    local family, group = family_of(text)
+    lacks_less(family)
+    touch(family, group)
   end
   return 'filled', state
 end
@@ -93,7 +100,7 @@ local function fill(sample, reward, reason, first, last)
   elseif state ~= 'P' and state ~= 'R' then
     return 'final', state
   end
-  local missing = set_of(record[F.missing])
+  local missing, lacked = set_of(record[F.missing]), record[F.missing] ~= ''
   if rewarded then
     record[F.reward] = reward
     missing['reward'] = nil
@@ -112,6 +119,9 @@ local function fill(sample, reward, reason, first, last)
   save(sample, record)
   changes('counts')
   if state == 'P' then
+    if lacked and record[F.missing] == '' then
+      lacks_less(family(record))
+    end
     touch(family(record), record[F.group])
   end
   return 'filled', state
@@ -142,12 +152,13 @@ for query, groups in pairs(touched) do
   for _ in pairs(groups) do
     number = number + 1
   end
+  local rows, _, lacking = tallies_of(query)
   -- A group costs as much to find as several rows to look at.
-  if tonumber(redis.call('HGET', TALLIES, query .. '\trows') or 0) <= 8 * number then
-    ripen_those(query)
+  if rows <= 8 * number then
+    ripen_those(query, nil, lacking == 0)
   else
     for group in pairs(groups) do
-      ripen_those(query, group)
+      ripen_those(query, group, lacking == 0)
     end
   end
 end
@@ -163,7 +174,13 @@ if waiting then
   end
 end
 -- As one text: a reply costs whoever reads it by its elements.
+local claimed
 for at, outcome in ipairs(outcomes) do
-  outcomes[at] = outcome .. '\t' .. states[at]
+  local state = states[at]
+  if state == 'C' then
+    claimed = claimed or (committed() and 'T' or 'C')
+    state = claimed
+  end
+  outcomes[at] = outcome .. '\t' .. state
 end
 return finish({'done', table.concat(outcomes, '\n')})

@@ -133,7 +133,8 @@ local function count(field, by)
   deltas[field] = (deltas[field] or 0) + by
 end
 
--- Counts per query, under its name: all its rows ('rows'), those PENDING ('P') and DROPPED ('D').
+-- Counts per query, under its name: all its rows ('rows'), those PENDING ('P') and DROPPED ('D'), and
+-- those PENDING that lack a column ('L'; of layout 2 on).
 local tallied = {}
 local function tally(query, field, by)
   local name = query .. '\t' .. field
@@ -254,13 +255,24 @@ local function group_name(record)
   return family(record) .. '\t' .. record[F.group]
 end
 
+-- What is tallied of a query: its rows, those PENDING, and how many of these lack a column (nil: the
+-- release before, which did not count them, began the step).
+local function tallies_of(query)
+  local names = {query .. '\trows', query .. '\tP', query .. '\tL'}
+  local found = redis.call('HMGET', TALLIES, unpack(names))
+  for index, name in ipairs(names) do
+    found[index] = tonumber(found[index] or 0) + (tallied[name] or 0)
+  end
+  return found[1], found[2], get('layout') >= 2 and found[3] or nil
+end
+
 -- READY is in order of ids, until a claim of the step asks for balance: then in order of tokens,
 -- the sample's own or ('group') those of its whole group, which is given out together.
 local order, group_tokens = nil, {}
 local function place(record)
   order = order or redis.call('HGET', STEP, 'order') or 'id'
   if order == 'id' then
-    return 0
+    return '0'
   elseif order == 'tokens' then
     return record[F.tokens]
   end

@@ -9,6 +9,9 @@ local function tally_row(record, by)
   end
   if record[F.state] == 'P' or record[F.state] == 'D' then
     tally(record[F.query], record[F.state], by)
+    if record[F.state] == 'P' and record[F.missing] ~= '' then
+      tally(record[F.query], 'L', by)
+    end
   end
 end
 

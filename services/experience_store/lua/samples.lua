@@ -21,6 +21,9 @@ local function move(sample, record, to)
   count(to, 1)
   if from == 'P' then
     tally(family(record), 'P', -1)
+    if record[F.missing] ~= '' then
+      tally(family(record), 'L', -1)
+    end
   end
   if to == 'D' then
     tally(family(record), 'D', 1)
@@ -40,6 +43,9 @@ local function move(sample, record, to)
     count('ready_tokens', sign * tonumber(record[F.tokens]))
     count('ready_bytes', sign * tonumber(record[F.size]))
   end
+  if to == 'C' or from == 'C' then
+    count('claimed_bytes', (to == 'C' and 1 or -1) * tonumber(record[F.size]))
+  end
   if to == 'T' or to == 'D' then
     weigh(-record[F.size])
   end
@@ -50,27 +56,34 @@ end
 
 -- move() of samples that are claimed or trained: of their records only this much is read. `samples`: {sample, state, tokens, size, what the record is then}.
 local function advance(samples, to)
-  local tokens, bytes = 0, 0
+  local tokens, bytes, claimed, moved = 0, 0, 0, {}
   for _, one in ipairs(samples) do
     local sample, from = one[1], one[2]
     if to == 'R' or to == 'D' or not ALLOWED[from][to] then
       error('sample ' .. sample .. ': ' .. from .. ' -> ' .. to .. ' is not allowed here')
     end
-    count(from, -1)
+    moved[from] = (moved[from] or 0) + 1
     if from == 'R' then
       leaving[#leaving + 1] = sample
       tokens, bytes = tokens + one[3], bytes + one[4]
     end
-    if to == 'T' then
+    if to == 'C' then
+      claimed = claimed + one[4]
+    elseif to == 'T' then
+      claimed = claimed - one[4]
       weigh(-one[4])
     end
     book[sample] = one[5]
     unsaved[sample] = true
     changes('counts')
   end
+  for from, number in pairs(moved) do
+    count(from, -number)
+  end
   count(to, #samples)
   count('ready_tokens', -tokens)
   count('ready_bytes', -bytes)
+  count('claimed_bytes', claimed)
 end
 
 -- family() and group of a sample, in the text of its record.
@@ -199,15 +212,16 @@ local function ripen(found)
 end
 
 -- ripen() of a group, or of all groups of a query. Most that ask find a member without a reward: this is
--- seen in the texts of the records, of which only those that can become claimable are read.
+-- seen in the texts of the records, of which only those that can become claimable are read. `full`: none of
+-- the query lacks anything.
 local PENDING_LACKS = '^P' .. ('\t[^\t]*'):rep(4) .. '\t[^\t]'
 -- Tokens, size and version of one that is PENDING.
 local RIPE = '^P\t([^\t]*)\t([^\t]*)' .. ('\t[^\t]*'):rep(10) .. '\t([^\t]*)'
-local function ripen_those(query, group)
+local function ripen_those(query, group, full)
   local names, texts, groups = texts_of(query, group)
   local lacking, found = {}, {}
   for index, text in ipairs(texts) do
-    if text and text:find(PENDING_LACKS) then
+    if not full and text and text:find(PENDING_LACKS) then
       lacking[groups[index]] = true
     end
   end
@@ -225,7 +239,8 @@ local function ripen_those(query, group)
         count('P', -1)
         count('R', 1)
         tally(query, 'P', -1)
-        entering[#entering + 1] = 0
+        -- As text: to write a number as one takes longer than to add it.
+        entering[#entering + 1] = '0'
         entering[#entering + 1] = sample
         ready_since(version)
         count('ready_tokens', tonumber(tokens))
