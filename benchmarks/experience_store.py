@@ -5,7 +5,8 @@
 A real store process and a real Redis, started as the embedded cluster starts it (AOF, every
 second), on this machine; the client is this process, set up as a rollout worker is (event loop,
 garbage collector, malloc). `raw` are the same bytes written and read by pipelined redis-py, in
-rounds with the store, in one run. Who goes first changes from round to round: it finds memory that
+rounds with the store, in one run. Samples are serialized before either side's clock runs, and come
+back serialized on both. Who goes first changes from round to round: it finds memory that
 Redis has given back. Ratios are medians of those of the rounds. The last line is one JSON object:
 
 - `raw_ratio_4k`: bytes/s of append + reward + claim + commit over raw bytes/s, rows of 4096 tokens;
@@ -15,7 +16,8 @@ Redis has given back. Ratios are medians of those of the rounds. The last line i
 - `grpc_echo_ratio_4k`: bytes/s of bare gRPC (no protobuf, store or Redis), a call per trajectory,
   over raw bytes/s, in the cell that `raw_ratio_4k` is from: what is left to a store behind gRPC.
 - `cpu_us_per_row_4k`: CPU of each process in that cell, in microseconds per row; `echo` and
-  `echo_client` are what bare gRPC takes.
+  `echo_client` are what bare gRPC takes, `protobuf` what it takes to serialize samples and to parse
+  them, which is in no side's time: whoever uses Redis directly has to do it, too.
 - `ready_p99_ms`: from sending the last reward of a group to having the claim that waited for it.
 - `million_rows_latency_ratio`: median claim with 1,000,000 rows in the store over that with 1,000.
 - `memory_ratio`: bytes that Redis holds per byte of payload, the worst of all lengths.
@@ -28,6 +30,7 @@ import gc
 import json
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +47,7 @@ from benchmarks.store import echo, raw, scale, served
 from benchmarks.store.servers import Servers, Stub, started
 from benchmarks.store.workload import GROUP_SIZE, Shape, make_appends
 from troupe.memory import keep_freed_memory
+from troupe.v1 import experience_store_pb2 as store_pb
 
 TURNS = 8
 WRITERS = (1, 8, 64)
@@ -103,19 +107,27 @@ async def throughput(servers: Servers, stub: Stub, plan: Plan, tokens: int, writ
     timings = served.Timings()
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     cpu: defaultdict[str, list[float]] = defaultdict(list)
+    protobuf: list[float] = []
     size = 0
     for number in range(plan.repeats):
         job = await served.create(stub)
         appends = make_appends(job, 0, shape)
+        began = time.process_time()
+        endings = [served.Ending.of(append) for append in appends]
+        spent = time.process_time() - began
         rows = [row.SerializeToString() for append in appends for row in append.samples]
+        began = time.process_time()
+        for row in rows:
+            store_pb.Sample.FromString(row)
+        protobuf.append((spent + time.process_time() - began) / shape.rows * 1e6)
         # Written once and read once on both sides.
         size = 2 * sum(len(row) for row in rows)
-        requests = [append.SerializeToString() for append in appends]
+        requests = [ending.message for ending in endings]
         answers = echo.batches([len(row) for row in rows], served.MICRO_BATCH)
         sides = {
             "raw": partial(_raw, servers, rows),
             "echo": partial(echo.round_trip, servers.echo_address, requests, answers, writers),
-            "store": partial(served.run_step, stub, shape, job, appends, writers, timings),
+            "store": partial(served.run_step, stub, shape, job, endings, writers, timings),
         }
         for side in sides if number % 2 == 0 else reversed(sides):
             before = servers.cpu_seconds()
@@ -133,7 +145,8 @@ async def throughput(servers: Servers, stub: Stub, plan: Plan, tokens: int, writ
         statistics.median(ratios),
         min(ratios),
         statistics.median(echoes),
-        {name: round(statistics.median(cpu[of])) for name, of in _CPU.items()},
+        {name: round(statistics.median(cpu[of])) for name, of in _CPU.items()}
+        | {"protobuf": round(statistics.median(protobuf))},
         size / taken / 1e6,
         size / ideal / 1e6,
         shape.rows / taken,

@@ -8,7 +8,7 @@ import time
 
 import redis
 
-from benchmarks.store.served import CALL_SECONDS, Timings, append_all, create, drop
+from benchmarks.store.served import CALL_SECONDS, Ending, Timings, append_all, create, drop
 from benchmarks.store.servers import Stub
 from benchmarks.store.workload import (
     GROUP_SIZE,
@@ -85,7 +85,7 @@ async def memory_ratio(stub: Stub, client: redis.Redis, shape: Shape) -> float:
     await stub.OpenStep(open_request(job, 0, shape))
     appends = make_appends(job, 0, shape)
     before = await _used(client)
-    await append_all(stub, appends, 8, Timings())
+    await append_all(stub, map(Ending.of, appends), 8, Timings())
     held = await _used(client) - before
     await drop(stub, job)
     return held / payload_bytes(appends)

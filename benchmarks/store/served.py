@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from benchmarks.store.workload import (
     make_appends,
     open_request,
 )
+from troupe import wire
 from troupe.rpc import new_id
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -43,6 +44,27 @@ class Timings:
         return answer
 
 
+@dataclass(frozen=True)
+class Ending:
+    """An ending that is serialized already, as the rows are that raw Redis is given."""
+
+    job: str
+    step: int
+    samples: Sequence[str]
+    message: bytes
+    """An AppendTrajectoryRequest."""
+
+    @staticmethod
+    def of(append: store_pb.AppendTrajectoryRequest) -> Ending:
+        """The ending that `append` says."""
+        samples = [row.sample_id for row in append.samples]
+        return Ending(append.job_id, append.step, samples, append.SerializeToString())
+
+    def SerializeToString(self) -> bytes:  # noqa: N802 - as a message has it
+        """What `ExperienceWriter` asks a message for."""
+        return self.message
+
+
 async def create(stub: Stub) -> str:
     """A fresh job's tables; returns its id."""
     job = new_id("bench")
@@ -59,20 +81,15 @@ async def drop(stub: Stub, job: str) -> None:
     )
 
 
-async def append_all(
-    stub: Stub,
-    appends: Iterable[store_pb.AppendTrajectoryRequest],
-    writers: int,
-    timings: Timings,
-) -> None:
+async def append_all(stub: Stub, endings: Iterable[Ending], writers: int, timings: Timings) -> None:
     """End the trajectories by `writers` at once, each followed by its rows' rewards."""
-    waiting = iter(appends)
+    waiting = iter(endings)
 
     async def write() -> None:
-        for append in waiting:
-            await timings.of("append", stub.writer.append(append, CALL_SECONDS))
-            samples = [row.sample_id for row in append.samples]
-            fill = fill_request(append.job_id, append.step, samples)
+        for ending in waiting:
+            written = stub.writer.append(ending, CALL_SECONDS)  # type: ignore[arg-type]
+            await timings.of("append", written)
+            fill = fill_request(ending.job, ending.step, ending.samples)
             await timings.of("reward", stub.writer.fill(fill, CALL_SECONDS))
 
     async with asyncio.TaskGroup() as group:
@@ -81,14 +98,21 @@ async def append_all(
 
 
 async def claim_all(stub: Stub, job: str, step: int, timings: Timings) -> list[str]:
-    """Claim until the step is exhausted; returns the claims."""
+    """Claim until the step is exhausted; returns the claims.
+
+    Rows stay serialized, as those are that raw Redis answers with: what is parsed is what stands
+    around them.
+    """
     claims: list[str] = []
     while True:
-        call = stub.ClaimMicroBatch(claim_request(job, step, MICRO_BATCH))
-        claimed: Claim = await timings.of("claim", call)
+        answer: bytes = await timings.of("claim", stub.claim(claim_request(job, step, MICRO_BATCH)))
+        rest, rows = wire.split(answer, 0, len(answer), Claim.SAMPLES_FIELD_NUMBER)
+        claimed = Claim.FromString(rest)
         if claimed.outcome == Claim.OUTCOME_EXHAUSTED:
             return claims
         if claimed.outcome == Claim.OUTCOME_CLAIMED:
+            if not 0 < len(rows) <= MICRO_BATCH:
+                raise RuntimeError(f"a claim has {len(rows)} rows")
             claims.append(claimed.claim_id)
 
 
@@ -96,7 +120,7 @@ async def run_step(
     stub: Stub,
     shape: Shape,
     job: str,
-    appends: list[store_pb.AppendTrajectoryRequest],
+    endings: Sequence[Ending],
     writers: int,
     timings: Timings,
 ) -> float:
@@ -104,7 +128,7 @@ async def run_step(
     await stub.OpenStep(open_request(job, 0, shape))
     started = time.perf_counter()
     claiming = asyncio.create_task(claim_all(stub, job, 0, timings))
-    await append_all(stub, appends, writers, timings)
+    await append_all(stub, endings, writers, timings)
     claims = await claiming
     commit = await timings.of("commit", stub.CommitStep(commit_request(job, 0, claims)))
     seconds = time.perf_counter() - started

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import psutil
@@ -22,6 +22,7 @@ from troupe.cluster.redis import redis_executable, write_config
 from troupe.cluster.settings import Fsync
 from troupe.experience import ExperienceWriter
 from troupe.rpc import ClientSettings, connect
+from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
 _START_SECONDS = 60.0
@@ -32,11 +33,19 @@ else:
 
 
 class Stub(_Calls):
-    """Calls to the store; endings and late columns go through `writer`, as rollout's do."""
+    """Calls to the store; endings and late columns go through `writer`, as rollout's do.
+
+    `claim` is ClaimMicroBatch whose answer stays as it came, in bytes.
+    """
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         super().__init__(channel)
         self.writer = ExperienceWriter(channel)
+        self.claim: Any = channel.unary_unary(
+            "/troupe.v1.ExperienceStore/ClaimMicroBatch",
+            request_serializer=store_pb.ClaimMicroBatchRequest.SerializeToString,
+            response_deserializer=None,
+        )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ def test_a_quick_run_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[st
         "redis",
         "echo",
         "echo_client",
+        "protobuf",
     }
     assert all(value > 0 for value in results.values())
     assert any("raw pipelined redis-py" in line for line in table)
