@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,6 +121,61 @@ def test_an_owner_that_is_killed_half_way(tmp_path: Path, monkeypatch: pytest.Mo
         assert not any(t.any() for t in into.values())
         assert not here.keys()
         source.close()
+
+
+@pytest.mark.usefixtures("way")
+def test_a_read_that_is_held_up_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, began, other_is_here = chunks.bytes_checksum, threading.Event(), threading.Event()
+
+    def held_up(data: memoryview) -> str:
+        if threading.current_thread().name.startswith(("transfer-check", "held")) and (
+            not began.is_set()
+        ):
+            began.set()
+            assert other_is_here.wait(60)
+        return real(data)
+
+    monkeypatch.setattr(chunks, "bytes_checksum", held_up)
+    with host(tmp_path / "there", 32) as (address, _):
+        source = Peer(address, SETTINGS)
+        here = Transfer(tmp_path / "here", peers=[source])
+        first = threading.Thread(target=here.fetch, args=[KEY], name="held")
+        first.start()
+        assert began.wait(60)
+        got, _ = here.get(KEY, cast=torch.bfloat16, timeout=60)
+        assert not here.exists(KEY)
+        other_is_here.set()
+        first.join(60)
+        assert here.exists(KEY)
+        assert torch.equal(got["bias"], state(32)["bias"])
+        source.close()
+
+
+def test_who_waits_for_one_message_does_not_wait_for_the_next() -> None:
+    """What came first is verified while the second comes."""
+    begin = threading.Barrier(2)
+    sent, got = bytearray(b"\1" * (32 << 20)), bytearray(32 << 20)
+    parts = [slice(at, at + (8 << 20)) for at in range(0, 32 << 20, 8 << 20)]
+
+    def send(address: bytes) -> None:
+        with lane.Lane(near=True) as sender:
+            sender.connect(address)
+            requests = [sender.send(memoryview(sent)[p], n) for n, p in enumerate(parts)]
+            begin.wait(60)
+            sender.wait(lambda: all(request.completed for request in requests), idle=60)
+
+    with lane.Lane(near=True) as receiver:
+        other = threading.Thread(target=send, args=[receiver.address])
+        other.start()
+        begin.wait(60)
+        requests = [receiver.receive(memoryview(got)[p], n) for n, p in enumerate(parts)]
+        receiver.wait(lambda: requests[0].completed, idle=60)
+        assert [request.completed for request in requests] == [True, False, False, False]
+        receiver.wait(lambda: requests[-1].completed, idle=60)
+        other.join(60)
+    assert got == sent
 
 
 READER = """
