@@ -21,6 +21,14 @@ MAX_SPEC_BYTES = 1 << 20
 
 router = APIRouter(prefix="/api/jobs", tags=["jobs"])
 
+
+def _specification_body(*, required: bool) -> dict[str, Any]:
+    """What OpenAPI says of a body that is read as text."""
+    schema = {"type": "string", "description": "The job's specification."}
+    content = {kind: {"schema": schema} for kind in ("application/yaml", "text/plain")}
+    return {"requestBody": {"required": required, "content": content}}
+
+
 JobId = Annotated[str, Path(description="The job's id.")]
 IdempotencyKey = Annotated[
     str | None,
@@ -41,7 +49,7 @@ async def list_jobs(request: Request) -> list[views.Job]:
     return [views.job(job) for job in reversed(reply.jobs)]
 
 
-@router.post("", status_code=201)
+@router.post("", status_code=201, openapi_extra=_specification_body(required=True))
 async def submit_job(
     request: Request,
     response: Response,
@@ -75,7 +83,7 @@ async def pause_job(
     return views.job(reply.job)
 
 
-@router.post("/{job_id}/resume")
+@router.post("/{job_id}/resume", openapi_extra=_specification_body(required=False))
 async def resume_job(
     request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
 ) -> views.Job:
