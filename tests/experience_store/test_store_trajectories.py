@@ -132,6 +132,17 @@ async def test_members_that_failed_leave_the_rest_of_their_group_usable(stage: S
         assert dict(counts.drop_reasons) == {"workflow_raised": 1, "deadline": 2}
 
 
+@pytest.mark.parametrize("before", range(3))
+async def test_reasons_are_counted_by_whole_characters(stage: Stage, before: int) -> None:
+    """Half of one could not be read, and no step would open any more."""
+    reason = "x" * before + "超時" * 40
+    await stage.fail("q0", "q0-t0", reason)
+    (counted,) = (await stage.table()).drop_reasons
+    assert reason.startswith(counted)
+    assert 62 <= len(counted.encode()) <= 64
+    assert list((await stage.store.audit.check(stage.job)).violations) == []
+
+
 async def test_an_ending_may_have_no_rows_for_some_policy(stage: Stage) -> None:
     for query, trajectory in stage.trajectories:
         await stage.append(query, trajectory, [make_sample(query, 0, trajectory)])

@@ -97,7 +97,15 @@ end
 -- A reason is counted by what precedes its first colon (`workflow_raised: ...`): the text after it
 -- names one failure, and would make the counts grow without bound.
 local function count_dropped(reason, by)
-  local name = reason:match('^[^:]*'):sub(1, 64)
+  local name = reason:match('^[^:]*')
+  if #name > 64 then
+    -- No character is cut in two: whoever reads the counts would stumble over half of one.
+    local cut = 64
+    while cut > 0 and name:byte(cut + 1) >= 0x80 and name:byte(cut + 1) < 0xC0 do
+      cut = cut - 1
+    end
+    name = name:sub(1, cut)
+  end
   if redis.call('HINCRBY', DROPPED, name, by or 1) == 0 then
     redis.call('HDEL', DROPPED, name)
   end
