@@ -16,6 +16,10 @@ from services.experience_store.records import Payload, Record
 MIB: Final = 2**20
 # Enough for what waits until the groups of a step are complete, and little beside a model.
 DEFAULT_BYTES: Final = 128 * MIB
+# Beside its payload a row takes some 450 bytes here, which are not counted: of rows shorter than
+# this there are no more than of rows as long.
+_SHORT: Final = 1024
+_LEAST_ROWS: Final = 64
 
 # Job, policy, sample, and `Record.since`.
 _Key: TypeAlias = tuple[str, str, str, str]
@@ -28,6 +32,7 @@ class RecentRows:
 
     def __init__(self, limit: int = DEFAULT_BYTES) -> None:
         self._limit = limit
+        self._most = max(_LEAST_ROWS, limit // _SHORT)
         self._rows: OrderedDict[_Key, Payload] = OrderedDict()
         # Rows that lie in a message, by its identity: it is freed with the last of them.
         self._sharing: dict[int, int] = {}
@@ -51,7 +56,7 @@ class RecentRows:
                 self.bytes += 0 if number else _size(payload)
             else:
                 self.bytes += len(payload)
-        while self.bytes > self._limit:
+        while self.bytes > self._limit or len(self._rows) > self._most:
             self._pop(next(iter(self._rows)))
 
     def take(

@@ -270,3 +270,18 @@ async def test_many_claimants_never_share_a_sample(store: Store) -> None:
     )
     claimed = [sample for seen in results[3:] for sample in seen or []]
     assert len(claimed) == len(set(claimed)) == 48
+
+
+async def test_rewards_of_a_group_are_the_same_however_much_of_it_is_given_out(
+    store: Store,
+) -> None:
+    stage = await make_stage(store, new_id("job"), policies=("solver",), group_size=5)
+    rewards = [0.1, 0.7, -0.3, 1e-9, 3.0]
+    names = [name for query, name in stage.trajectories if query == "q0"]
+    for name, reward in zip(names, rewards, strict=True):
+        await stage.append("q0", name, [make_sample("q0", 0, name, reward=reward)])
+    # The group is found by itself, with its query, or is what is given out.
+    for number in (1, 3, 5):
+        claimed = await stage.claim(samples=number)
+        assert [list(one.group_rewards) for one in claimed.samples] == [rewards] * number
+        await stage.release("trainer")

@@ -98,6 +98,9 @@ def test_recent_rows_are_bounded_and_leave_once() -> None:
     assert rows.bytes == 4 + 6
     rows.add("k", "p", "3", [("a", b"1")])
     assert rows.bytes == 5
+    short = RecentRows(100 * 1024)
+    short.add("j", "p", "1", [(f"s{number}", b"1") for number in range(150)])
+    assert short.bytes == 100, "of short rows there are no more than of those of a KiB"
     none = RecentRows(0)
     none.add("j", "p", "1", [("a", b"1")])
     assert none.bytes == 0

@@ -43,8 +43,8 @@ local function earlier(one, other)
 end
 
 -- What the caller needs of samples: their records, and the final rewards of their groups. As few texts:
--- a reply costs whoever reads it by its elements.
-local function deliver(samples)
+-- a reply costs whoever reads it by its elements. `ordered`: they are in order of the bytes of their names.
+local function deliver(samples, ordered)
   local records, groups, rewards, number_of = {}, {}, {}, {}
   prefetch(samples)
   local of_family = {}
@@ -52,19 +52,30 @@ local function deliver(samples)
     local family = look(sample, book[sample]).family
     of_family[family] = (of_family[family] or 0) + 1
   end
-  -- Groups of the queries of which a good part is given out, family -> group -> {samples, texts}: to find
-  -- each by itself takes longer.
-  local found = {}
+  -- Groups of the queries of which all or a good part is given out, family -> group -> {samples, texts}:
+  -- to find each by itself takes longer.
+  local found, all = {}, {}
+  local function add(family, group, sample, text)
+    local members = found[family][group] or {{}, {}}
+    found[family][group] = members
+    members[1][#members[1] + 1], members[2][#members[2] + 1] = sample, text
+  end
   for family, number in pairs(of_family) do
     local rows = tallies_of(family)
-    if rows > 0 and rows <= 2 * number then
+    if rows == number and ordered then
+      found[family], all[family] = {}, true
+    elseif rows > 0 and rows <= 2 * number then
       local names, texts, own = texts_of(family)
       found[family] = {}
       for place, group in ipairs(own) do
-        local members = found[family][group] or {{}, {}}
-        found[family][group] = members
-        members[1][#members[1] + 1], members[2][#members[2] + 1] = names[place], texts[place]
+        add(family, group, names[place], texts[place])
       end
+    end
+  end
+  for _, sample in ipairs(samples) do
+    local own = look(sample, book[sample])
+    if all[own.family] then
+      add(own.family, own.group, sample, book[sample])
     end
   end
   for index, sample in ipairs(samples) do
@@ -260,10 +271,13 @@ claim_taken()
 if too_large then
   return finish(too_large)
 end
+order = order or redis.call('HGET', STEP, 'order') or 'id'
+local ordered = order == 'id' and not whole and not balance
 for index = 2, #samples do
   -- In order of their ids they mostly are.
   if samples[index] < samples[index - 1] then
     table.sort(samples)
+    ordered = false
     break
   end
 end
@@ -275,4 +289,4 @@ redis.call('HDEL', FENCED, claimant)
 if redis.call('HSETNX', STEP, 'owner', claimant) == 1 then
   changes('counts')
 end
-return deliver(samples)
+return deliver(samples, ordered)
