@@ -13,6 +13,7 @@ import threading
 
 import structlog
 
+from services.rollout.memory import collect_seldom
 from troupe.workflow.languages import IMPORTING
 
 log = structlog.get_logger(__name__)
@@ -40,5 +41,4 @@ def _import() -> None:
         log.warning("libraries cannot be imported", error=str(error))
     finally:
         if not gc.isenabled():  # turned off by `__main__`: collecting takes a fifth of an import
-            gc.freeze()
-            gc.enable()
+            collect_seldom()
