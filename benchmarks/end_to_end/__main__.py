@@ -4,9 +4,11 @@
 
 The same tasks, reward, weights (a Qwen3 of 3.2 million parameters) and settings; 256 samples of 16
 tokens per step, this machine's cores for both. In every round one after another: TRL alone with a
-thread per core, twice beside itself with one thread each, then our jobs on clusters that stay up:
-one policy on policy, one in mode `async`, two policies at once. A rate is that of the median step
-after warm-up; ratios are medians over rounds. TRL is installed apart (benchmarks/references.py).
+thread per core, our jobs on clusters that stay up (one policy on policy, two at once, one in mode
+`async`), TRL alone again, and twice beside itself with one thread each. A rate is that of the
+median step after warm-up, TRL's the mean of before and after: what a machine gains or loses during
+a round does so for both. Ratios are medians over rounds. TRL is installed apart
+(benchmarks/references.py).
 
 The last line is one JSON object:
 
@@ -82,21 +84,24 @@ async def measure(directory: Path, plan: Plan, console: Console) -> dict[str, li
             for trl in (alone, left, right):
                 await asyncio.to_thread(trl.round)  # warm
             for number in range(plan.rounds):
-                found["trl"].append(await asyncio.to_thread(alone.round))
-                beside = (asyncio.to_thread(trl.round) for trl in (left, right))
-                found["trl_beside"].append(sum(await asyncio.gather(*beside)))
+                before = await asyncio.to_thread(alone.round)
                 # Only where nothing else has the cores while turns are drawn do waves pay.
                 for name, client, policies, waves, mode in (
                     ("one", turns, 1, 2, "micro_batch"),
-                    ("one_async", side_by_side, 1, 1, "async"),
                     ("two", side_by_side, 2, 1, "micro_batch"),
+                    ("one_async", side_by_side, 1, 1, "async"),
                 ):
                     work = plan.work.lasting(WARM + plan.steps)
                     models = [model] * policies
-                    spec = job(f"end-{number}-{policies}", models, work, waves=waves, mode=mode)
+                    title = f"end-{number}-{name}".replace("_", "-")
+                    spec = job(title, models, work, waves=waves, mode=mode)
                     ends = [step.at for step in await run(client, spec)]
                     seconds = statistics.median(b - a for a, b in pairwise(ends[WARM - 1 :]))
                     found[name].append(policies * work.samples / seconds)
+                after = await asyncio.to_thread(alone.round)
+                found["trl"].append((before + after) / 2)
+                beside = (asyncio.to_thread(trl.round) for trl in (left, right))
+                found["trl_beside"].append(sum(await asyncio.gather(*beside)))
                 told = ", ".join(f"{name} {rates[-1]:.0f}" for name, rates in found.items())
                 console.print(f"round {number + 1}, samples/s: {told}")
     return found
