@@ -184,8 +184,8 @@ def _pair(num_bytes: int, rounds: int, directory: Path, *, near: bool) -> Pair:
     with (
         tempfile.TemporaryDirectory(dir=directory) as own,
         other("receive_raw", own, num_bytes, int(near), env=env) as receiver,
-        other("serve", Path(own) / "owner", num_bytes, 1, env=env) as owner,
-        other("send_raw", own, num_bytes, line(receiver), int(near), env=env) as sender,
+        other("serve", root := Path(own) / "owner", num_bytes, 1, env=env) as owner,
+        other("send_raw", root, num_bytes, line(receiver), int(near), env=env) as sender,
         other("fetch", Path(own) / "reader", line(owner), 1, env=env) as reader,
     ):
         return in_turns(sender, receiver, owner, [reader], rounds)
@@ -218,6 +218,8 @@ def in_turns(
     for version in range(rounds + 2):
         tell(owner, version)
         line(owner)
+        tell(sender, f"map {version}")
+        line(sender)
         turns: list[Callable[[], float]] = [bare]
         turns += [partial(reads, reader, version) for reader in readers]
         for place in range(len(turns)):

@@ -82,7 +82,7 @@ def between_two(num_bytes: int, rounds: int, directory: Path) -> Pair:
         near = 0
         receiver = on(1, "receive_raw", directory, num_bytes, near)
         owner = on(0, "serve", directory / "netowner", num_bytes, 1, net.address(0))
-        sender = on(0, "send_raw", directory, num_bytes, line(receiver), near)
+        sender = on(0, "send_raw", directory / "netowner", num_bytes, line(receiver), near)
         address = line(owner)
         readers = [on(1, "fetch", directory / f"netreader{v}", address, 1, v) for v in (1, 0)]
         return in_turns(sender, receiver, owner, readers, rounds)

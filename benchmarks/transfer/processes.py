@@ -6,6 +6,7 @@ Each prints one line when it is ready and one per result, and ends with its stdi
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import subprocess
 import sys
@@ -28,7 +29,6 @@ STEM = "benchmark/policy/weights"
 CHUNK = PIECE_BYTES
 TAG = 1
 IDLE = 60.0
-RAW_BYTES = 1 << 30
 # Chunks that bare UCX has on their way at once.
 RAW_WINDOW = 32
 # Of copies of the state that the reader of a mapping may make: it makes none.
@@ -143,23 +143,36 @@ def copied(tensors: dict[str, torch.Tensor], path: Path) -> int:
 
 
 def send_raw(root: str, num_bytes: str, address: str, near: str) -> None:
-    """Send the bytes once per line of stdin: nothing is checked, nobody is asked.
+    """Send a state's bytes to the worker at `address`: nothing is checked, nobody is asked.
 
-    From memory as an owner's, a mapping of a file in `root`, which has been written: pages that
-    were not are all the same one, which stays in the cache.
+    They are those that the owner at `root` sends, in a mapping like its own: for "map VERSION" on
+    stdin the file of that version is looked up, for anything else it is sent.
     """
-    memory = _memory(root, num_bytes, mmap.ACCESS_COPY)
+    mapped, memory = (0, 0), memoryview(b"")
     with lane.Lane(near=near == "1") as sender:
         sender.connect(bytes.fromhex(address))
         print("ready", flush=True)
-        for _ in sys.stdin:
-            _drive(sender, sender.send, _parts(memory, num_bytes))
+        for line in sys.stdin:
+            if not line.startswith("map "):
+                _drive(sender, sender.send, _parts(memory, num_bytes))
+                continue
+            # Without its lock: the owner is to fill the same file again, whose mapping stays.
+            with open(Path(root) / f"{STEM}@{line.split()[1]}", "rb") as file:
+                status = os.fstat(file.fileno())
+                if mapped != (found := (status.st_ino, status.st_size)):
+                    memory = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+                    mapped = found
+            print("mapped", flush=True)
 
 
 def receive_raw(root: str, num_bytes: str, near: str) -> None:
-    """The other side of `send_raw`, into memory as a reader's: prints its address, and seconds for
-    each line of stdin."""
-    memory = _memory(root, num_bytes, mmap.ACCESS_WRITE)
+    """The other side of `send_raw`, into memory as a reader's, a file in `root` whose pages are
+    there and mapped: prints its address, and seconds for each line of stdin."""
+    with tempfile.TemporaryFile(dir=root) as file:
+        os.posix_fallocate(file.fileno(), 0, int(num_bytes))
+        memory = memoryview(mmap.mmap(file.fileno(), int(num_bytes)))
+    for part in _parts(memory, num_bytes):
+        part[:: mmap.PAGESIZE] = bytes(-(-len(part) // mmap.PAGESIZE))
     with lane.Lane(near=near == "1") as receiver:
         print(receiver.address.hex(), flush=True)
         for _ in sys.stdin:
@@ -169,20 +182,10 @@ def receive_raw(root: str, num_bytes: str, near: str) -> None:
             print(time.perf_counter() - begin, flush=True)
 
 
-def _memory(root: str, num_bytes: str, access: int) -> memoryview:
-    """So much, or what is far beyond any cache: the largest states need all the memory there is."""
-    size = min(int(num_bytes), RAW_BYTES)
-    with tempfile.TemporaryFile(dir=root) as file:
-        for _ in range(0, size, CHUNK):
-            file.write(b"\1" * CHUNK)
-        file.flush()
-        return memoryview(mmap.mmap(file.fileno(), size, access=access))
-
-
 def _parts(memory: memoryview, num_bytes: str) -> list[memoryview]:
-    """`num_bytes` in chunks, over and over the same memory where there is less."""
-    starts = (place % len(memory) for place in range(0, int(num_bytes), CHUNK))
-    return [memory[start : start + CHUNK] for start in starts]
+    """The last `num_bytes` in chunks: all that a state's file holds but its head."""
+    first = len(memory) - int(num_bytes)
+    return [memory[start : start + CHUNK] for start in range(first, len(memory), CHUNK)]
 
 
 def _drive(
