@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -21,6 +22,10 @@ _KINDS: Final = {
 }
 
 _MAX_REWARD_BYTES: Final = 1 << 20
+# What a response costs in its batch beside its own bytes.
+_FRAME_BYTES: Final = 6
+# Room for the error that stands where a result did not fit.
+_REFUSAL_BYTES: Final = 256
 
 
 class Lost(Exception):
@@ -55,6 +60,41 @@ def outcome_of(
         ),
         cold_seconds=cold_seconds,
     )
+
+
+def fitted(responses: Iterable[pb.InvokeResponse], most_bytes: int) -> list[pb.InvokeResponse]:
+    """`responses`, for one message of at most so many bytes.
+
+    They are taken in their order; one that does not fit beside those before it is replaced by
+    KIND_RESULT_TOO_LARGE, and fails nobody else.
+    """
+    given = list(responses)
+    left = most_bytes
+    if sum(one.ByteSize() + _FRAME_BYTES for one in given) <= left:
+        return given
+    left -= len(given) * _REFUSAL_BYTES
+    found = []
+    for one in given:
+        size = one.ByteSize() + _FRAME_BYTES
+        if size > left and size > _REFUSAL_BYTES:
+            found.append(_too_large(one, size, most_bytes))
+        else:
+            left -= max(0, size - _REFUSAL_BYTES)
+            found.append(one)
+    return found
+
+
+def _too_large(response: pb.InvokeResponse, size: int, most: int) -> pb.InvokeResponse:
+    error = pb.InvocationError(
+        kind=pb.InvocationError.KIND_RESULT_TOO_LARGE,
+        message=f"its result of {size:,} bytes does not fit into the batch's answer of at most "
+        f"{most:,}: invoke with the same id alone, or send fewer together",
+    )
+    refused = pb.InvokeResponse()
+    refused.CopyFrom(response)
+    refused.error.CopyFrom(error)
+    refused.host = refused.sandbox = ""
+    return refused
 
 
 def sendable(text: str) -> str:

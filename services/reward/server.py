@@ -10,6 +10,7 @@ from typing import Any, Final
 import grpc
 
 from services.chassis.telemetry import Telemetry
+from services.reward.answers import fitted
 from services.reward.hosts.attached import AttachedHosts
 from services.reward.hosts.fleet import Fleet
 from services.reward.invocations import Invocations
@@ -66,6 +67,7 @@ class RewardService(reward_pb2_grpc.RewardServicer):
             self._fleet.detach,
             beat_seconds=settings.reward_host_beat_seconds,
         )
+        self._most_bytes = settings.max_message_mib << 20
         guests = Guests(self._workplace.sandboxes, self._runtime)
         self._invocations = Invocations(self._registry, self._runtime, guests, settings)
 
@@ -131,9 +133,12 @@ class RewardService(reward_pb2_grpc.RewardServicer):
     async def InvokeBatch(
         self, request: pb.InvokeBatchRequest, context: Any
     ) -> pb.InvokeBatchResponse:
-        """Run many calls of a function; all of them are queued, or none."""
+        """Run many calls of a function; all of them are queued, or none.
+
+        Results that one message cannot hold fail alone, as KIND_RESULT_TOO_LARGE.
+        """
         responses = await self._invocations.batch(request, context.time_remaining())
-        return pb.InvokeBatchResponse(responses=responses)
+        return pb.InvokeBatchResponse(responses=fitted(responses, self._most_bytes))
 
     async def InvokeStream(
         self, request: pb.InvokeRequest, context: Any

@@ -115,10 +115,17 @@ class Coalescer:
                 if not answer.done():
                     answer.set_exception(error)
             return
-        for (_, _, answer), response in zip(calls, reply.responses, strict=True):
+        crowded_out = []
+        for call, response in zip(calls, reply.responses, strict=True):
+            if response.error.kind == pb.InvocationError.KIND_RESULT_TOO_LARGE:
+                crowded_out.append(call)
+                continue
             self._learn(key, response)
-            if not answer.done():
-                answer.set_result(response)
+            if not call[2].done():
+                call[2].set_result(response)
+        # The service keeps what its answer had no room for; one after another, for they are large.
+        for call in crowded_out:
+            await self._answer_alone(*call)
 
     async def _answer_alone(
         self,

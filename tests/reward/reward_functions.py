@@ -101,6 +101,11 @@ def its_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def wide(size: int, i: int) -> Any:
+    """A result of about so many bytes."""
+    return {"text": "x" * size, "i": i}
+
+
 def mixed(i: int, end: str) -> Any:
     """Ends as it is told to."""
     if end == "raise":

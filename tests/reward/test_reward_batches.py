@@ -238,3 +238,25 @@ async def test_lines_come_whole_and_a_flood_is_cut() -> None:
     lines.end()
     assert "".join(heard) == "x" * 10_000
     assert len(heard) == 3
+
+
+async def test_a_result_that_the_answer_has_no_room_for_fails_alone() -> None:
+    """Nine results of 400 kB, one message of 1 MiB: two and the small ones arrive."""
+    async with client_of(reward_workers=1, max_message_mib=1) as client:
+        await client.register("wide")
+        sizes = [400_000] * 3 + [10] + [400_000] * 6 + [10]
+        request = batch(client, "wide", [{"size": size, "i": i} for i, size in enumerate(sizes)])
+        responses = (await client.stub.InvokeBatch(request)).responses
+        lost = [i for i, one in enumerate(responses) if one.WhichOneof("outcome") == "error"]
+        assert lost == [2, 4, 5, 6, 7, 8, 9]
+        assert {responses[i].error.kind for i in lost} == {Kind.KIND_RESULT_TOO_LARGE}
+        assert "invoke with the same id alone" in responses[2].error.message
+        # What has run is not run again: each comes alone.
+        alone = await client.invoke(
+            "wide",
+            json.loads(request.calls[9].arguments_json),
+            invocation_id=request.calls[9].invocation_id,
+        )
+        assert len(json.loads(alone.result_json)["text"]) == 400_000
+        functions = (await client.stub.ListFunctions(pb.ListFunctionsRequest())).functions
+        assert [one.invocations for one in functions] == [len(sizes)]

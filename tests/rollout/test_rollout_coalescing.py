@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from services.chassis.app import serve
+from services.reward.answers import fitted
 from services.reward.server import RewardService, RewardSettings
 from services.rollout.coalescing import Coalescer
 from troupe.rpc import InvalidArgument, connect, new_id
@@ -100,3 +101,29 @@ async def test_long_calls_go_alone(stub: Counting) -> None:
     stub.asked.clear()
     await asyncio.gather(*(coalescer.invoke(ask("slow", '{"x": 1}'), 30) for _ in range(2)))
     assert stub.asked == {"Invoke": 2}
+
+
+async def test_what_the_answer_had_no_room_for_is_asked_for_alone(stub: Counting) -> None:
+    class Crowded:
+        """Has room for one result only, as messages of the service have for some megabytes."""
+
+        def __getattr__(self, method: str) -> Any:
+            return getattr(stub, method)
+
+        async def InvokeBatch(self, request: Any, timeout: float) -> Any:
+            reply = await stub.InvokeBatch(request, timeout=timeout)
+            most = len(reply.responses) * 256 + reply.responses[0].ByteSize()
+            monstrous = [pb.InvokeResponse() for _ in reply.responses]
+            for wide, one in zip(monstrous, reply.responses, strict=True):
+                wide.CopyFrom(one)
+                wide.result_json += " " * 1000
+            return pb.InvokeBatchResponse(responses=fitted(monstrous, most + 1100))
+
+    coalescer = Coalescer(cast("Any", Crowded()))
+    await coalescer.invoke(ask("score", '{"x": 1}'), 30)
+    stub.asked.clear()
+    answers = await asyncio.gather(
+        *(coalescer.invoke(ask("score", f'{{"x": {i}}}'), 30) for i in range(4))
+    )
+    assert [one.result_json.strip() for one in answers] == ["0", "2", "4", "6"]
+    assert stub.asked == {"InvokeBatch": 1, "Invoke": 3}

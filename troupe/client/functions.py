@@ -124,9 +124,19 @@ class AsyncFunctions:
             ],
         )
         reply = await self._stub.InvokeBatch(request, timeout=timeout)
+        responses = list(reply.responses)
+        for i, (call, response) in enumerate(zip(request.calls, responses, strict=True)):
+            if response.error.kind == pb.InvocationError.KIND_RESULT_TOO_LARGE:
+                # It has ended; only the answer had no room for it.
+                alone = pb.InvokeRequest(
+                    invocation_id=call.invocation_id,
+                    name=name,
+                    version=request.version,
+                    arguments_json=call.arguments_json,
+                )
+                responses[i] = await self._stub.Invoke(alone, timeout=timeout)
         return [
-            Invocation.of(name, one, response)
-            for one, response in zip(ids, reply.responses, strict=True)
+            Invocation.of(name, one, response) for one, response in zip(ids, responses, strict=True)
         ]
 
     async def invoke_stream(

@@ -640,6 +640,10 @@ class InvocationError(_message.Message):
         """The trajectory's sandbox is gone with all that was in it: it was idle for too long, or it or
         the service died. The caller may start over: without naming it there is a new one.
         """
+        KIND_RESULT_TOO_LARGE: InvocationError._Kind.ValueType  # 12
+        """Of a batch only: the results before it have filled the answer (TROUPE_MAX_MESSAGE_MIB). Invoke
+        with the same id brings the result, while it is kept.
+        """
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: InvocationError.Kind.ValueType  # 0
@@ -660,6 +664,10 @@ class InvocationError(_message.Message):
     KIND_SANDBOX_GONE: InvocationError.Kind.ValueType  # 11
     """The trajectory's sandbox is gone with all that was in it: it was idle for too long, or it or
     the service died. The caller may start over: without naming it there is a new one.
+    """
+    KIND_RESULT_TOO_LARGE: InvocationError.Kind.ValueType  # 12
+    """Of a batch only: the results before it have filled the answer (TROUPE_MAX_MESSAGE_MIB). Invoke
+    with the same id brings the result, while it is kept.
     """
 
     KIND_FIELD_NUMBER: _builtins.int
@@ -772,7 +780,9 @@ class InvokeBatchResponse(_message.Message):
     RESPONSES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___InvokeResponse]:
-        """As many as there were calls."""
+        """As many as there were calls, in their order. What does not fit into one message is an error of
+        its own (KIND_RESULT_TOO_LARGE).
+        """
 
     def __init__(
         self,
