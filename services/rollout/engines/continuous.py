@@ -118,6 +118,8 @@ class ContinuousBatcher:
         self._exited = exited
         self._stopping = False
         self._standing = threading.Lock()
+        # Who is first, the manager's start or `stop`?
+        self._beginning = threading.Lock()
         self._started = threading.Event()
         packed = attention.supports(model.config)
         self._manager = model.init_continuous_batching(
@@ -207,12 +209,16 @@ class ContinuousBatcher:
 
     def stop(self, timeout: float) -> None:
         """End the serving thread. Turns in hand are dropped."""
-        self._stopping = True
+        with self._beginning:
+            self._stopping = True
         if self._manager.is_running():
             self._manager.stop(block=True, timeout=timeout, hard_stop=True)
 
     def _supervise(self) -> None:
-        self._manager.start()
+        with self._beginning:
+            # The manager forgets a stop that came before its start.
+            if not self._stopping:
+                self._manager.start()
         self._started.set()
         while self._manager.is_running():
             time.sleep(_WATCH_SECONDS)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from services.rollout.engines.continuous import ContinuousBatcher
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import (
     BadTurn,
@@ -256,3 +257,17 @@ async def test_a_stop_token_that_never_comes_ends_at_the_bound(engine: EmbeddedE
     # Nor does it hold the engine beyond the context's end.
     whole = await ask(engine, "w", [1] * 200, max_new_tokens=10_000, stop_token_ids=(never,))
     assert len(whole.token_ids) == 56 or whole.finish_reason == "stop"
+
+
+def test_a_batcher_that_was_stopped_before_it_started_serves_nothing(
+    model: PreTrainedModel,
+) -> None:
+    died: list[str] = []
+    batcher = ContinuousBatcher(
+        model, max_running=2, max_context=64, drew=lambda count: None, exited=died.append
+    )
+    batcher.stop(0.0)
+    batcher.start()
+    assert not batcher.alive
+    assert not batcher._manager.is_running()
+    assert not died
