@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
@@ -24,6 +24,8 @@ log = structlog.get_logger("troupe.trainer")
 
 # A binding that was superseded notices within this time.
 _RENEW_SECONDS = 5.0
+# Owners of samples' values that are away are not waited for any longer.
+_DROP_SECONDS = 10.0
 
 
 class Suspended(Exception):
@@ -210,7 +212,24 @@ class Attempt:
         self._gone += len(gone)
         # What else they refer to nobody needs either. Now and not at the commit: who goes on when
         # we lose our leases never sees these samples.
-        await self._compute.run(self._binding.drop_columns, sorted(refs_of(gone)))
+        await self._drop_values(refs_of(gone))
+
+    async def _drop_values(self, refs: Iterable[str]) -> None:
+        """Delete values that nobody needs any more, before anything else happens here.
+
+        Their owners on other hosts are asked, so not in the compute thread, in which other policies
+        compute. What is not gone in time goes without being waited for.
+        """
+        keys = sorted(refs)
+        if not keys:
+            return
+        dropped = asyncio.create_task(asyncio.to_thread(self._binding.drop_columns, keys))
+        try:
+            async with asyncio.timeout(_DROP_SECONDS):
+                await asyncio.shield(dropped)
+        except TimeoutError:
+            dropped.add_done_callback(lambda done: done.cancelled() or done.exception())
+            log.warning("values are still being deleted", keys=len(keys), seconds=_DROP_SECONDS)
 
     async def _commit(
         self,
@@ -227,7 +246,7 @@ class Attempt:
         theirs = (commit.weights.version, commit.weights.checksum)
         if theirs == (weights.version, weights.checksum):
             await self._compute.run(binding.versions.confirm, commit.weights, frontier)
-            await self._compute.run(binding.drop_columns, sorted(self._refs))
+            await self._drop_values(self._refs)
         else:  # another binding was first
             await adopt(self._binding, self._compute, commit)
         binding.move(pb.BINDING_STATE_IDLE)

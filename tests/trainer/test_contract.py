@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from xxhash import xxh3_64_intdigest
 
+from services.trainer import attempt
 from services.trainer.rows import parse_rows
 from tests.support.training import VOCABULARY, score
 from tests.trainer.batches import full_batch_gradient, relative_error
@@ -186,6 +189,36 @@ async def test_columns_by_reference_are_loaded_and_then_deleted(stage: TrainingS
     assert commit.metrics["kl"] == pytest.approx(expected / tokens, rel=1e-3)
     assert keys
     assert not any(stage.transfer.exists(key) for key in keys)
+
+
+async def test_owners_that_do_not_answer_hold_up_no_computing(
+    stage: TrainingStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values are deleted beside the compute thread, and the step ends without their owners."""
+    monkeypatch.setattr(attempt, "_DROP_SECONDS", 0.05)
+    spec = stage.spec()
+    trainer = await stage.trainer()
+    await stage.open()
+    await trainer.bind(spec)
+    binding = trainer.worker.bindings.bound[(stage.job_id, "solver")]
+    away, asked = threading.Event(), list[str]()
+
+    def drop(keys: Iterable[str]) -> None:
+        asked.extend([threading.current_thread().name, *keys])
+        assert away.wait(60)
+
+    monkeypatch.setattr(binding, "drop_columns", drop)
+    ref = f"{stage.job_id}/columns/picture"
+    for query, trajectory, samples in stage.rollouts(stage.first_model(spec)):
+        samples[0].columns["picture"].ref = ref
+        await stage.append(query, trajectory, samples)
+    try:
+        commit = await trainer.run(0, 0)
+    finally:
+        away.set()
+    assert commit.outcome == store_pb.STEP_OUTCOME_APPLIED
+    assert asked[1:] == [ref]
+    assert not asked[0].startswith("compute")
 
 
 async def test_samples_whose_values_are_gone_are_dropped(stage: TrainingStage) -> None:
