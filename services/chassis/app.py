@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import TypeVar
 
 import structlog
@@ -48,9 +49,14 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
     try:
         values = settings() if isinstance(settings, type) else settings
     except ValidationError as error:
-        for fault in error.errors():
-            field = "_".join(str(part) for part in fault["loc"]).upper()
-            print(f"{name}: TROUPE_{field} = {fault['input']!r}: {fault['msg']}", file=sys.stderr)
+        from troupe.job.faults import explained
+
+        model = settings if isinstance(settings, type) else type(settings)
+        for fault in explained(error, model, "See docs/operating.md."):
+            # The variable, and where in it: TROUPE_REWARD_QUOTAS.search.untis
+            variable, _, inside = fault.field.partition(".")
+            told = replace(fault, field=f"TROUPE_{variable.upper()}{inside and '.'}{inside}")
+            print(f"{name}: {told}", file=sys.stderr)
         return 2
     _set_thread_budget(values.threads)
     logs.configure(name, values.log_level, values.log_format)

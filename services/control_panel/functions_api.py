@@ -6,7 +6,7 @@ import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from services.control_panel import views
 from services.control_panel.upstream import Upstream
@@ -23,6 +23,8 @@ _INVOKE_SECONDS = 300.0
 
 class Deployment(views.View):
     """A function to deploy."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: str
     """The name to call it by."""

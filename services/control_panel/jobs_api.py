@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from services.control_panel import views
@@ -200,6 +200,8 @@ async def get_trajectory(request: Request, job_id: JobId, trajectory_id: str) ->
 
 class GenerateBody(BaseModel):
     """A conversation for a policy to continue."""
+
+    model_config = ConfigDict(extra="forbid")
 
     messages: list[dict[str, str]] = Field(
         min_length=1, examples=[[{"role": "user", "content": "hi"}]]

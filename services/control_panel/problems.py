@@ -6,9 +6,12 @@ import grpc
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from services.control_panel.views import Problem
+from troupe.job.faults import problem_of
 from troupe.rpc.errors import TroupeError
 
 HTTP_STATUS = {
@@ -53,15 +56,20 @@ def install(app: FastAPI) -> None:
         return answer(problem, error.retry_after_ms)
 
     @app.exception_handler(RequestValidationError)
-    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
+        where, *location = first["loc"]
+        found = problem_of(
+            first, tuple(location), _body_of(request), "See docs/rest-api.md or /docs."
+        )
         return answer(
             Problem(
                 title="invalid_argument",
                 status=422,
-                detail=str(first["msg"]),
-                field=".".join(str(part) for part in first["loc"]),
-                remedy="See /docs for what this call takes.",
+                detail=found.message,
+                field=".".join([where, *map(str, location)]),
+                value=found.value or None,
+                remedy=found.remedy,
             )
         )
 
@@ -88,3 +96,11 @@ def install(app: FastAPI) -> None:
                 remedy="See /docs for the calls there are.",
             )
         )
+
+
+def _body_of(request: Request) -> type[BaseModel] | None:
+    """The model of the body that the called address takes."""
+    route = request.scope.get("route")
+    taken = route.dependant.body_params if isinstance(route, APIRoute) else []
+    found = taken[0].field_info.annotation if taken else None
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None

@@ -12,6 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from pydantic import ValidationError
 
 from troupe.job import JobSpec
+from troupe.job.faults import explained
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
@@ -70,12 +71,12 @@ class JobRecord:
         try:
             return JobSpec.model_validate_json(self.spec_json)
         except ValidationError as error:
-            first = error.errors()[0]
+            first = explained(error, JobSpec)[0]
             raise FailedPrecondition(
-                f"this release does not take the job's specification: {first['msg']}",
+                f"this release does not take the job's specification: {first.message}",
                 kind="spec_outdated",
-                field=".".join(map(str, first["loc"])),
-                value=first["input"],
+                field=first.field,
+                value=first.value or None,
                 remedy="Submit a new job; the old one's checkpoints are where they were.",
             ) from error
 

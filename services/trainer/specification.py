@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from troupe.job import JobSpec
+from troupe.job.faults import explained
 from troupe.rpc import InvalidArgument
 
 
@@ -16,12 +17,14 @@ def spec_with(policy: str, spec_json: str) -> JobSpec:
     try:
         spec = JobSpec.model_validate_json(spec_json)
     except ValidationError as error:
-        first = error.errors()[0]
+        remedy = "Send the validated specification (JobSpec.model_dump_json)."
+        first = explained(error, JobSpec, remedy)[0]
         raise InvalidArgument(
-            first["msg"],
+            first.message,
             kind="invalid_spec",
-            field=".".join(map(str, first["loc"])) or "spec_json",
-            remedy="Send the validated specification (JobSpec.model_dump_json).",
+            field="spec_json" if first.field == "job" else first.field,
+            value=first.value or None,
+            remedy=first.remedy,
         ) from error
     if policy not in spec.policies:
         raise InvalidArgument(

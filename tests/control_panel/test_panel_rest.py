@@ -166,3 +166,19 @@ async def test_a_population_and_its_matches(panel: Panel) -> None:
     assert page["next_page"] == "2"
     none = await panel.http.get("/api/jobs/plain/population")
     assert (none.status_code, none.json()["title"]) == (404, "no_population")
+
+
+async def test_a_field_that_there_is_not_is_named_with_the_one_that_was_meant(panel: Panel) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_new_token": 4}
+    reply = await panel.http.post("/api/jobs/mine/policies/solver/generate", json=body)
+    assert reply.status_code == 422
+    problem = reply.json()
+    assert problem["field"] == "body.max_new_token"
+    assert problem["value"] == "4"
+    assert problem["detail"] == "there is no such field"
+    assert problem["remedy"] == "Did you mean `max_new_tokens`?"
+    function = {"name": "f", "entrypoint": "a:f", "costs": {"core": 1}}
+    problem = (await panel.http.post("/api/functions", json=function)).json()
+    assert (problem["field"], problem["remedy"]) == ("core", "Did you mean `cores`?")
+    problem = (await panel.http.post("/api/functions", json={"nmae": "f"})).json()
+    assert "permitted" not in problem["detail"]

@@ -14,9 +14,11 @@ from pydantic import ValidationError
 from troupe.functions.costs import to_spec
 from troupe.functions.describing import Described, DescribeError, described
 from troupe.job import FunctionSpec
+from troupe.job.faults import FieldProblem, explained
 from troupe.rpc.errors import InvalidArgument
 from troupe.v1 import reward_pb2 as pb
 
+_LISTED: Final = "docs/job-reference.md lists what a function can declare."
 _MODULE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _MOST_FILES: Final = 1000
 _MOST_BYTES: Final = 16 * 2**20
@@ -91,15 +93,15 @@ def checked_costs(given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return FunctionSpec(entrypoint="any:function", **given).costs
     except (ValidationError, TypeError) as error:
-        first: Mapping[str, Any] = {}
         if isinstance(error, ValidationError):
-            first = error.errors()[0]
-        field = ".".join(str(part) for part in first.get("loc", ())) or "costs"
+            first = explained(error, FunctionSpec, _LISTED)[0]
+        else:
+            first = FieldProblem("costs", "", str(error), _LISTED)
         raise InvalidArgument(
-            str(first.get("msg", error)).removeprefix("Value error, "),
-            field=field,
-            value=given.get(field),
-            remedy="docs/job-reference.md lists what a function can declare.",
+            first.message,
+            field=first.field,
+            value=given.get(first.field),
+            remedy=first.remedy,
         ) from error
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from troupe.job import JobSpecError, parse_job
-from troupe.job.loading import FieldProblem
+from troupe.job.faults import FieldProblem
 
 
 def apply(text: str, assignments: list[str]) -> dict[str, Any]:

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import types
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from troupe.job.faults import FieldProblem, explained
 from troupe.job.spec import JobSpec
 
 # YAML is parsed at a hundred kilobytes per second; specifications have a few.
 MAX_BYTES = 1 << 20
 # Written out. Aliases make a few lines of YAML stand for more values than any memory holds.
 _MAX_VALUES = 200_000
-
-
-@dataclass(frozen=True)
-class FieldProblem:
-    """One fault: the field as the user wrote it, its value, what is wrong, what to do."""
-
-    field: str
-    value: str
-    message: str
-    remedy: str
-
-    def __str__(self) -> str:
-        shown = f" = {self.value}" if self.value else ""
-        return f"{self.field}{shown}: {self.message}. {self.remedy}"
 
 
 class JobSpecError(ValueError):
@@ -66,7 +50,7 @@ def parse_job(text: str, source: str = "the job") -> JobSpec:
     try:
         return JobSpec.model_validate(raw)
     except ValidationError as error:
-        raise JobSpecError([_explain(raw, e) for e in error.errors()]) from error
+        raise JobSpecError(explained(error, JobSpec)) from error
 
 
 def _read(text: str, source: str) -> Any:
@@ -125,63 +109,3 @@ def _unreadable(
     remedy: str = "Start from an example; `troupe job schema` lists the fields.",
 ) -> JobSpecError:
     return JobSpecError([FieldProblem(where, "", message, remedy)])
-
-
-def _explain(raw: Any, error: Any) -> FieldProblem:
-    location = error["loc"]
-    field = ".".join(str(part) for part in location) or "job"
-    value = "" if error["type"] in ("missing", "value_error") else _short(error.get("input"))
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error" and not location:
-        field, _, message = message.partition(": ") if ": " in message else ("job", "", message)
-    return FieldProblem(field, value, message, _remedy(error, location))
-
-
-def _remedy(error: Any, location: tuple[Any, ...]) -> str:
-    if error["type"] == "extra_forbidden":
-        known = _fields_at(location[:-1])
-        close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        if close:
-            return f"Did you mean `{close[0]}`?"
-        return f"Known fields here: {', '.join(known)}."
-    if error["type"] == "missing":
-        return "Add the field; `troupe job schema` describes it."
-    return "`troupe job schema` describes the field."
-
-
-def _fields_at(location: tuple[Any, ...]) -> list[str]:
-    """The field names of the section that `location` leads to."""
-    here: Any = JobSpec
-    for part in location:
-        if isinstance(here, type) and issubclass(here, BaseModel):
-            field = here.model_fields.get(str(part))
-            here = _optional(field.annotation) if field else None
-        elif isinstance(here, types.UnionType):  # `part` was the tag of one of them
-            here = next((one for one in get_args(here) if part in tags_of(one)), None)
-        else:  # dict[str, Section]: `part` was the key
-            here = get_args(here)[-1] if get_args(here) else None
-    if isinstance(here, type) and issubclass(here, BaseModel):
-        return sorted(here.model_fields)
-    return []
-
-
-def _optional(annotation: Any) -> Any:
-    """What a field holds when it holds something."""
-    if not isinstance(annotation, types.UnionType):
-        return annotation
-    given = [one for one in get_args(annotation) if one is not types.NoneType]
-    return given[0] if len(given) == 1 else annotation
-
-
-def tags_of(section: Any) -> tuple[str, ...]:
-    """By which a section is chosen among others: the values of its first field, if those are
-    named."""
-    if not (isinstance(section, type) and issubclass(section, BaseModel)):
-        return ()
-    first = next(iter(section.model_fields.values()))
-    return get_args(first.annotation) if get_origin(first.annotation) is Literal else ()
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -18,6 +18,7 @@ from services.trainer.gang.gang import launch
 from services.trainer.gang.gangs import ranks_here
 from services.trainer.gang.terms import Terms
 from services.trainer.settings import TrainerSettings
+from troupe.job.faults import explained
 
 log = structlog.get_logger("troupe.gang")
 
@@ -59,7 +60,8 @@ def main() -> int:
     try:
         settings = FollowerSettings()
     except ValidationError as error:
-        print(error, file=sys.stderr)
+        for fault in explained(error, FollowerSettings, "See docs/operating.md."):
+            print(f"services.trainer.gang: TROUPE_{fault}", file=sys.stderr)
         return 2
     logs.configure("services.trainer.gang", settings.log_level, settings.log_format)
     stop = threading.Event()

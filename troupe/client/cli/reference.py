@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from troupe.job import JobSpec
-from troupe.job.loading import tags_of
+from troupe.job.faults import tags_of
 
 _INTRO = """# Job reference
 
