@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.populations import PayoffTable, Precision, draw_opponents, matches_due, seats
+from troupe.populations.matches import turn_beside
 
 
 def test_means_and_variances_are_those_of_the_matches() -> None:
@@ -175,3 +177,24 @@ def test_everybody_sits_everywhere_and_behind_everybody(players: int) -> None:
         for places in zip(*turns[first : first + players], strict=True):
             assert sorted(places) == list(range(players))
     assert seats(players, len(turns)) == turns[0]
+
+
+@pytest.mark.parametrize("players", [2, 3, 4])
+def test_beside_a_game_that_changes_seats_or_keeps_them_all_arrangements_are_met_alike(
+    players: int,
+) -> None:
+    orders = math.factorial(players - 1)
+    period = players * math.lcm(players, orders) * orders
+    kept: Counter[tuple[int, ...]] = Counter()
+    changed: Counter[tuple[int, ...]] = Counter()
+    for match in range(period):
+        place = seats(players, turn_beside(players, match))
+        own = seats(players, match)
+        kept[place] += 1
+        changed[tuple(own[one] for one in place)] += 1
+    for met in (kept, changed):
+        assert len(met) == math.factorial(players)
+        assert len(set(met.values())) == 1
+    # Everybody has sat everywhere long before.
+    first = [seats(players, turn_beside(players, match)) for match in range(players**2)]
+    assert all({one[player] for one in first} == set(range(players)) for player in range(players))

@@ -84,3 +84,15 @@ def seats(players: int, episode: int) -> tuple[int, ...]:
         turn, digit = divmod(turn, len(others))
         order.append(others.pop(digit))
     return tuple((place + shift) % players for place in order)
+
+
+def turn_beside(players: int, match: int) -> int:
+    """The episode whose `seats` a match takes beside a game that may change seats itself.
+
+    A game that keeps its seats comes through all arrangements. One that changes them by `seats`,
+    from match to match, comes through all of its own for each of these: so they change more slowly,
+    and whatever the game does, every arrangement is met equally often.
+    """
+    slow = match // players
+    order = slow // math.lcm(players, math.factorial(players - 1))
+    return order * players + slow % players

@@ -28,6 +28,7 @@ from services.orchestrator.populations.store import PopulationStore
 from services.orchestrator.records import timestamp
 from troupe.job import JobSpec
 from troupe.populations import Precision, matches_due, seats
+from troupe.populations.matches import turn_beside
 from troupe.populations.payoffs import Members
 from troupe.populations.ratings import rated
 from troupe.populations.slots import match_waves, visible_cells
@@ -287,10 +288,9 @@ class Matches:
         agents = self._pools.agents
         if not self._pools.symmetric:
             return list(agents)
-        # Workflows may change seats from query to query: out of step with them, and in one order,
-        # since they have all of them. Networks never do.
+        # Workflows may change seats from query to query. Networks never do.
         fixed = self._job.spec.environment is not None
-        turn = one.number if fixed else one.number // len(agents) % len(agents)
+        turn = one.number if fixed else turn_beside(len(agents), one.number)
         return [agents[place] for place in seats(len(agents), turn)]
 
     def _count_wins(self, members: dict[str, str], match: orch.Match) -> None:
