@@ -252,7 +252,10 @@ class TrainingStage:
 
     def weights(self, ref: pb.WeightsRef) -> dict[str, torch.Tensor]:
         """Published weights, verified."""
-        return self.transfer.get(ref.key, expected_checksum=ref.checksum)[0]
+        found: dict[str, torch.Tensor] = self.transfer.get(ref.key, expected_checksum=ref.checksum)[
+            0
+        ]
+        return found
 
 
 def fill_up(disk: Path, leave: int) -> Path:
