@@ -93,3 +93,28 @@ def test_the_constant_is_the_longest_response_that_an_agent_may_give() -> None:
     assert spec.constant_tokens("solver") == 40
     own = {"normalize": "constant", "constant_tokens": 5}
     assert make_spec(Path("t"), agents=agents, algorithm=own).constant_tokens("solver") == 5
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [{"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"eps": 1e-300}, {"lr": 1e300}],
+)
+def test_an_optimizer_that_makes_no_numbers_is_refused(
+    tmp_path: Path, optimizer: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError, match=next(iter(optimizer))):
+        make_spec(tmp_path, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("field", ["clip_high", "correction_cap"])
+def test_bounds_that_single_precision_cannot_hold_are_refused(tmp_path: Path, field: str) -> None:
+    with pytest.raises(ValidationError, match=field):
+        make_spec(tmp_path, algorithm={field: 1e308})
+
+
+def test_names_end_where_they_end(tmp_path: Path) -> None:
+    values = make_spec(tmp_path).model_dump()
+    with pytest.raises(ValidationError, match="names are lower-case"):
+        JobSpec.model_validate(values | {"agents": {"solver\n": {"policy": "solver"}}})
+    with pytest.raises(ValidationError, match="must look like"):
+        JobSpec.model_validate(values | {"workflow": "nowhere:play\n"})

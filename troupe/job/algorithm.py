@@ -61,7 +61,7 @@ class AlgorithmSpec(Section):
     drawn from the job's seed. Above 1 as `epochs`."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Lower clip range of the importance ratio; `gspo` wants about 3e-4."""
-    clip_high: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0, le=1e9)
     """Upper clip range of the importance ratio (DAPO's clip-higher when larger); `gspo` wants about
     4e-4, `cispo` several times more than the others."""
     normalize: Literal["token", "sequence", "constant"] = "token"
@@ -82,7 +82,7 @@ class AlgorithmSpec(Section):
     Losses other than `ppo_clip` weigh tokens by pi/mu themselves: with them a mask only takes
     tokens out, and `truncated` is refused, both only with `old_logprobs: behaviour`. Default:
     `none`; in mode `async`, which needs one, `truncated` with `ppo_clip`, else `masked`."""
-    correction_cap: float = Field(default=2.0, ge=1)
+    correction_cap: float = Field(default=2.0, ge=1, le=1e9)
     """The correction's cap on pi/mu."""
 
     @property

@@ -7,7 +7,7 @@ and editors show it.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -57,15 +57,19 @@ class ModelSpec(Section):
         return source
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSpec(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(default=1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0, le=1000)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the first and second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    eps: float = Field(default=1e-8, ge=1e-30)
+    """Added to the root of the second moment; what single precision would take for zero is refused,
+    since a weight without a gradient would become NaN."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)

@@ -24,7 +24,7 @@ class Section(BaseModel):
 
 
 def check_entrypoint(value: str) -> str:
-    if not _ENTRYPOINT.match(value):
+    if not _ENTRYPOINT.fullmatch(value):
         raise ValueError("must look like 'package.module:attribute'")
     return value
 

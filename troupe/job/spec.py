@@ -96,7 +96,7 @@ class JobSpec(Section):
             raise ValueError("policies: none is trainable; set `trainable: true` on at least one")
         for section in (self.agents, self.policies, self.tools, self.rewards):
             for name in section:
-                if not re.match(NAME, name):
+                if not re.fullmatch(NAME, name):
                     raise ValueError(f"'{name}': names are lower-case letters, digits, '-' and '_'")
         return self
 
