@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.store.served import Timings, create, drop, run_step
+from benchmarks.store.served import Ending, Timings, create, drop, run_step
 from benchmarks.store.servers import Stub, started
 from benchmarks.store.workload import Shape, make_appends
 from troupe.cluster.settings import Fsync
@@ -54,7 +54,8 @@ async def play(stub: Stub, writers: int, figures: Figures) -> None:
     """One step of a fresh job."""
     job = await create(stub)
     timings = Timings()
-    seconds = await run_step(stub, SHAPE, job, make_appends(job, 0, SHAPE), writers, timings)
+    endings = [Ending.of(append) for append in make_appends(job, 0, SHAPE)]
+    seconds = await run_step(stub, SHAPE, job, endings, writers, timings)
     figures.seconds.append(seconds)
     figures.appends += timings.calls["append"]
     await drop(stub, job)
