@@ -4,10 +4,9 @@
 
 `update`, `update_compiled`: model FLOP/s utilization of the trainer's update (0.5B-class Qwen3,
 bfloat16), without and with torch.compile. `copies`: device to pinned host memory and back, against
-the link. `swap`, `transfer`: those benchmarks on the device (CUDA-aware UCX and IPC), where they
-have a `--device`. Each part is a process of its own; one that fails is null, and the reason is
-among `problems`. Without a GPU it takes the CPU and tiny models: that tries the command out, and
-measures nothing.
+the link. `swap`, `transfer`: those benchmarks on the device, the latter beside CUDA IPC. Each part
+is a process of its own; one that fails is null, and the reason is among `problems`. Without a GPU
+it takes the CPU and tiny models: that tries the command out, and measures nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.transfer [--quick] [--json] [--mib N]...`
+"""`python -m benchmarks.transfer [--quick] [--json] [--mib N]... [--device cpu|cuda]`
 
 States of several sizes within a process, through shared memory, and between two processes and two
 network namespaces (as root) through UCX and gRPC, against memcpy and bare UCX in the same run; what
 four readers cost, and what of an engine's update is exposed. The last line of stdout is the JSON
-object. UCX needs `pip install 'troupe[ucx]'`.
+object. UCX needs `pip install 'troupe[ucx]'`. With `--device` only the way from one process' device
+to another's is measured (device.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.transfer import networks, swap
+from benchmarks.transfer import device, networks, swap
 from benchmarks.transfer.measure import TCP_BYTES, Pair, Row, measure
 from troupe.transfer.places import default_root
 from troupe.transfer.remote import lane
@@ -63,7 +64,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small state")
     parser.add_argument("--mib", type=int, action="append", help="a size of state, for the others")
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON object")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="between processes' devices only")
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: no CUDA device is here; leave it out, or say cpu")
     console = Console(stderr=args.json, width=None if args.json else 120)
     torch.set_num_threads(1)
     # Through gRPC on purpose: its warnings would fill the screen.
@@ -75,6 +79,9 @@ def main() -> None:
     rounds = QUICK if args.quick and not args.mib else {size: _rounds(size) for size in sizes}
     # Beside the place of real states: in shared memory where there is some.
     with tempfile.TemporaryDirectory(prefix="troupe-bench-", dir=default_root().parent) as where:
+        if args.device:
+            _between_devices(args.device, rounds, Path(where), console)
+            return
         rows = []
         for size, count in rounds.items():
             rows.append(measure(size, count, Path(where)))
@@ -86,6 +93,18 @@ def main() -> None:
     console.print(_rest_table(rest))
     taken = {"quick": args.quick, "seconds": round(time.monotonic() - began)}
     print(json.dumps(as_json(rows, rest) | taken | _machine()))
+
+
+def _between_devices(name: str, rounds: dict[int, int], where: Path, console: Console) -> None:
+    found = {}
+    for size, count in rounds.items():
+        # Each where no file of another size is kept to be filled again.
+        (directory := where / str(size)).mkdir()
+        found[size] = device.measure(torch.device(name), size, min(count, 5), directory)
+        console.print(found[size])
+    last = found[max(found)]
+    by_mib = {str(size // MIB): row["of_link"] for size, row in found.items()}
+    print(json.dumps(last | {"of_link_by_mib": by_mib} | _machine()))
 
 
 def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
