@@ -86,7 +86,7 @@ class ExperienceWriter:
             request_serializer=_Body.serialized,
             response_deserializer=pb.WriteResponse.FromString,
         )
-        self._retry = retry or ClientSettings().retry
+        self._retry = retry or ClientSettings.of_environment().retry
         self._endings: deque[_Part] = deque()
         self._fills: deque[_Part] = deque()
         self._flying: set[asyncio.Task[None]] = set()

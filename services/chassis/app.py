@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import structlog
 from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
 from services.chassis import logs
 from services.chassis.parent import watch_parent
@@ -48,6 +49,9 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
     name = _program_name()
     try:
         values = settings() if isinstance(settings, type) else settings
+    except SettingsError as error:  # of a variable that holds JSON: it says which
+        print(f"{name}: {error}. See docs/operating.md.", file=sys.stderr)
+        return 2
     except ValidationError as error:
         from troupe.job.faults import explained
 

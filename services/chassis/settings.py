@@ -9,10 +9,11 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from troupe.rpc import ClientSettings, RetryPolicy
+from troupe.rpc.settings import Token
 
 
 class ServiceSettings(BaseSettings):
@@ -35,7 +36,7 @@ class ServiceSettings(BaseSettings):
     """Written with "grpc_port metrics_port" once the service serves."""
 
     # Who may call.
-    token: SecretStr | None = None
+    token: Token | None = None
     """Bearer token that callers must send; the same for all services."""
     tls_cert: Path | None = None
     """PEM certificate (chain) of this server; with `tls_key` it turns TLS on."""

@@ -208,7 +208,7 @@ class _Run:
         house = self._house
         house.network.heal()
         self._screen.status(f"{self._name}: accounts")
-        settings = ClientSettings().model_copy(
+        settings = ClientSettings.of_environment().model_copy(
             update={"tls_ca": None, "tls_cert": None, "tls_key": None}
         )
         accounts, transcript = Accounts(missing="nobody was asked"), Transcript()

@@ -69,7 +69,7 @@ class House:
     async def start(self) -> None:
         """Start the cluster and connect to it. Raises what keeps it from starting."""
         state = await self.cluster.start()
-        settings = ClientSettings().model_copy(
+        settings = ClientSettings.of_environment().model_copy(
             update={"tls_ca": None, "tls_cert": None, "tls_key": None}
         )
         self._client = AsyncClient(state.orchestrator_address, settings=settings)

@@ -47,7 +47,7 @@ class AsyncClient:
         Raises `InvalidArgument` for a malformed address, `NoCluster` when there is none.
         """
         self.address = resolve_address(address)
-        settings = settings or ClientSettings()
+        settings = settings or ClientSettings.of_environment()
         if token is not None:
             settings = settings.model_copy(update={"token": SecretStr(token)})
         self._settings = settings

@@ -37,7 +37,7 @@ def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Ch
     TLS is for hosts and ports: who reaches a socket ("unix:PATH") the file system has let in, and
     no certificate names it.
     """
-    settings = settings or ClientSettings()
+    settings = settings or ClientSettings.of_environment()
     common = _Common(address, settings)
     interceptors: list[Any] = [_AioUnary(common), _AioStream(common), _AioDuplex(common)]
     options = channel_options(settings.max_message_mib)
@@ -48,7 +48,7 @@ def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Ch
 
 def connect_sync(address: str, settings: ClientSettings | None = None) -> grpc.Channel:
     """`connect` for callers without an event loop. (`stub.Method.future` blocks: it retries.)"""
-    settings = settings or ClientSettings()
+    settings = settings or ClientSettings.of_environment()
     options = channel_options(settings.max_message_mib)
     if (credentials := _credentials(address, settings)) is not None:
         channel = grpc.secure_channel(address, credentials, options)

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, SecretStr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AfterValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.retry import RetryPolicy
+
+
+def _sendable(token: SecretStr) -> SecretStr:
+    text = token.get_secret_value()
+    if not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError("may hold printable ASCII without spaces only: it travels in a header")
+    return token
+
+
+Token = Annotated[SecretStr, AfterValidator(_sendable)]
+"""A bearer token as calls carry it."""
 
 
 class ClientSettings(BaseSettings):
@@ -17,7 +30,7 @@ class ClientSettings(BaseSettings):
         env_prefix="TROUPE_", env_ignore_empty=True, extra="ignore", frozen=True
     )
 
-    token: SecretStr | None = None
+    token: Token | None = None
     """Bearer token that the services were started with."""
     tls_ca: Path | None = None
     """PEM file of the authority that signed the services' certificate; turns TLS on."""
@@ -31,3 +44,23 @@ class ClientSettings(BaseSettings):
     """Largest message, either way."""
     retry: RetryPolicy = RetryPolicy()
     """How calls are repeated."""
+
+    @staticmethod
+    def of_environment() -> ClientSettings:
+        """What `TROUPE_*` says. Raises `InvalidArgument`, which names the first variable that is
+        not as it must be."""
+        remedy = "Correct the variable, or unset it."
+        try:
+            return ClientSettings()
+        except SettingsError as error:
+            # Of a variable that holds JSON: the message says which field.
+            raise InvalidArgument(str(error), field="TROUPE_*", remedy=remedy) from None
+        except ValidationError as error:
+            fault = error.errors()[0]
+            name, *inside = map(str, fault["loc"])
+            raise InvalidArgument(
+                str(fault["msg"]).removeprefix("Value error, "),
+                field=".".join([f"TROUPE_{name.upper()}", *inside]),
+                value=None if name == "token" else fault["input"],
+                remedy=remedy,
+            ) from None

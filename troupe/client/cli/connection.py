@@ -28,7 +28,7 @@ def call(
         target = resolve_address(address, data_dir)
         state = running_state(data_directory(data_dir))
         embedded = state is not None and state.orchestrator_address == target
-        settings = embedded_client_settings() if embedded else ClientSettings()
+        settings = embedded_client_settings() if embedded else ClientSettings.of_environment()
         settings = settings.model_copy(update={"retry": _PATIENCE})
         async with AsyncClient(target, settings=settings) as client:
             return await use(client)

@@ -44,7 +44,7 @@ async def open_session(
     try:
         if address is not None:
             target, panel = check_address(address), ""
-            client_settings = ClientSettings()
+            client_settings = ClientSettings.of_environment()
         else:
             state = running_state(settings.data_dir)
             if state is not None:
@@ -69,7 +69,8 @@ async def open_session(
 
 def embedded_client_settings() -> ClientSettings:
     """An embedded cluster speaks without TLS, whatever the environment says of others."""
-    return ClientSettings().model_copy(update={"tls_ca": None, "tls_cert": None, "tls_key": None})
+    settings = ClientSettings.of_environment()
+    return settings.model_copy(update={"tls_ca": None, "tls_cert": None, "tls_key": None})
 
 
 def _places(state: ClusterState) -> str:
