@@ -14,7 +14,7 @@ from troupe.rpc import ClientSettings, InvalidArgument
         ("TROUPE_MAX_MESSAGE_MIB", "0", "TROUPE_MAX_MESSAGE_MIB", "0"),
         ("TROUPE_RETRY", "{", "TROUPE_*", None),
         # What a header cannot carry would fail every call, as a bug of ours.
-        ("TROUPE_TOKEN", "se cret", "TROUPE_TOKEN", None),
+        ("TROUPE_TOKEN", " secret", "TROUPE_TOKEN", None),
         ("TROUPE_TOKEN", "secret\n", "TROUPE_TOKEN", None),
         ("TROUPE_TOKEN", "sécret", "TROUPE_TOKEN", None),
     ],
@@ -31,9 +31,9 @@ def test_a_variable_that_is_not_as_it_must_be_is_named(
 
 
 def test_settings_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TROUPE_TOKEN", "se-cret.0~")
+    monkeypatch.setenv("TROUPE_TOKEN", "se cret.0~")
     monkeypatch.setenv("TROUPE_DEADLINE_SECONDS", "7")
     settings = ClientSettings.of_environment()
     assert settings.token is not None
-    assert settings.token.get_secret_value() == "se-cret.0~"
+    assert settings.token.get_secret_value() == "se cret.0~"
     assert settings.deadline_seconds == 7

@@ -14,8 +14,8 @@ from troupe.rpc.retry import RetryPolicy
 
 def _sendable(token: SecretStr) -> SecretStr:
     text = token.get_secret_value()
-    if not text.isascii() or not text.isprintable() or " " in text:
-        raise ValueError("may hold printable ASCII without spaces only: it travels in a header")
+    if not text.isascii() or not text.isprintable() or text != text.strip():
+        raise ValueError("must be printable ASCII without spaces around it, as headers carry it")
     return token
 
 
