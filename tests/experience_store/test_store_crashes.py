@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 import pytest
 
 from services.experience_store.database import Database
 from services.experience_store.store import Store
-from tests.support.crashing import MOMENTS, CrashError, CrashingDatabase
-from tests.support.experience import Response, Stage, ids_of, make_sample
+from tests.experience_store.mortal import MortalLife
+from tests.support.crashing import MOMENTS, CrashError
+from tests.support.experience import Response, ids_of, make_sample
 from troupe.rpc import FailedPrecondition, new_id
 
 POLICIES = ("checker", "solver")
 QUERIES = ("q0", "q1")
 
 
-class Life:
+class Life(MortalLife):
     """One step of a job, each call repeated by another process when the first one dies."""
 
     def __init__(
         self, url: str, fatal: int, moment: str, *, rerun: bool = False, clustered: bool = False
     ) -> None:
-        self._url = url
+        super().__init__(url, fatal, moment, POLICIES, QUERIES, clustered=clustered)
         self._rerun = rerun
-        self._database = CrashingDatabase(url, fatal, moment, clustered=clustered)
-        self.crashed = 0
-        self.stage = Stage(Store(self._database), new_id("job"), POLICIES, QUERIES, 2)
-
-    async def call(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        try:
-            return await call()
-        except CrashError:
-            self.crashed += 1
-            await self.stage.store.database.close()
-            self.stage.store = Store(Database(self._url))
-            return await call()
-
-    async def close(self) -> None:
-        await self.stage.store.database.close()
 
     async def append(self, query: str, trajectory: str) -> None:
         stage = self.stage
@@ -107,7 +91,7 @@ async def trips_of(redis_url: str, *, clustered: bool) -> int:
     life = Life(redis_url, 0, "before", clustered=clustered)
     await life.run()
     await life.close()
-    return life._database.trips
+    return life.database.trips
 
 
 # Every pair of them; the other half is slow.
@@ -167,7 +151,7 @@ async def test_nobody_repeats_the_call_and_the_sweeper_completes_it(redis_url: s
         for query, trajectory in most:
             await stage.append(query, trajectory)
         # Carrying out does not arrive, or only in one table.
-        life._database.die(3 if clustered else 1, moment)
+        life.database.die(3 if clustered else 1, moment)
         with pytest.raises(CrashError):
             await stage.append(*last)
         await life.close()
@@ -195,7 +179,7 @@ async def test_samples_whose_values_are_gone_are_dropped_once(redis_url: str, mo
         where = (stage.job, "solver", 0, "trainer", claim)
         return await stage.store.claims.drop_gone(*where, gone)
 
-    life._database.die(1, moment)
+    life.database.die(1, moment)
     assert await life.call(partial(drop_gone, "c1")) in (0, 1)  # 0: it had arrived
     assert life.crashed == 1
     assert await drop_gone("c2") == 1

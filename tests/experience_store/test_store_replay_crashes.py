@@ -3,16 +3,14 @@ over and is dropped: its log ends as that of an undisturbed one."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 
-from services.experience_store.database import Database
 from services.experience_store.store import Store
-from tests.support.crashing import CrashError, CrashingDatabase
-from tests.support.experience import Stage, ids_of, make_sample
+from tests.experience_store.mortal import MortalLife
+from tests.support.experience import ids_of, make_sample
 from troupe.rpc import new_id
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -23,30 +21,18 @@ Fates: TypeAlias = dict[tuple[int, str], tuple[int, str, int]]
 """(step, sample) -> state, why it was dropped, uses."""
 
 
-class Life:
+class Life(MortalLife):
     """Four steps of one policy; whoever repeats a call finds another process."""
 
     def __init__(self, url: str, fatal: int, moment: str, *, clustered: bool = False) -> None:
-        self._url = url
-        self.database = CrashingDatabase(url, fatal, moment, clustered=clustered)
-        self.crashed = 0
+        # Steps are forgotten as soon as they may be.
+        make = partial(Store, keep_steps=1)
+        queries = ("q0", "q1")
+        super().__init__(
+            url, fatal, moment, (POLICY,), queries, clustered=clustered, make_store=make
+        )
         # Round trips of what may die: all but reading the log.
         self.trips = 0
-        # Steps are forgotten as soon as they may be.
-        store = Store(self.database, keep_steps=1)
-        self.stage = Stage(store, new_id("job"), (POLICY,), ("q0", "q1"), 2)
-
-    async def call(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        try:
-            return await call()
-        except CrashError:
-            self.crashed += 1
-            await self.stage.store.database.close()
-            self.stage.store = Store(Database(self._url), keep_steps=1)
-            return await call()
-
-    async def close(self) -> None:
-        await self.stage.store.database.close()
 
     async def append(self, step: int) -> None:
         """Two rows per trajectory, of which one gets its reward late."""

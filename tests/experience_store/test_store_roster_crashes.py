@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 
 from services.experience_store.database import Database
 from services.experience_store.keys import PolicyKeys
 from services.experience_store.store import Store
-from tests.support.crashing import MOMENTS, CrashError, CrashingDatabase
-from tests.support.experience import Response, Stage, ids_of, make_sample
+from tests.experience_store.mortal import MortalLife
+from tests.support.crashing import MOMENTS, CrashError
+from tests.support.experience import Response, ids_of, make_sample
 from troupe.rpc import new_id
 
 POLICIES = ("checker", "solver")
 QUERIES = ("q0", "q1", "q2")
 
 
-class Life:
+class Life(MortalLife):
     """Two overlapping steps whose rosters change; who repeats a call finds another process."""
 
     def __init__(self, url: str, fatal: int, moment: str, *, clustered: bool = False) -> None:
-        self._url = url
-        self.database = CrashingDatabase(url, fatal, moment, clustered=clustered)
-        self.crashed = 0
-        self.stage = Stage(Store(self.database), new_id("job"), POLICIES, QUERIES, 2)
-
-    async def call(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        try:
-            return await call()
-        except CrashError:
-            self.crashed += 1
-            await self.stage.store.database.close()
-            self.stage.store = Store(Database(self._url))
-            return await call()
+        super().__init__(url, fatal, moment, POLICIES, QUERIES, clustered=clustered)
 
     async def append(self, query: str, number: int) -> bool:
         """A trajectory ends with a row per policy, whose rewards come later."""
