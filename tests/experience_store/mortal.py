@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from services.experience_store.database import Database
@@ -20,8 +20,8 @@ class MortalLife:
         url: str,
         fatal: int,
         moment: str,
-        policies: Sequence[str],
-        queries: Sequence[str],
+        policies: tuple[str, ...],
+        queries: tuple[str, ...],
         *,
         clustered: bool = False,
         make_store: Callable[[Database], Store] = Store,
