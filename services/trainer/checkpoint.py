@@ -6,7 +6,6 @@ weights were random) is written once, beside them: `checkpoints/.base/{checksum}
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 import shutil
@@ -111,12 +110,16 @@ def _write_whole(path: Path, fill: Callable[[Path], None]) -> None:
             for file in temp.rglob("*"):
                 if file.is_file():
                     sync_file(file)
-            # Another worker may have been first: policies share a base.
-            with contextlib.suppress(FileExistsError):
-                temp.rename(path)
+            temp.rename(path)
             sync_directory(path.parent)
+        except Exception:
+            if not path.is_dir():  # else another worker was first: policies share a base
+                raise
         finally:
             shutil.rmtree(temp, ignore_errors=True)
+    # Of whoever was killed at it, or comes too late.
+    for left in path.parent.glob(f".{path.name}.*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from troupe.rpc import FailedPrecondition, ResourceExhausted
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+from troupe.checkpoints.full_disks import is_full, system_error
+from troupe.rpc import FailedPrecondition, ResourceExhausted, TroupeError
 
 
 @contextlib.contextmanager
@@ -21,8 +19,13 @@ def reported(directory: Path, what: str) -> Iterator[None]:
     FailedPrecondition of kind "storage_unwritable"."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        if _is_full(error):
+    except TroupeError:
+        raise
+    except Exception as error:  # tokenizers raises no other
+        found = system_error(error)
+        if found is None and not isinstance(error, SafetensorError):
+            raise
+        if found is not None and is_full(found):
             raise ResourceExhausted(
                 f"no room for {what} in {directory}",
                 kind="storage_full",
@@ -52,10 +55,3 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _is_full(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in _FULL
-    # safetensors writes in Rust and passes the system's message on as text.
-    return any(f"os error {number}" in str(error) for number in _FULL)

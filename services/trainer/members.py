@@ -7,7 +7,6 @@ what the ledger's checksum names, whenever that was.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from services.chassis.transfer import HostTransfer
 from services.trainer.binding import Binding
 from services.trainer.checkpoint import PUBLISHED
 from services.trainer.publication import Publication
+from troupe.checkpoints.kept import remove
 from troupe.rpc import DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from troupe.transfer import Corrupt, KeyNotFound, checksum_of
 from troupe.v1 import common_pb2 as pb
@@ -95,7 +95,7 @@ class Members:
         path = self.path(job_id, policy, version)
         self._transfer.delete(_key(job_id, policy, version))
         if files:
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
 
     def _read(
         self, job_id: str, policy: str, version: int, checksum: str

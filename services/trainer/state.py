@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from services.trainer.disk import reported, sync_directory, sync_file
+from troupe.checkpoints.kept import remove
 from troupe.rpc import DataLoss, FailedPrecondition
 from troupe.transfer import checksum_of
 
@@ -148,8 +149,9 @@ class StateStore:
         for version, _, path in list(self._entries()):
             if version > newest - keep or (first and version == 0):
                 continue
-            shutil.rmtree(path, ignore_errors=True)
-        # What a save left behind that was killed; whoever else is at it is superseded.
+            remove(path)
+        # What a save left behind that was killed, or another `prune`; whoever else is at it is
+        # superseded.
         for path in self._directory.glob(".v*"):
             match = _UNFINISHED.match(path.name)
             if match and int(match[1]) <= newest:

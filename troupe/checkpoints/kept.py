@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Final
 from troupe.rpc.errors import NotFound
 
 _NAME: Final = re.compile(r"^v(\d+)$")
+# What a process that was killed left of one that it wrote or deleted.
+_LEFT: Final = re.compile(r"^\.v(\d+)\.")
 
 
 def versions_in(directory: Path) -> list[tuple[int, Path]]:
@@ -26,9 +30,23 @@ def versions_of_all(job: Path) -> dict[str, list[tuple[int, Path]]]:
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Delete all but the `keep` newest in the directory of a policy."""
-    for _, path in versions_in(directory)[:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+    """Delete all but the `keep` newest in the directory of a policy, and what killed processes
+    left there: versions up to the newest are written no more."""
+    there = versions_in(directory)
+    for _, path in there[:-keep]:
+        remove(path)
+    newest = there[-1][0] if there else -1
+    for path in directory.glob(".v*"):
+        if (match := _LEFT.match(path.name)) and int(match[1]) <= newest:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Delete a directory: whoever dies at it leaves none of this name with half its files."""
+    doomed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+    with contextlib.suppress(OSError):
+        path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def none_such(policy: str, version: int | None, known: Iterable[str]) -> NotFound:
