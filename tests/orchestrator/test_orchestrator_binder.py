@@ -10,11 +10,13 @@ import pytest
 
 from services.orchestrator.readiness import Arrivals, ready_work
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.fake_rollout import RolloutScript
 from tests.support.fake_trainer import TrainerScript
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import rollout_pb2 as ro
 
 POLICIES = ("alice", "bob", "carol")
 SUCCEEDED = pb.JOB_STATE_SUCCEEDED
@@ -123,11 +125,46 @@ async def test_a_gang_goes_where_there_are_devices_for_it(house: Cluster) -> Non
     assert second.calls["Bind"] == 1
 
 
-async def test_idle_policies_give_their_trainer_back(house: Cluster) -> None:
-    await house.add_trainer(TrainerScript(slots=1))
-    cluster = await house.api.GetCluster(orch.GetClusterRequest())
-    assert cluster.wanted_trainers == 0
-    assert [one.trainer.slots for one in cluster.workers if one.HasField("trainer")] == [1]
+async def test_idle_trainers_scale_to_zero_and_come_back(empty_redis: str, tmp_path: Path) -> None:
+    """While a long evaluation runs nobody trains: devices are given back, no trainer is wanted, and
+    the last one may leave. The next step asks for one again and goes on from what was committed."""
+    evaluating = asyncio.Event()
+
+    def slow(ticket: ro.Ticket) -> float:
+        if ticket.purpose != ro.Ticket.PURPOSE_EVALUATE or trainer.calls["RunStep"] < len(POLICIES):
+            return 0.0
+        first = not evaluating.is_set()
+        evaluating.set()
+        return 2.0 if first else 0.0
+
+    cluster = Cluster(empty_redis, tmp_path)
+    await cluster.open()
+    await cluster.add_rollout(RolloutScript(slow=slow))
+    trainer = await cluster.add_trainer(TrainerScript(slots=3))
+    try:
+        quick = {f"policies.{name}.trainer.idle_seconds": 0.3 for name in POLICIES}
+        evaluation = {"evaluation.queries": 1, "evaluation.every": 1}
+        job_id = await cluster.submit(job(**quick, **evaluation))
+        async with asyncio.timeout(20):
+            await evaluating.wait()
+            while trainer.bound:
+                assert (await cluster.job(job_id)).state == pb.JOB_STATE_RUNNING
+                await asyncio.sleep(0.02)
+            assert trainer.calls["Release"] == len(POLICIES)
+            view = await cluster.api.GetCluster(orch.GetClusterRequest())
+            assert view.wanted_trainers == 0
+            await trainer.down()
+            while not view.wanted_trainers:
+                view = await cluster.api.GetCluster(orch.GetClusterRequest())
+                await asyncio.sleep(0.02)
+        again = await cluster.add_trainer(TrainerScript(slots=3))
+        ended = await cluster.wait(job_id, seconds=30)
+        assert ended.state == SUCCEEDED, ended.problem
+        assert dict(ended.versions) == dict.fromkeys(POLICIES, 2)
+        assert again.calls["Bind"] == len(POLICIES)
+        await audited(cluster, job_id)
+    finally:
+        await cluster.close()
 
 
 def status(*, ready: int = 0, claimed: int = 0, pending: int = 0, sealed: bool = False) -> object:

@@ -174,6 +174,10 @@ def test_idle_trainers_scale_to_zero() -> None:
     assert moves([suspended], TWO) == [Release("b")]
     assert moves([replace(suspended, accumulating=True)], TWO) == []
     assert decide(RULES, [Policy("a"), Policy("b", ranks=2)], TWO, 0.0).wanted == 3
+    # A policy's own idle time is when to ask again, too: nothing else may ever happen.
+    own = [replace(policies[0], idle=3.0)]
+    assert decide(Rules(), own, TWO, 93.0).again == 95.0
+    assert moves(own, TWO, 95.0) == [Release("a")]
 
 
 def test_names_are_unique() -> None:

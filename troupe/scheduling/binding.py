@@ -283,7 +283,7 @@ class _Table:
 
     def again(self) -> float:
         """When the clock alone changes the plan: a quantum or an idle time ends."""
-        times = [one.since + self._rules.idle for one in self._policies.values() if self._idle(one)]
+        times = [self._released_at(one) for one in self._policies.values() if self._idle(one)]
         if self._going:
             times += [
                 self._left_alone_until(one)
