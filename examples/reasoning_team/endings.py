@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from troupe.checkpoints.full_disks import is_full
+
 
 @contextmanager
 def ending_in_a_line() -> Iterator[None]:
@@ -28,8 +30,9 @@ def ending_in_a_line() -> Iterator[None]:
         if error.errno is None:  # not of the system: a library's own
             raise
         where = f"{error.filename} cannot be written" if error.filename else "cannot be written"
+        remedy = "Make room, or choose" if is_full(error) else "Choose"
         print(
-            f"error: {where}: {error.strerror or error}. Choose another directory.",
+            f"error: {where}: {error.strerror or error}. {remedy} another directory.",
             file=sys.stderr,
         )
         raise SystemExit(1) from None

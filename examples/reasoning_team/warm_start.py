@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from examples.reasoning_team.prompts import criticise, propose, revise
 from examples.reasoning_team.supervised import Row, answer_all, train_step
 from examples.reasoning_team.tasks import TASKS, Tasks, score
 from examples.reasoning_team.tokenizer import make_tokenizer
+from troupe.checkpoints.full_disks import system_error
+from troupe.checkpoints.kept import remove
 
 # Raised when a change here makes other models of the same settings: a cached DIR is made anew.
 RECIPE = 3
@@ -140,15 +143,29 @@ class WarmStart:
         return "".join(letters)
 
     def save(self, out: Path) -> None:
-        """Write `out`/solver and `out`/checker; `out` appears only when complete."""
+        """Write `out`/solver and `out`/checker; `out` appears only when complete.
+
+        Raises OSError, naming `out`, where that cannot be written; then nothing of it is left.
+        """
         logging.disable_progress_bar()  # of files that are written at once
-        scratch = out.with_name(f".{out.name}.{os.getpid()}")
-        for name, model in self.models.items():
-            model.save_pretrained(scratch / name)
-            self.tokenizer.save_pretrained(scratch / name)
-        (scratch / "warm_start.json").write_text(json.dumps(asdict(self.settings)))
-        shutil.rmtree(out, ignore_errors=True)
-        scratch.rename(out)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        try:
+            for name, model in self.models.items():
+                model.save_pretrained(scratch / name)
+                self.tokenizer.save_pretrained(scratch / name)
+            (scratch / "warm_start.json").write_text(json.dumps(asdict(self.settings)))
+            remove(out)
+            scratch.chmod(0o755)  # mkdtemp's is closed to others
+            scratch.rename(out)
+        except Exception as error:
+            found = system_error(error)
+            if found is None:
+                raise
+            raise OSError(found.errno, found.strerror, str(out)) from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        for left in out.parent.glob(f".{out.name}.*"):  # of whoever was killed at it
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def warm_start(out: Path, settings: Settings) -> None:
