@@ -61,6 +61,28 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         )
         for correction in ("truncated", "masked", "sequence_masked")
     },
+    # A weight is of what is earned, not of the divergence. (What a mask takes out carries none
+    # here, and all of it in TRL.)
+    **{
+        f"kl_truncated_{loss}": (
+            {
+                "loss_type": "bnpo",
+                "level": "sequence" if loss == "gspo" else "token",
+                "beta": 0.1,
+                "correction": "truncated",
+                "correction_cap": 1.2,
+                "old": True,
+            },
+            {
+                "loss": loss,
+                "kl_coefficient": 0.1,
+                "correction": "truncated",
+                "correction_cap": 1.2,
+                "old": True,
+            },
+        )
+        for loss in ("ppo_clip", "gspo")
+    },
     "decoupled_cispo": (
         {
             "loss_type": "cispo",
