@@ -23,8 +23,8 @@ from troupe.transfer.checksum import dtype_of as dtype_of
 from troupe.transfer.fitting import check_shards
 from troupe.transfer.manifest import Entry, Manifest, Shard, version_in
 
-# The last byte is the format's number: 2 has checksums by pieces.
-MAGIC: Final = b"TROUPE\x00\x02"
+# The last byte is the format's number: 2 has checksums by pieces, 3 one of the manifest.
+MAGIC: Final = b"TROUPE\x00\x03"
 # Tensors start on cache lines, which every dtype's alignment divides.
 ALIGN: Final = 64
 _MAX_MANIFEST_BYTES: Final = 256 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ def cast_key(key: str, dtype: torch.dtype) -> str:
     return f"{stem_of(key)}={dtype_name(dtype)}{suffix}"
 
 
-def check_cast(name: str) -> torch.dtype:
-    """The floating-point dtype called `name`. Raises InvalidArgument."""
+def check_cast(dtype: Any) -> torch.dtype:
+    """The floating-point dtype `dtype`, or called that. Raises InvalidArgument."""
+    name = dtype_name(dtype) if isinstance(dtype, torch.dtype) else str(dtype)
     try:
-        dtype = dtype_of(name)
-        if dtype.is_floating_point:
-            return dtype
+        found = dtype_of(name)
+        if _can_be_cast_to(found):
+            return found
     except ValueError:
         pass
     raise InvalidArgument(
@@ -36,6 +38,15 @@ def check_cast(name: str) -> torch.dtype:
         value=name,
         remedy="Name one of torch's, for example bfloat16.",
     )
+
+
+@functools.cache
+def _can_be_cast_to(dtype: torch.dtype) -> bool:
+    try:
+        torch.zeros(1).to(dtype)
+    except RuntimeError:  # of two numbers in a byte there is no single one
+        return False
+    return dtype.is_floating_point
 
 
 def cast(state: Any, dtype: torch.dtype) -> Any:

@@ -9,9 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import xxhash
+
 from troupe.transfer.checksum import PIECE_BYTES, combine, dtype_of, whole
 
 _VERSION = re.compile(r"@(\d+)$")
+_SEAL_BYTES = len(',"seal":""}') + 32
 
 
 def version_in(key: str) -> int:
@@ -82,14 +85,20 @@ class Manifest:
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
     def to_json(self) -> bytes:
-        """Compact JSON, UTF-8. (`dataclasses.asdict` takes seconds for thousands of pieces.)"""
+        """Compact JSON, UTF-8, that ends with a checksum of itself: a state's does not cover its
+        metadata, its base or where its parts lie. (`dataclasses.asdict` takes seconds for thousands
+        of pieces.)"""
         made = {**vars(self), "entries": [_plain(entry) for entry in self.entries]}
-        return json.dumps(made, separators=(",", ":"), default=dict).encode()
+        text = json.dumps(made, separators=(",", ":"), default=dict).encode()
+        return text[:-1] + _seal(text)
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
         """Inverse of `to_json`; ValueError when `data` is no consistent manifest."""
+        data, seal = data[:-_SEAL_BYTES] + b"}", data[-_SEAL_BYTES:]
         try:
+            if seal != _seal(data):
+                raise ValueError("the manifest's own checksum does not match it")
             raw: dict[str, Any] = json.loads(data)
             manifest = Manifest(
                 raw["key"],
@@ -110,6 +119,10 @@ class Manifest:
         if combine(parts, manifest.nesting) != manifest.checksum:
             raise ValueError("the manifest's own checksum does not match its entries")
         return manifest
+
+
+def _seal(text: bytes) -> bytes:
+    return b',"seal":"%s"}' % xxhash.xxh3_128_hexdigest(text).encode()
 
 
 def _plain(entry: Entry) -> dict[str, Any]:

@@ -88,6 +88,24 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         kind = "quantized" if tensor.is_quantized else "nested"
     if kind != "strided":
         raise _refused(name, f"is a {kind} tensor")
+    if why := _why_no_memory(tensor):
+        raise _refused(name, why)
+
+
+def _why_no_memory(tensor: torch.Tensor) -> str:
+    """A tensor that wraps others, or whose storage was shrunk, reads as memory of somebody else."""
+    if tensor.numel() == 0:
+        return ""
+    try:
+        storage = tensor.untyped_storage()
+        there = storage.nbytes() if storage.data_ptr() else 0
+    except (RuntimeError, ValueError):
+        return f"is a {type(tensor).__qualname__} without memory of its own: give its local part"
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    if there < (last + 1) * tensor.itemsize:
+        return "has lost its memory (its storage was resized)"
+    return ""
 
 
 def _grown(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

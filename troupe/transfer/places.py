@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.transfer.counters import Choice, TransferCounters
+from troupe.transfer.errors import Corrupt, KeyNotFound
+
+log = logging.getLogger(__name__)
 
 _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "hugetlbfs"}
 
@@ -84,6 +90,32 @@ class Source(Protocol):
         Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout, Unavailable.
         """
         ...
+
+
+def from_first(
+    peers: Sequence[Source], wanted: Wanted, roots: Sequence[Path], counters: TransferCounters
+) -> Fetched:
+    """What is `wanted` from the first peer that has it; a deadline of 0 is the peer's own.
+
+    Raises KeyNotFound, or what the last one raised.
+    """
+    failure: TroupeError | None = None
+    for peer in peers:
+        until = wanted.deadline or time.monotonic() + peer.deadline_seconds
+        try:
+            return peer.fetch(replace(wanted, deadline=until), roots, counters)
+        except KeyNotFound:
+            continue
+        except (Unavailable, Corrupt) as error:
+            log.warning("%s: %s", wanted.key, error.message)
+            failure = error.with_traceback(None)
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            del failure  # a circle otherwise, with the frames of whoever called
+    addresses = ", ".join(peer.address for peer in peers)
+    raise KeyNotFound(wanted.key, f"neither here nor at {addresses}")
 
 
 def near(path: Path, roots: Sequence[Path]) -> tuple[str, str]:

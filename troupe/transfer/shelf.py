@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import BinaryIO
 
 import torch
 
+from troupe.rpc.errors import InvalidArgument
 from troupe.transfer import blob, room, sidecar
+from troupe.transfer.arguments import SEGMENT, check_key, check_prefix, deadline_in, why_no_key
 from troupe.transfer.errors import (
     Corrupt,
-    InvalidKey,
     KeyNotFound,
     TransferTimeout,
     VersionWentBackwards,
@@ -25,9 +25,6 @@ from troupe.transfer.spares import Spares
 
 log = logging.getLogger(__name__)
 
-_SEGMENT = re.compile(r"[A-Za-z0-9_@=-][A-Za-z0-9._@=-]*")
-# A file's name holds 255: the segment, and beside it up to 40 more (`Part`, `sidecar`).
-_MOST_SEGMENT, _MOST_KEY = 200, 1024
 # A key appears at most once per step: looking this often costs nothing and delays nobody.
 _POLL_SECONDS = 0.01
 # Larger states are verified once per host, and the others of the host believe it.
@@ -40,21 +37,25 @@ class Shelf:
     """What lies under `roots`, of which the first is preferred. Other processes use them too."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """The first of `roots` is made when it is not there."""
+        """The first of `roots` is made when it is not there. Raises InvalidArgument when it cannot
+        be."""
         self.roots = tuple(Path(root).absolute() for root in roots)
-        self.roots[0].mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            self.roots[0].mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise InvalidArgument(
+                f"no directory can be made there: {error.strerror}",
+                kind="transfer_root_unusable",
+                field="root",
+                value=self.roots[0],
+                remedy="Set TROUPE_TRANSFER_DIR to a directory that this user may write to.",
+            ) from error
         self.spares = {root: Spares(root) for root in self.roots}
 
     def paths(self, key: str) -> list[Path]:
         """Where `key` may be. Raises InvalidKey."""
-        segments = key.split("/") if isinstance(key, str) else [""]
-        if not all(_SEGMENT.fullmatch(segment) for segment in segments):
-            raise InvalidKey(str(key), "is not a key")
-        if len(key) > _MOST_KEY or max(map(len, segments)) > _MOST_SEGMENT:
-            raise InvalidKey(
-                key, f"is longer than {_MOST_KEY} characters, or a segment than {_MOST_SEGMENT}"
-            )
-        return [root.joinpath(*segments) for root in self.roots]
+        check_key(key)
+        return [root / key for root in self.roots]
 
     def path(self, key: str) -> Path:
         """Where `key` is. Raises InvalidKey, KeyNotFound."""
@@ -68,9 +69,13 @@ class Shelf:
         if checksum is None:
             return any(path.is_file() for path in self.paths(key))
         try:
-            return self.manifest(key).checksum == checksum
+            return not self.damaged(key) and self.manifest(key).checksum == checksum
         except (KeyNotFound, Corrupt):
             return False
+
+    def damaged(self, key: str) -> bool:
+        """Whether what is under `key` was found damaged, and not replaced since."""
+        return any(sidecar.note(path, "damaged") is not None for path in self.paths(key))
 
     def manifest(self, key: str) -> Manifest:
         """What is stored under `key`, without its tensors. Raises KeyNotFound, Corrupt."""
@@ -123,25 +128,29 @@ class Shelf:
         return existed
 
     def keys(self, prefix: str = "") -> list[str]:
-        """All keys that start with `prefix`, sorted."""
+        """All keys that start with `prefix`, sorted; of files with other names nothing is said.
+
+        Raises InvalidKey for what is no text."""
+        check_prefix(prefix)
         found: set[str] = set()
         # Only the directory that all of them are in, not every job's.
         *directory, _ = prefix.split("/")
-        if not all(_SEGMENT.fullmatch(segment) for segment in directory):
+        if not all(SEGMENT.fullmatch(segment) for segment in directory):
             return []  # no key does, and what it names may lie outside
         for root in self.roots:
             # (`rglob` fails when a directory goes meanwhile, with the last state in it.)
             for place, below, names in os.walk(root.joinpath(*directory)):
-                below[:] = [name for name in below if not name.startswith(".")]
-                keys = (Path(place, n).relative_to(root).as_posix() for n in names if n[0] != ".")
-                found.update(key for key in keys if key.startswith(prefix))
+                below[:] = filter(SEGMENT.fullmatch, below)
+                names = list(filter(SEGMENT.fullmatch, names))
+                keys = (Path(place, name).relative_to(root).as_posix() for name in names)
+                found.update(k for k in keys if k.startswith(prefix) and not why_no_key(k))
         return sorted(found)
 
     def newest(self, stem: str, at_least: int) -> Manifest:
         """See `Transfer.newest`."""
         prefix = f"{stem}@"
         versions = [k.removeprefix(prefix) for k in self.keys(prefix)]
-        found = max((v for v in versions if v.isdigit()), key=int, default=None)
+        found = max((v for v in versions if v.isdecimal()), key=int, default=None)
         if found is None:
             raise KeyNotFound(stem, f"no version of it is stored in {self.roots[0]}")
         if int(found) < at_least:
@@ -153,7 +162,7 @@ class Shelf:
     def watch(self, prefix: str, timeout: float, known: Collection[str]) -> Iterator[Manifest]:
         """See `Transfer.watch`."""
         seen = set(known)
-        deadline = time.monotonic() + timeout
+        deadline = deadline_in(timeout) or time.monotonic()
         while True:
             for key in self.keys(prefix):
                 if key not in seen:

@@ -1,4 +1,5 @@
-"""Small files beside a state: that it was verified, where it came from, who works on it.
+"""Small files beside a state: that it was verified or is damaged, where it came from, who works on
+it.
 
 Each names the identity of the file that it speaks of; of another one it says nothing.
 """
@@ -20,8 +21,8 @@ _POLL_SECONDS = 0.005
 
 
 def mark(path: Path, kind: str, said: str = "", *, identity: tuple[int, int] | None = None) -> None:
-    """Note that the file at `path` is `kind` ("verified", "fetched"): the one that is there now,
-    or the one of `identity`."""
+    """Note that the file at `path` is `kind` ("verified", "fetched", "damaged"): the one that is
+    there now, or the one of `identity`."""
     with contextlib.suppress(OSError):
         inode, changed = identity or blob.identity(path)
         temp = path.parent / f".{path.name}.{kind}.{os.getpid()}.{threading.get_ident()}.tmp"
@@ -41,7 +42,7 @@ def note(path: Path, kind: str, identity: tuple[int, int] | None = None) -> str 
 
 def clear(path: Path) -> None:
     """Forget all that was noted of `path`."""
-    for kind in ("verified", "fetched"):
+    for kind in ("verified", "fetched", "damaged"):
         _beside(path, kind).unlink(missing_ok=True)
 
 

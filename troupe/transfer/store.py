@@ -16,8 +16,9 @@ import torch
 
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.transfer import blob, room, sidecar
+from troupe.transfer.arguments import metadata_of
+from troupe.transfer.asked import Asked
 from troupe.transfer.cast import CAST_OF, cast, cast_key, check_cast
-from troupe.transfer.checksum import dtype_name
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import (
     Corrupt,
@@ -29,15 +30,18 @@ from troupe.transfer.fitting import check_layout, fill
 from troupe.transfer.manifest import Manifest, Shard
 from troupe.transfer.mappings import Mappings
 from troupe.transfer.nesting import flatten, unflatten
-from troupe.transfer.places import Source, Wanted, default_root, in_memory, near
+from troupe.transfer.places import Source, default_root, from_first, in_memory, near
 from troupe.transfer.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
+_Tensors = dict[str, torch.Tensor]
 # A key appears at most once per step: looking this often costs nothing and delays nobody.
 _POLL_SECONDS = 0.01
 # A peer that does not have it yet is asked again so often.
 _ASK_PEERS_SECONDS = 0.25
+# A state is cast once per host: who comes second waits for so long.
+_CAST_SECONDS = 600.0
 
 
 class Transfer:
@@ -63,9 +67,8 @@ class Transfer:
         Without an explicit `root` both defaults apply; with one, there is no fallback unless
         it is given, since all processes have to see it.
 
-        `peers` (`troupe.transfer.remote`) are asked, in order, for what is not on this host.
-        What they have is kept here, readable by all processes, until a newer version of it is
-        fetched or it is deleted.
+        `peers` (`troupe.transfer.remote`) are asked, in order, for what is not on this host. It is
+        kept here, readable by all processes, until a newer version is fetched or it is deleted.
         """
         if root is None:
             root = default_root()
@@ -75,7 +78,7 @@ class Transfer:
         # What this process wrote: key -> identity of the file.
         self._own: dict[str, tuple[int, int]] = {}
         self._peers = tuple(peers)
-        # Transport that the last set or get used: in_process, shared_memory or file.
+        # That the last set or get used: in_process, shared_memory or file.
         self.last_transport = ""
         self.counters = TransferCounters()
         self._mappings = Mappings()
@@ -97,15 +100,14 @@ class Transfer:
         strings, bools and None as leaves. `base`: a key whose content most of this one equals;
         hosts that have it fetch only what differs. `shards`: of tensors that are parts, by name.
 
-        Raises InvalidKey, InvalidArgument for what is no tree, or StorageFull with the former
-        content intact.
+        Raises InvalidKey, InvalidArgument, or StorageFull with the former content intact.
         """
-        paths = self._shelf.paths(key)  # before hashing anything
+        paths, about = self._shelf.paths(key), metadata_of(metadata)  # before hashing anything
         if base is not None:
             self._shelf.paths(base)
         tensors, nesting = flatten(state)
         draft, views = blob.draft(
-            key, tensors, metadata or {}, nesting=nesting, base=base or "", shards=shards
+            key, tensors, about, nesting=nesting, base=base or "", shards=shards
         )
         failure: OSError | None = None
         for root, path in zip(self.roots, paths, strict=True):
@@ -154,35 +156,21 @@ class Transfer:
         only copies the tensors and never writes to them, through a mapping that stays.
 
         Raises KeyNotFound (TransferTimeout when a timeout was given), Corrupt,
-        LayoutMismatch; with peers also Unavailable and StorageFull.
+        LayoutMismatch, InvalidArgument; with peers also Unavailable and StorageFull.
         """
-        deadline = time.monotonic() + timeout if timeout else None
-        path, fetched = self._find(key, deadline, timeout, expected_checksum, base, cast)
-        key = cast_key(key, cast) if cast is not None else key
-        try:
-            read = self._mappings.read if lasting else blob.read
-            manifest, tensors, identity = read(path)
-        except FileNotFoundError:
-            raise KeyNotFound(key, "deleted while being read") from None
-        except ValueError as error:
-            raise Corrupt(key, str(error)) from error
-        if manifest.key != key:
-            raise Corrupt(key, f"holds what was set as '{manifest.key}'")
-        content = manifest.checksum if cast is None else manifest.metadata.get(CAST_OF)
-        if expected_checksum and content != expected_checksum:
-            raise Corrupt(key, f"holds {content}, expected {expected_checksum}")
+        asked = Asked(key, timeout, expected_checksum, base, cast)
         targets = None if into is None else flatten(into)[0]
-        if targets is not None:
-            check_layout(key, manifest, targets)
-        own = self._own.get(key) == identity
-        # Its own bytes a process hashed as it copied them; what was fetched was verified.
-        if verify and not own and fetched is None:
-            self._shelf.verify(path, manifest, tensors, identity, deadline)
-        self._note(path, "get", manifest, own=own, fetched=fetched)
+        try:
+            manifest, tensors = self._read(asked, targets, verify=verify, lasting=lasting)
+        except Corrupt:
+            # A copy that was damaged here: whoever has another one, or what it was made of.
+            if not self._shelf.damaged(asked.stored) or not (self._peers or cast):
+                raise
+            manifest, tensors = self._read(asked, targets, verify=verify, lasting=lasting)
         try:
             tree = unflatten(tensors if targets is None else targets, manifest.nesting)
         except ValueError as error:
-            raise Corrupt(key, str(error)) from error
+            raise Corrupt(asked.stored, str(error)) from error
         if targets is not None:
             fill(targets, tensors)
         return tree, manifest
@@ -200,9 +188,9 @@ class Transfer:
 
         Raises what `get` does.
         """
-        deadline = time.monotonic() + timeout if timeout else None
-        path, fetched = self._find(key, deadline, timeout, expected_checksum, base, cast)
-        manifest = self._shelf.manifest(cast_key(key, cast) if cast is not None else key)
+        asked = Asked(key, timeout, expected_checksum, base, cast)
+        path, fetched = self._find(asked)
+        manifest = self._shelf.manifest(asked.stored)
         if fetched is not None:
             self.counters.moved(fetched, manifest.num_bytes)
         return manifest, fetched or Choice("get", *near(path, self.roots))
@@ -272,21 +260,46 @@ class Transfer:
         spares.sweep(0)
         return room.write(path, draft, views)
 
-    def _find(
-        self,
-        key: str,
-        deadline: float | None,
-        timeout: float,
-        expected: str | None,
-        base: str | None,
-        cast: torch.dtype | None,
-    ) -> tuple[Path, Choice | None]:
-        """Where `key` (in `cast`) is; with the choice when a peer has just put it there."""
-        ask_peers_at = 0.0
+    def _read(
+        self, asked: Asked, targets: _Tensors | None, *, verify: bool, lasting: bool
+    ) -> tuple[Manifest, _Tensors]:
+        """Mapped, verified, and of the layout of `targets`."""
+        key = asked.stored
+        path, fetched = self._find(asked)
+        try:
+            identity = blob.identity(path)
+            read = self._mappings.read if lasting else blob.read
+            manifest, tensors, identity = read(path)
+            if manifest.key != key:
+                raise ValueError(f"holds what was set as '{manifest.key}'")
+        except FileNotFoundError:
+            raise KeyNotFound(key, "deleted while being read") from None
+        except ValueError as error:
+            sidecar.mark(path, "damaged", identity=identity)
+            raise Corrupt(key, str(error)) from error
+        content = manifest.checksum if asked.cast is None else manifest.metadata.get(CAST_OF)
+        if asked.expected and content != asked.expected:
+            raise Corrupt(key, f"holds {content}, expected {asked.expected}")
+        if targets is not None:
+            check_layout(key, manifest, targets)
+        own = self._own.get(key) == identity
+        # Its own bytes a process hashed as it copied them; what was fetched was verified.
+        if verify and not own and fetched is None:
+            try:
+                self._shelf.verify(path, manifest, tensors, identity, asked.deadline)
+            except Corrupt:
+                sidecar.mark(path, "damaged", identity=identity)
+                raise
+        self._note(path, "get", manifest, own=own, fetched=fetched)
+        return manifest, tensors
+
+    def _find(self, asked: Asked) -> tuple[Path, Choice | None]:
+        """Where it is; with the choice when a peer has just put it there."""
+        ask_peers_at, key, deadline = 0.0, asked.key, asked.deadline
         while True:
             missing: TroupeError
             try:
-                return self._at_hand(key, expected, cast), None
+                return self._at_hand(asked), None
             except (KeyNotFound, Corrupt) as error:
                 if isinstance(error, Corrupt) and not self._peers:
                     raise
@@ -295,86 +308,74 @@ class Transfer:
                 missing = error.with_traceback(None)
             if self._peers and time.monotonic() >= ask_peers_at:
                 try:
-                    return self._fetch(key, deadline, expected, base, cast)
+                    fetched = from_first(self._peers, asked.wanted, self.roots, self.counters)
+                    self._own.pop(key, None)
+                    return fetched.path, fetched.choice
                 except (KeyNotFound, Unavailable) as error:
-                    if not isinstance(missing, Corrupt):
-                        missing = error.with_traceback(None)
+                    missing = (
+                        missing if isinstance(missing, Corrupt) else error.with_traceback(None)
+                    )
                 ask_peers_at = time.monotonic() + _ASK_PEERS_SECONDS
             if deadline is None or time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_SECONDS)
-        if timeout and not isinstance(missing, Corrupt):
+        if deadline is not None and not isinstance(missing, Corrupt):
             raise TransferTimeout(
-                key, f"did not appear within {timeout:g} s: {missing.message}"
+                key, f"did not appear within {asked.timeout:g} s: {missing.message}"
             ) from missing
         try:
             raise missing
         finally:
             del missing  # again a circle, with the frames of whoever called
 
-    def _at_hand(self, key: str, expected: str | None, cast: torch.dtype | None) -> Path:
+    def _at_hand(self, asked: Asked) -> Path:
         """Its path here. Raises KeyNotFound; Corrupt for another content where there are peers."""
+        key, expected, cast, shelf = asked.key, asked.expected, asked.cast, self._shelf
         if cast is not None:
-            if not self._shelf.holds(key, expected):
-                if not self._shelf.holds(made := cast_key(key, cast)):
-                    raise KeyNotFound(made, f"nothing is stored under it in {self.roots[0]}")
-                if expected in (None, self.manifest(made).metadata.get(CAST_OF)):
-                    return self._shelf.path(made)
-                raise KeyNotFound(made, f"was made of another content than {expected}")
-            return self._shelf.path(self.cast(key, cast).key)
-        path = self._shelf.path(key)
+            if shelf.holds(key, expected) and not shelf.damaged(key):
+                return shelf.path(self.cast(key, cast, deadline=asked.deadline).key)
+            made = asked.stored
+            if not shelf.holds(made):
+                raise KeyNotFound(made, f"nothing is stored under it in {self.roots[0]}")
+            if shelf.damaged(made):
+                raise Corrupt(made, "was found damaged, and what it was made of is not here")
+            if expected in (None, self.manifest(made).metadata.get(CAST_OF)):
+                return shelf.path(made)
+            raise KeyNotFound(made, f"was made of another content than {expected}")
+        path = shelf.path(key)
+        if self._peers and shelf.damaged(key):
+            raise Corrupt(key, "was found damaged here")
         if self._peers and expected and (found := self.manifest(key).checksum) != expected:
             raise Corrupt(key, f"holds {found}, expected {expected}")
         return path
 
-    def cast(self, key: str, dtype: torch.dtype) -> Manifest:
+    def cast(self, key: str, dtype: torch.dtype, *, deadline: float | None = None) -> Manifest:
         """Store `key`, which is here, with its floating-point tensors in `dtype`, as another key.
 
         Its metadata names the checksum of what it was made of; it is made again when that has
-        changed. Raises KeyNotFound, Corrupt, StorageFull.
-        """
-        check_cast(dtype_name(dtype))
-        source, made = self.manifest(key), cast_key(key, dtype)
-        path = self._shelf.paths(made)[0]
-        with sidecar.alone(path, time.monotonic() + 600.0):
-            if self._shelf.holds(made):
-                there = self.manifest(made)
-                if there.metadata.get(CAST_OF) == source.checksum:
-                    return there
-            tensors, source = self.get(key)
-            metadata = {**source.metadata, CAST_OF: source.checksum}
-            base = cast_key(source.base, dtype) if source.base else None
-            about: dict[str, Any] = {"metadata": metadata, "base": base, "shards": source.shards}
-            return self.set(made, cast(tensors, dtype), **about)
+        changed. `deadline` (of the monotonic clock): until then another process that casts it is
+        waited for, by default ten minutes.
 
-    def _fetch(
-        self,
-        key: str,
-        deadline: float | None,
-        expected: str | None,
-        base: str | None,
-        cast: torch.dtype | None,
-    ) -> tuple[Path, Choice]:
-        """From the first peer that has it. Raises KeyNotFound, or what the last one raised."""
-        failure: TroupeError | None = None
-        name = None if cast is None else dtype_name(cast)
-        for peer in self._peers:
-            until = time.monotonic() + peer.deadline_seconds if deadline is None else deadline
-            try:
-                wanted = Wanted(key, until, expected, base, name)
-                fetched = peer.fetch(wanted, self.roots, self.counters)
-            except KeyNotFound:
-                continue
-            except (Unavailable, Corrupt) as error:
-                log.warning("%s: %s", key, error.message)
-                failure = error.with_traceback(None)
-                continue
-            self._own.pop(key, None)
-            return fetched.path, fetched.choice
-        if failure is not None:
-            raise failure
-        addresses = ", ".join(peer.address for peer in self._peers)
-        raise KeyNotFound(key, f"neither here nor at {addresses}")
+        Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout, InvalidArgument.
+        """
+        dtype, source = check_cast(dtype), self.manifest(key)
+        made = cast_key(key, dtype)
+        path = self._shelf.paths(made)[0]
+        until = time.monotonic() + _CAST_SECONDS if deadline is None else deadline
+        try:
+            with sidecar.alone(path, until):
+                with contextlib.suppress(KeyNotFound, Corrupt):
+                    there = self.manifest(made)
+                    same = there.metadata.get(CAST_OF) == source.checksum
+                    if same and not self._shelf.damaged(made):
+                        return there
+                tensors, source = self.get(key)
+                about = {**source.metadata, CAST_OF: source.checksum}
+                base = cast_key(source.base, dtype) if source.base else None
+                tensors = cast(tensors, dtype)
+                return self.set(made, tensors, metadata=about, base=base, shards=source.shards)
+        except TimeoutError:
+            raise TransferTimeout(key, "another process of this host still casts it") from None
 
     def _note(
         self,

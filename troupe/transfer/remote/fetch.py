@@ -92,8 +92,11 @@ class Fetch:
                 log.info("%s: %d chunks are missing: %s", self._key, missing, error)
                 failure: Exception = error
             except (NotFound, DataLoss, FailedPrecondition) as error:
-                if isinstance(error, Corrupt) or not self._another(error):
+                # Of who only hands it on, another copy than the owner's may be damaged.
+                handed_on = self._source.address != self._owner.address
+                if (isinstance(error, Corrupt) and not handed_on) or not self._another(error):
                     raise
+                self._corrupt.clear()
                 failure = error
             if self._part.num_here > here:
                 self._broken, pause = 0, _BACKOFF_SECONDS[0]

@@ -14,7 +14,7 @@ from typing import Any, Final
 import grpc
 
 from troupe.rpc.channel import connect_sync
-from troupe.rpc.errors import DataLoss, DeadlineExceeded, NotFound, TroupeError
+from troupe.rpc.errors import DataLoss, DeadlineExceeded, NotFound, TroupeError, Unavailable
 from troupe.rpc.settings import ClientSettings
 from troupe.transfer import sidecar
 from troupe.transfer.cast import CAST_OF, cast_key
@@ -35,6 +35,8 @@ from troupe.v1 import transfer_pb2_grpc as rpc
 log = logging.getLogger(__name__)
 
 _DESCRIBE_SECONDS: Final = 20.0
+# The owner casts it first, or waits for another process that does.
+_CAST_SECONDS: Final = 300.0
 # A reader that was named as source has so long to say that it lives.
 _ALIVE_SECONDS: Final = 5.0
 _NAP_SECONDS: Final = 0.02
@@ -248,9 +250,20 @@ class Peer:
             key=key, checksum=expected or "", cast=cast or "", reader=self._serves_at, failed=failed
         )
         try:
-            answer = self._stub.DescribeState(request, timeout=_within(deadline))
+            most = _CAST_SECONDS if cast else _DESCRIBE_SECONDS
+            answer = self._stub.DescribeState(request, timeout=_within(deadline, most))
         except NotFound as error:
             raise KeyNotFound(key, f"not at {self.address}: {error.message}") from error
+        except DeadlineExceeded as error:
+            if time.monotonic() >= deadline:
+                raise TransferTimeout(key, f"{self.address} did not say what it is") from error
+            # Others may have it.
+            raise Unavailable(
+                f"{self.address} did not describe {key} within {most:g} s: {error.message}",
+                kind="transfer_owner_away",
+                field="owner",
+                value=self.address,
+            ) from error
         except DataLoss as error:
             raise Corrupt(key, f"at {self.address}: {error.message}") from error
         try:
@@ -283,5 +296,5 @@ class Peer:
             return self._shelves[roots]
 
 
-def _within(deadline: float) -> float:
-    return min(_DESCRIBE_SECONDS, max(deadline - time.monotonic(), 0.001))
+def _within(deadline: float, most: float = _DESCRIBE_SECONDS) -> float:
+    return min(most, max(deadline - time.monotonic(), 0.001))

@@ -73,7 +73,9 @@ class Servicer(rpc.TransferOwnerServicer):
         self, request: pb.DescribeStateRequest, context: grpc.ServicerContext
     ) -> pb.DescribeStateResponse:
         try:
-            manifest = self._described(request)
+            left = context.time_remaining()
+            until = None if left is None else time.monotonic() + left
+            manifest = self._described(request, until)
             source = ""
             if request.reader:
                 count = len(chunks_of(manifest))
@@ -164,7 +166,7 @@ class Servicer(rpc.TransferOwnerServicer):
             abort(context, error)
         return pb.DeleteStatesResponse(deleted=deleted)
 
-    def _described(self, request: pb.DescribeStateRequest) -> Manifest:
+    def _described(self, request: pb.DescribeStateRequest, deadline: float | None) -> Manifest:
         part = None if request.cast else self._arrivals.find(request.key, request.checksum)
         if part is not None:
             return part.manifest
@@ -179,7 +181,8 @@ class Servicer(rpc.TransferOwnerServicer):
             )
         if request.cast:
             opened[2].close()
-            key = self._transfer.cast(request.key, check_cast(request.cast)).key
+            dtype = check_cast(request.cast)
+            key = self._transfer.cast(request.key, dtype, deadline=deadline).key
             opened = self._transfer.opened(key)
         manifest, lease = self._mappings.lease(opened)
         self._held.told(manifest, lease)
