@@ -10,6 +10,7 @@ import json
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from services.trainer.adapters import Adapter, adapter_of
 from services.trainer.disk import reported, sync_directory, sync_file
 from troupe.checkpoints.kept import prune
 from troupe.checkpoints.lineage import Lineage
+from troupe.checkpoints.verifying import digests
 from troupe.job import JobSpec
 from troupe.transfer.checksum import checksum_of, dtype_name
 
@@ -66,10 +68,10 @@ def save_checkpoint(
             _write_model(folder, model, weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        if lineage is not None:
-            lineage.write(folder)
         if published is not None and not _holds(folder, published):
             save_file(dict(published), folder / PUBLISHED)
+        if lineage is not None:
+            replace(lineage, files=digests(folder)).write(folder)
 
     _write_whole(path, fill)
     if keep is not None:

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from services.trainer.adapters import Adapter, adapter_of
 from troupe.checkpoints.lineage import Lineage
+from troupe.checkpoints.verifying import verify
 from troupe.job import LoraSpec
-from troupe.rpc import InvalidArgument
+from troupe.rpc import DataLoss, InvalidArgument
 
 # What our adapters never are, by the field of PEFT that says so.
 _FOREIGN = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
@@ -78,8 +79,9 @@ def _compare(lora: LoraSpec, folder: Path, adapter: Adapter, field: str) -> None
 
 def _tensors(folder: Path, field: str) -> dict[str, torch.Tensor]:
     try:
+        verify(folder, ".safetensors")
         tensors: dict[str, torch.Tensor] = load_file(folder / "adapter_model.safetensors")
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, DataLoss) as error:
         raise _unusable(
             f"adapter_model.safetensors cannot be read: {error}",
             f"{field}.path",

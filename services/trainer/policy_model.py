@@ -14,6 +14,7 @@ import torch
 from services.trainer.adapters import adapted_model
 from services.trainer.bases import BASES
 from services.trainer.first_adapter import begin_with
+from troupe.checkpoints.verifying import verify
 from troupe.job import PolicySpec
 from troupe.rpc import InvalidArgument
 
@@ -78,6 +79,7 @@ def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
         _refuse_adapter(policy, source.path)
         assert source.path is not None  # spec: exactly one of path and config
         try:
+            verify(Path(source.path), ".safetensors")
             model = AutoModelForCausalLM.from_pretrained(
                 source.path, revision=source.revision, dtype=torch.float32
             )

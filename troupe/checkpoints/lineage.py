@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,8 @@ class Lineage:
     base_checksum: str = ""
     # How rewards became gradients: loss and advantage.
     algorithm: str = ""
+    # Checksums of the files beside it (verifying.py).
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Put the file into `folder`. Raises OSError."""

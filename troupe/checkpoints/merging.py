@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from troupe.checkpoints.lineage import Lineage
+from troupe.checkpoints.verifying import digests
 from troupe.rpc.errors import DataLoss, FailedPrecondition
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -84,3 +86,5 @@ def merge_in_place(folder: Path, base: str | Path | None = None) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     for name in ADAPTER_FILES:
         (folder / name).unlink()
+    if lineage is not None:
+        replace(lineage, files=digests(folder)).write(folder)

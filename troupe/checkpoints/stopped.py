@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from troupe.checkpoints.kept import none_such, versions_of_all
+from troupe.checkpoints.verifying import verify
 from troupe.client.export import require_vacant, target_path
 from troupe.rpc.errors import NotFound
 
@@ -52,7 +53,7 @@ def only_policy(kept: Collection[str], policy: str | None) -> str:
 def copy_checkpoint(checkpoint: Path, to: str | Path) -> Path:
     """Copy a checkpoint into the new directory `to`, which appears when it is whole.
 
-    Raises `FailedPrecondition` when `to` is taken.
+    Raises `FailedPrecondition` when `to` is taken, `DataLoss` when the checkpoint is damaged.
     """
     target = target_path(to)
     require_vacant(target)
@@ -60,6 +61,7 @@ def copy_checkpoint(checkpoint: Path, to: str | Path) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         shutil.copytree(checkpoint, scratch, dirs_exist_ok=True)
+        verify(scratch)
         scratch.chmod(0o755)
         scratch.replace(target)
     finally:

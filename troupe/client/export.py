@@ -11,6 +11,7 @@ from typing import BinaryIO, TypeVar
 
 import xxhash
 
+from troupe.checkpoints.verifying import verify
 from troupe.rpc.errors import DataLoss, DeadlineExceeded, FailedPrecondition, NotFound
 from troupe.v1 import orchestrator_pb2 as pb
 
@@ -32,6 +33,7 @@ async def receive(chunks: AsyncIterable[pb.ExportCheckpointResponse], to: str | 
     scratch = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
     try:
         await _receive_into(chunks, scratch)
+        await asyncio.to_thread(verify, scratch)
         _publish(scratch, to)
     except BaseException:
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
