@@ -217,6 +217,7 @@ class Dispatch:
             step=batch.step,
             tickets=tickets,
             endings_only=True,
+            together=True,
         )
         running = self._running[worker]
         # Not ended here yet. Whoever has may be asked for again, under the same id, before this
@@ -225,15 +226,18 @@ class Dispatch:
         try:
             async with worker.while_alive():
                 stream = worker.rollout.RunQueries(request, timeout=batch.patience.left)
-                async for event in stream:
-                    if self._take(event):
+                async for first in stream:
+                    ended = [one for one in _split(first) if self._take(one)]
+                    if not ended:
+                        continue
+                    for event in ended:
                         running.discard(event.trajectory_id)
                         left.discard(event.trajectory_id)
-                        self._in_flight()
-                        if self._waiting:
-                            self._wake.set()
-                        if worker in self._attempts:
-                            self._attempts[worker].reset()
+                    self._in_flight()
+                    if self._waiting:
+                        self._wake.set()
+                    if worker in self._attempts:
+                        self._attempts[worker].reset()
             if lost := left & self._open.keys():
                 raise Unavailable(f"{worker} ended its stream before {len(lost)} trajectories did")
             running -= left
@@ -352,3 +356,11 @@ class Dispatch:
         while True:
             await self._engines.change()
             self._wake.set()
+
+
+def _split(first: ro.TrajectoryEvent) -> list[ro.TrajectoryEvent]:
+    """The events of a message, in their order. Those that came with the first leave it: who keeps
+    it must not keep them all."""
+    events = [first, *first.together]
+    first.ClearField("together")
+    return events

@@ -44,16 +44,25 @@ class Listener:
             return
         self._news.put_nowait(news)
 
-    async def events(self) -> AsyncIterator[rollout.TrajectoryEvent]:
-        """Events as they happen. Raises `TroupeError` when endings cannot be stored."""
+    async def bundles(self) -> AsyncIterator[list[rollout.TrajectoryEvent]]:
+        """Events as they happen, those that are there at the same time together; in order, never
+        none. Raises `TroupeError` when endings cannot be stored, after what happened before.
+        """
         try:
             while self._left:
                 news = await self._news.get()
+                bundle = []
+                while not isinstance(news, Exception):
+                    if is_terminal(TRAJECTORY, news.state):
+                        self._left.discard(news.trajectory_id)
+                    bundle.append(news)
+                    if self._news.empty():
+                        break
+                    news = self._news.get_nowait()
+                if bundle:
+                    yield bundle
                 if isinstance(news, Exception):
                     raise news
-                if is_terminal(TRAJECTORY, news.state):
-                    self._left.discard(news.trajectory_id)
-                yield news
         finally:
             self.close()
 

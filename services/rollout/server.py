@@ -12,6 +12,7 @@ import grpc
 from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
+from services.rollout.bundles import messages
 from services.rollout.endpoint.server import EndpointServer
 from services.rollout.engines.base import Device
 from services.rollout.engines.factory import make_engine
@@ -126,7 +127,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 
     async def RunQueries(
         self, request: pb.RunQueriesRequest, context: Any
-    ) -> AsyncIterator[pb.TrajectoryEvent]:
+    ) -> AsyncIterator[Any]:  # TrajectoryEvents, or the bytes of them
         """Run tickets; the stream ends when all their trajectories have ended."""
         job = self._jobs.get(request.job_id)
         seen: set[str] = set()
@@ -138,10 +139,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         )
         # A client may vanish while nothing of this generator runs.
         context.add_done_callback(lambda _: listener.close())
-        async for event in listener.events():
-            if is_terminal(TRAJECTORY, event.state):
-                self._metrics.ended(request.job_id, event)
-            yield event
+        async for events in listener.bundles():
+            for event in events:
+                if is_terminal(TRAJECTORY, event.state):
+                    self._metrics.ended(request.job_id, event)
+            for message in messages(events) if request.together else events:
+                yield message
 
     async def AbortTrajectories(
         self, request: pb.AbortTrajectoriesRequest, context: Any

@@ -48,6 +48,20 @@ async def test_every_move_of_a_trajectory_is_reported(house: House) -> None:
     assert endings == [COMPLETED, COMPLETED]
 
 
+async def test_events_of_the_same_time_come_together_where_the_caller_takes_them_so(
+    house: House,
+) -> None:
+    await house.prepare("one_turn")
+    stream = house.stream(evaluation(16), together=True)
+    messages = [message async for message in stream]
+    events = [event for first in messages for event in (first, *first.together)]
+    assert len(messages) < len(events) == 48
+    for ticket in evaluation(16):
+        own = [event for event in events if event.trajectory_id == ticket.trajectory_id]
+        assert [event.state for event in own] == [RUNNING, SCORING, COMPLETED]
+        assert own[-1].turns
+
+
 async def test_a_client_that_vanishes_takes_its_trajectories_with_it(house: House) -> None:
     await house.prepare("long_winded")
     await house.open_step()

@@ -227,6 +227,10 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             while ended < len(tasks):
                 event = await events.get()
                 ended += event.state != pb.TRAJECTORY_STATE_RUNNING
+                while request.together and self.script.break_after is None and not events.empty():
+                    other = events.get_nowait()
+                    ended += other.state != pb.TRAJECTORY_STATE_RUNNING
+                    event.together.append(other)
                 if not (self.script.silent and self.script.break_after is not None):
                     yield event
                 if self.script.break_after is not None and ended >= self.script.break_after:

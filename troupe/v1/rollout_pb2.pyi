@@ -174,11 +174,14 @@ class RunQueriesRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     TICKETS_FIELD_NUMBER: _builtins.int
     ENDINGS_ONLY_FIELD_NUMBER: _builtins.int
+    TOGETHER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     step: _builtins.int
     endings_only: _builtins.bool
     """Report how trajectories end and, in mode async, which versions they begin with; no other move."""
+    together: _builtins.bool
+    """Events that happen at about the same time may come as one message: `TrajectoryEvent.together`."""
     @_builtins.property
     def tickets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ticket]: ...
     def __init__(
@@ -189,10 +192,11 @@ class RunQueriesRequest(_message.Message):
         step: _builtins.int = ...,
         tickets: _abc.Iterable[Global___Ticket] | None = ...,
         endings_only: _builtins.bool = ...,
+        together: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings_only", b"endings_only", "job_id", b"job_id", "request_id", b"request_id", "step", b"step", "tickets", b"tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings_only", b"endings_only", "job_id", b"job_id", "request_id", b"request_id", "step", b"step", "tickets", b"tickets", "together", b"together"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,6 +277,7 @@ class TrajectoryEvent(_message.Message):
     PROBLEM_FIELD_NUMBER: _builtins.int
     START_VERSIONS_FIELD_NUMBER: _builtins.int
     GROUP_COMPLETE_FIELD_NUMBER: _builtins.int
+    TOGETHER_FIELD_NUMBER: _builtins.int
     query_id: _builtins.str
     trajectory_id: _builtins.str
     state: _common_pb2.TrajectoryState.ValueType
@@ -295,6 +300,12 @@ class TrajectoryEvent(_message.Message):
     def start_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """By policy: the version that drew the first token of this trajectory."""
 
+    @_builtins.property
+    def together(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrajectoryEvent]:
+        """Events of about the same time that came after this one, for a call that takes them together.
+        They hold none themselves.
+        """
+
     def __init__(
         self,
         *,
@@ -309,10 +320,11 @@ class TrajectoryEvent(_message.Message):
         problem: _common_pb2.Problem | None = ...,
         start_versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         group_complete: _builtins.bool = ...,
+        together: _abc.Iterable[Global___TrajectoryEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "group_complete", b"group_complete", "metrics", b"metrics", "problem", b"problem", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "start_versions", b"start_versions", "state", b"state", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_problem", b"_problem", "group_complete", b"group_complete", "metrics", b"metrics", "problem", b"problem", "query_id", b"query_id", "reason", b"reason", "rewards", b"rewards", "seconds", b"seconds", "start_versions", b"start_versions", "state", b"state", "together", b"together", "trajectory_id", b"trajectory_id", "turns", b"turns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__problem: _TypeAlias = _typing.Literal["problem"]  # noqa: Y015
     _WhichOneofArgType__problem: _TypeAlias = _typing.Literal["_problem", b"_problem"]  # noqa: Y015

@@ -1,0 +1,68 @@
+"""Events in messages: all of them, in order, as few messages as a message's size allows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.rollout import bundles
+from services.rollout.runner import Listener
+from troupe.rpc import Unavailable
+from troupe.v1 import common_pb2 as common
+from troupe.v1 import rollout_pb2 as pb
+
+COMPLETED = common.TRAJECTORY_STATE_COMPLETED
+
+
+def event(number: int, size: int = 0) -> pb.TrajectoryEvent:
+    return pb.TrajectoryEvent(trajectory_id=str(number), state=COMPLETED, reason="x" * size)
+
+
+def split(data: bytes) -> list[pb.TrajectoryEvent]:
+    first = pb.TrajectoryEvent.FromString(data)
+    events = [first, *first.together]
+    first.ClearField("together")
+    return events
+
+
+@given(st.lists(st.integers(0, 300), max_size=12))
+def test_property_messages_hold_all_events_in_order(sizes: list[int]) -> None:
+    most = 256
+    given = [event(number, size) for number, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bundles, "_MOST_BYTES", most)
+        found = [split(message) for message in bundles.messages(given)]
+    assert [one for message in found for one in message] == given
+    for message, following in pairwise(found):
+        size = sum(one.ByteSize() for one in message)
+        assert len(message) == 1 or size <= most
+        assert size + following[0].ByteSize() > most
+
+
+class Left:
+    """Who is told that a listener goes."""
+
+    def __init__(self) -> None:
+        self.gone: Counter[Any] = Counter()
+
+    def leave(self, key: tuple[str, str], listener: Listener) -> None:
+        self.gone[key] += 1
+
+
+async def test_what_was_heard_before_a_trajectory_was_lost_is_told_first() -> None:
+    runner = Left()
+    listener = Listener(runner, "job", {"0", "1", "2"}, endings_only=True)  # type: ignore[arg-type]
+    for news in (event(0), event(1), Unavailable("the store is away"), event(2)):
+        listener.hear(news)
+    told = listener.bundles()
+    async with asyncio.timeout(5):
+        assert [one.trajectory_id for one in await anext(told)] == ["0", "1"]
+        with pytest.raises(Unavailable, match="the store is away"):
+            await anext(told)
+    assert runner.gone == {("job", "2"): 1}
