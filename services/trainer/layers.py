@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,18 +27,36 @@ def arrange(policy: str, model: Any, spec: TrainerSpec) -> None:
     if getattr(model, _ARRANGED, False):
         return
     field = f"policies.{policy}.trainer"
-    if spec.activation_checkpointing:
-        for layer in _layers(model, f"{field}.activation_checkpointing"):
-            _compute_again(layer)
     if spec.compile == "on":
         _check_compiler(next(model.parameters()).device, f"{field}.compile")
         # Attention has kernels of its own; what rows it is given would be compiled in.
         eager = torch.compiler.disable(packed_attention)  # type: ignore[no-untyped-call]
         AttentionInterface.register(PACKED, eager)
         for layer in _layers(model, f"{field}.compile"):
-            # Packed pieces are of all sizes: no kernel for each.
-            layer.compile(dynamic=True)
+            layer.forward = _Fused(layer.forward)
+    if spec.activation_checkpointing:
+        for layer in _layers(model, f"{field}.activation_checkpointing"):
+            _compute_again(layer)
     setattr(model, _ARRANGED, True)
+
+
+class _Fused:
+    """A compiled `forward`; that of a copy of its layer is compiled for the copy.
+
+    `Module.compile` would compile nothing where `forward` is computed again: it gives up at the
+    first frame of torch's own.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        # Packed pieces are of all sizes: no kernel for each.
+        self._compiled = torch.compile(forward, dynamic=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Fused:
+        return _Fused(copy.deepcopy(self._forward, memo))
 
 
 def _compute_again(layer: torch.nn.Module) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from services.trainer.layers import arrange
@@ -87,14 +88,18 @@ def test_tokens_of_a_forward_pass_are_the_jobs_before_the_workers(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_compiled_layers_give_the_same_gradient(tokenizer: Path) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_compiled_layers_give_the_same_gradient(tokenizer: Path, again: bool) -> None:
     if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler")
-    compiled = learner_of(tokenizer, {"compile": "on"})
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = learner_of(tokenizer, {"compile": "on", "activation_checkpointing": again})
     for seed in range(2):  # pieces of other sizes
         expected = gradient(learner_of(tokenizer, {}), seed)
         compiled.discard()
         torch.testing.assert_close(gradient(compiled, seed), expected, rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
 def test_a_worker_without_a_compiler_refuses_to_compile(
