@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from tests.trainer.stage import Trainer, TrainingStage
+from tests.trainer.stage import Trainer, TrainingStage, fill_up
 from tests.trainer.test_gang import gang_spec
 from troupe.job import JobSpec
-from troupe.rpc import Aborted, FailedPrecondition, connect
+from troupe.rpc import Aborted, FailedPrecondition, ResourceExhausted, connect
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
@@ -250,3 +251,23 @@ async def test_a_checkpoint_of_a_gangs_policy_is_a_model(stage: TrainingStage) -
     named = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
     assert set(named) == set(weights)
     assert all(torch.equal(named[name].data, tensor) for name, tensor in weights.items())
+
+
+async def test_a_full_disk_fails_the_step_and_not_the_gang(
+    stage: TrainingStage, small_disk: Path
+) -> None:
+    two, _ = specs(stage)
+    trainer = await stage.trainer(data_dir=small_disk)
+    await stage.open()
+    await trainer.bind(two)
+    await stage.play(stage.first_model(two))
+    for leave in (8192, 65_536, 200_000):  # what is written first, in the middle, last
+        ballast = fill_up(small_disk, leave)
+        with pytest.raises(ResourceExhausted) as caught:
+            await trainer.run(0, 0)
+        assert (caught.value.kind, caught.value.field) == ("storage_full", "data_dir")
+        ballast.unlink()
+        states = small_disk / stage.job_id / "state/solver"
+        assert [name[:3] for name in os.listdir(states)] == ["v0-"]
+    commit = await trainer.run(0, 0)
+    assert (commit.weights.version, commit.num_samples) == (1, 8)

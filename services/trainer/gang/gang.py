@@ -21,8 +21,7 @@ from services.trainer.gang.frames import Channel, Frame
 from services.trainer.gang.terms import Terms
 from services.trainer.peers import Stopped
 from services.trainer.settings import TrainerSettings
-from troupe.rpc import Aborted, DeadlineExceeded, TroupeError
-from troupe.v1 import common_pb2 as pb
+from troupe.rpc import Aborted, DeadlineExceeded, from_status
 
 log = structlog.get_logger("troupe.gang")
 
@@ -98,7 +97,7 @@ class Gang:
         if answer.header.get("stopped"):
             raise Stopped
         if answer.header.get("refused"):
-            raise TroupeError.from_problem(pb.Problem.FromString(answer.body))
+            raise from_status(answer.body)
         if "unfit" in answer.header:
             raise ValueError(answer.header["unfit"])
         return answer

@@ -28,7 +28,7 @@ from services.trainer.gang.member import Member
 from services.trainer.gang.terms import Terms
 from services.trainer.peers import Stopped
 from troupe.job import JobSpec
-from troupe.rpc import TroupeError
+from troupe.rpc import TroupeError, to_status
 
 log = structlog.get_logger("troupe.gang")
 
@@ -110,7 +110,7 @@ class Rank:
             return Frame({"stopped": True})
         except TroupeError as error:
             # Everyone was given the same, and refuses the same.
-            return Frame({"refused": True}, error.to_problem().SerializeToString())
+            return Frame({"refused": True}, to_status(error).SerializeToString())
         except ValueError as error:
             return Frame({"unfit": str(error)})
 
