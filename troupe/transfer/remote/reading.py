@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
@@ -24,6 +25,8 @@ Arrived = Callable[[int, str], None]
 # Receives that wait ahead of the owner's sends.
 _WINDOW: Final = 8
 _IDLE_SECONDS: Final = 30.0
+# All of it is here: nobody waits longer for the owner to say so.
+_END_SECONDS: Final = 2.0
 # What TCP takes of one host: who receives, and the kernel's side of it (between two containers of
 # a host, who sends). A third thread that wants a core then only makes all of them wait.
 _BUSY_CORES: Final = 2
@@ -63,8 +66,20 @@ def by_messages(
             arrived(index, chunk.spans[0].name if short else chunk.damaged(part.data))
             if short:
                 raise Unavailable("a chunk had another length", kind="transfer_cut_short")
+        _see_end(stream, messages)
     finally:
         stream.cancel()
+
+
+def _see_end(stream: Any, messages: Iterator[Any]) -> None:
+    """An owner whose stream is cancelled after the last message may not know that all of it came,
+    and keeps it for who might go on: a version's memory, for half a minute."""
+    late = threading.Timer(_END_SECONDS, stream.cancel)
+    late.daemon = True
+    late.start()
+    with contextlib.suppress(TroupeError):
+        next(messages, None)
+    late.cancel()
 
 
 def by_lane(
