@@ -51,3 +51,21 @@ def test_property_one_query_at_a_time(queries: list[int], limit: int) -> None:
 
     asyncio.run(play())
     assert sorted(passed) == sorted(queries)
+
+
+async def test_the_first_go_on_before_the_last_have_entered() -> None:
+    gate = Gate(64)
+    entered: list[int] = []
+    went_on: list[int] = []
+
+    async def pass_through(n: int) -> None:
+        async with gate.enter(f"q{n}"):
+            entered.append(n)
+            await asyncio.sleep(0)
+            went_on.append(len(entered))
+
+    await asyncio.gather(*(pass_through(n) for n in range(64)))
+    assert entered == list(range(64))
+    # Whoever asks for a turn does so while others have not even begun.
+    assert went_on[0] < 32
+    assert gate.inside == 0
