@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.rollout.engines import slotted
+from services.rollout.engines import ragged, slotted
 from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.shelves import Shelves
+from services.rollout.engines.slots import Run
 from services.rollout.engines.slotted import SlotBatcher, fits_slots
 from services.rollout.engines.turns import Turn
 from tests.rollout.engines.asking import ask, prompt
@@ -129,3 +131,37 @@ async def test_weights_that_are_no_numbers_leave_nothing_behind(
         await engine.stop()
     expected = reference_logprobs(model, ids, answer.token_ids, 1.0)
     assert answer.logprobs == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.parametrize("lengths", [[1], [9, 3, 30], [5, 64, 17, 17], [100, 2, 90]])
+@pytest.mark.parametrize("first", [0, 2])
+def test_drawing_turns_attend_as_the_fused_kernel_does(lengths: list[int], first: int) -> None:
+    model = make_model(0)
+    cache = ragged.RaggedCache(model.config, torch.float32, running=8, max_context=128)
+    heads, dim = cache.heads, cache.keys[0].shape[3]
+    generator = torch.Generator().manual_seed(first)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    for kept in (cache.keys[0], cache.values[0]):
+        kept.copy_(numbers(*kept.shape))
+    # Slots beside each other, or every other one.
+    slots = [(first or 1) * i for i in range(len(lengths))]
+    cache.plan([Run(s, n - 1, 1) for s, n in zip(slots, lengths, strict=True)], len(lengths))
+    query = numbers(1, heads * cache.repeat, len(lengths), dim)
+    key, value = (numbers(1, heads, len(lengths), dim) for _ in range(2))
+    layer = torch.nn.Module()
+    layer.layer_idx = 0  # type: ignore[assignment]
+    found, _ = ragged.slot_attention(layer, query, key, value, None, 0.3, cache)
+    for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        assert torch.equal(cache.keys[0][slot, :, length - 1], key[0, :, row])
+        assert torch.equal(cache.values[0][slot, :, length - 1], value[0, :, row])
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[:, :, row : row + 1],
+            cache.keys[0][slot : slot + 1, :, :length],
+            cache.values[0][slot : slot + 1, :, :length],
+            scale=0.3,
+            enable_gqa=True,
+        )
+        torch.testing.assert_close(found[0, row], expected[0, :, 0], atol=1e-5, rtol=1e-5)
