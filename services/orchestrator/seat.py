@@ -65,8 +65,6 @@ class Seat:
         self._bound_at = self._idle_since = time.monotonic()
         # Those that need it bound for something else than a step, and those that use it now.
         self._visits = self._uses = 0
-        # A gang cannot be suspended within a step.
-        self._fixed = False
         self._stuck_until = 0.0
         self._leaving: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
@@ -177,7 +175,7 @@ class Seat:
         self._arrivals.note(work, now)
         oldest = self._arrivals.oldest
         stepping = self.progress is not None and self.progress.state in _UNINTERRUPTED
-        stuck = now < self._stuck_until or (self._fixed and self._step is not None)
+        stuck = now < self._stuck_until
         barred = set(self._barred)
         if self._avoid is not None and self._others(self._avoid):
             barred.add(self._avoid.worker_id)
@@ -249,7 +247,7 @@ class Seat:
         seconds = self._job.shared.settings.bind_timeout_seconds
         try:
             async with worker.while_alive():
-                if not self._trainable or self._fixed:
+                if not self._trainable:
                     # Nothing but what is published is needed of a frozen policy.
                     await worker.trainer.Release(self._request(tr.ReleaseRequest), timeout=seconds)
                 else:
@@ -261,7 +259,6 @@ class Seat:
         except TroupeError as error:
             gone = isinstance(error, Unavailable) or not worker.alive
             if not gone and error.kind not in RENEWABLE:
-                self._fixed = self._fixed or error.kind == "not_suspendable"
                 self._stuck_until = time.monotonic() + _STUCK_SECONDS
                 _log.warning("not suspended", policy=self.name, error=str(error))
                 return

@@ -154,17 +154,9 @@ class Binding:
         """Move all of it out of the device, `half` a step too. Blocking, in any thread while this
         policy computes nothing.
 
-        Raises FailedPrecondition of kind "not_suspendable", or StorageFull; then it stays as it is.
+        Raises StorageFull; then it stays as it is.
         """
         began = time.perf_counter()
-        if not hasattr(self.learner, "suspended"):
-            raise FailedPrecondition(
-                f"policy {self.policy} is trained by a gang, which is not suspended within a step",
-                kind="not_suspendable",
-                field="policy",
-                value=self.policy,
-                remedy="Release it when its step is over.",
-            )
         tensors, values = self.learner.suspended()
         packed = self.versions.pack()
         luggage = Luggage(tensors | packed.tensors, {"learner": values} | packed.document)

@@ -41,9 +41,12 @@ class Gradients:
             self._exact.write(grads, float(total))
         else:
             torch._foreach_div_(grads, float(total))
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True)
-        # Of a sharded model: this rank's term of it.
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return _whole(torch.nn.utils.clip_grad_norm_(self._parameters, max_norm, foreach=True))
+
+    @torch.no_grad()
+    def weights_norm(self) -> float:
+        """L2 norm of the parameters themselves: not finite where one is not, or is beyond 1e19."""
+        return _whole(torch.nn.utils.get_total_norm(self._parameters, foreach=True))
 
     def discard(self) -> None:
         """Back to nothing."""
@@ -77,3 +80,8 @@ class Gradients:
     def _drop(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+
+def _whole(norm: torch.Tensor) -> float:
+    # Of a sharded model: this rank's term of it.
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -212,7 +212,11 @@ class Learner:
         return Applied(not reason, reason, metrics, digest, moved)
 
     def _update(self, version: int) -> str:
-        """One update with what accumulated; why not, if it is not finite: then nothing moves."""
+        """One update with what accumulated; why not, if it is not finite.
+
+        Nothing moves for a gradient that is not. Of finite ones a step may still overflow: then it
+        was made, but nobody may be given its weights.
+        """
         sums, optimizer, steps = self._sums, self._policy.optimizer, self._job.pipeline.steps
         if sums.broken or not sums.normalizer:
             return sums.broken or "no sample has a response token"
@@ -231,7 +235,17 @@ class Learner:
         self._optimizer.step()
         sums.updates += 1
         sums.norms = {name: sums.norms.get(name, 0.0) + value for name, value in made.items()}
-        return ""
+        norms = {"weights": self._gradients.weights_norm()}
+        if self._critic is not None:
+            norms["critic's weights"] = self._critic.gradients.weights_norm()
+        return next(
+            (
+                f"the norm of the {name} is {norm} after the step"
+                for name, norm in norms.items()
+                if not math.isfinite(norm)
+            ),
+            "",
+        )
 
     def _update_often(self, version: int, stop: threading.Event | None) -> str:
         """All updates of a step of several; why they ended before the last, if they did.

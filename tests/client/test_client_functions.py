@@ -259,6 +259,10 @@ def test_costs_that_cannot_work_are_refused(client: Client, source: Path) -> Non
         client.functions.deploy(source, name="one")
     with pytest.raises(InvalidArgument, match="no such file"):
         client.functions.deploy("nowhere.py")
+    other = source.with_suffix(".txt")
+    other.write_text("")
+    with pytest.raises(InvalidArgument, match="is a file, but no Python source"):
+        client.functions.deploy(str(other))
 
 
 def test_a_folder_is_deployed_by_a_module_in_it(client: Client, tmp_path: Path) -> None:

@@ -314,3 +314,14 @@ def test_a_step_that_fails_at_a_later_update_says_that_it_has_moved(
     applied = learner.apply(0)
     assert (applied.applied, applied.moved) == (False, True)
     assert "norm of the gradient is nan" in applied.reason
+
+
+def test_a_step_that_overflows_the_critic_is_refused(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = _learner(_spec(tokenizer))
+    monkeypatch.setattr("services.trainer.critic.learning_rate", lambda *_: 1e30)
+    learner.accumulate(_rows(learner))
+    refused = learner.apply(0)
+    assert (refused.applied, refused.moved) == (False, True)
+    assert refused.reason == "the norm of the critic's weights is inf after the step"

@@ -179,6 +179,26 @@ def test_a_skipped_step_changes_nothing(tokenizer: Path) -> None:
     assert learner.apply(1).applied
 
 
+def test_a_step_that_overflows_weights_is_refused(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient is finite; without the check engines would be given what it makes."""
+    learner = make_learner(tokenizer)
+    learner.accumulate(make_rows(learner.model, 6, 0))
+    assert learner.apply(0).applied
+    weights = {n: t.clone() for n, t in learner.weights().items()}
+    moments = {n: t.clone() for n, t in learner.moments().items()}
+    with monkeypatch.context() as absurd:
+        absurd.setattr("services.trainer.learner.learning_rate", lambda *_: 1e30)
+        learner.accumulate(make_rows(learner.model, 6, 1))
+        refused = learner.apply(1)
+    assert (refused.applied, refused.moved) == (False, True)
+    assert refused.reason == "the norm of the weights is inf after the step"
+    learner.restore(weights, moments)
+    learner.accumulate(make_rows(learner.model, 6, 1))
+    assert learner.apply(1).applied
+
+
 def test_the_ratio_is_one_at_the_temperature_of_the_draw(tokenizer: Path) -> None:
     learner = make_learner(tokenizer)
     rows = []

@@ -128,6 +128,10 @@ def _read(source: str, entrypoint: str | None) -> tuple[str, str | None, tuple[p
                 remedy="Give `module` or `package.module:function`, as seen from the folder.",
             )
         return attribute, str(place.resolve()), tuple(_files(place))
+    if place.is_file():
+        raise InvalidArgument(
+            "is a file, but no Python source", field="source", value=source, remedy=_REMEDY
+        )
     if place.suffix == ".py" or not _MODULE.fullmatch(path):
         raise InvalidArgument(
             "there is no such file, folder or module", field="source", value=source, remedy=_REMEDY
