@@ -33,7 +33,8 @@ def test_passes_side_by_side_give_the_gradient_of_one_after_the_other(
     _, again = side_by_side(tokenizer, 3)
 
     assert len(learner._passes._seats) == 3
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
+    # Sums in another order: what rounding comes to is a matter of the largest terms.
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6 * float(alone.abs().max()))
     assert torch.equal(together, again)
 
 
