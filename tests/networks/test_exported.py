@@ -63,6 +63,12 @@ def test_a_folder_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="is missing") as missing:
         ExportedNetwork.read(folder)
     assert name.removeprefix("acting.") in str(missing.value)
+    described = json.loads((folder / "config.json").read_text())
+    described["network"]["paradigm"] = "of another release"
+    (folder / "config.json").write_text(json.dumps(described))
+    with pytest.raises(InvalidArgument, match=r"of this release: network\.paradigm: ") as later:
+        ExportedNetwork.read(folder)
+    assert "pydantic" not in str(later.value)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(InvalidArgument, match="no network"):
         ExportedNetwork.read(folder)

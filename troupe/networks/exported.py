@@ -67,11 +67,15 @@ class ExportedNetwork:
                 own,
             )
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-            what = "is incomplete" if isinstance(error, KeyError) else "cannot be read"
+            what, why = "cannot be read", str(error)
+            if isinstance(error, KeyError):
+                what = "is incomplete"
             if isinstance(error, ValidationError):
-                what = "describes no network of this release"
+                first = error.errors()[0]
+                where = ".".join(str(part) for part in ("network", *first["loc"]))
+                what, why = "describes no network of this release", f"{where}: {first['msg']}"
             raise InvalidArgument(
-                f"{what}: {error}",
+                f"{what}: {why}",
                 field="folder",
                 value=str(directory),
                 remedy="`troupe export` writes config.json and model.safetensors.",
