@@ -1,0 +1,239 @@
+"""Who holds training devices, over any picture: plans are sound, the best, and nobody starves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from troupe.scheduling.binding import (
+    Bind,
+    Policy,
+    Release,
+    Rules,
+    Suspend,
+    Worker,
+    decide,
+)
+
+RULES = Rules(quantum=2.0, idle=10.0)
+NAMES = [f"p{i}" for i in range(6)]
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[Policy], list[Worker]]:
+    """Any consistent picture."""
+    workers = [
+        Worker(
+            f"w{i}",
+            slots=draw(st.integers(0, 2)),
+            memory=draw(st.sampled_from([0, 50, 100])),
+            device=draw(st.sampled_from(["cpu", "cuda"])),
+        )
+        for i in range(draw(st.integers(1, 3)))
+    ]
+    left = {one.worker_id: (one.slots or 99, one.memory or math.inf) for one in workers}
+    policies = []
+    for name in NAMES[: draw(st.integers(1, 6))]:
+        one = Policy(
+            name,
+            work=draw(st.integers(0, 2)),
+            since=float(draw(st.integers(0, 9))),
+            wanted=draw(st.booleans()),
+            ranks=draw(st.integers(1, 2)),
+            size=draw(st.sampled_from([0, 40, 100, 400])),
+            device=draw(st.sampled_from(["", "cpu", "cuda"])),
+            bound_at=float(draw(st.integers(0, 12))),
+        )
+        chosen: list[str] = []
+        for worker in workers:
+            slots, room = left[worker.worker_id]
+            suits = one.device in ("", worker.device)
+            if len(chosen) < one.ranks and suits and slots > 0 and room >= one.share:
+                chosen.append(worker.worker_id)
+        if len(chosen) == one.ranks and draw(st.booleans()):
+            for worker_id in chosen:
+                slots, room = left[worker_id]
+                left[worker_id] = (slots - 1, room - one.share)
+            one = replace(
+                one,
+                bound=tuple(chosen),
+                busy=draw(st.booleans()),
+                leaving=draw(st.booleans()),
+                accumulating=draw(st.booleans()),
+            )
+        elif draw(st.booleans()):
+            one = replace(one, near=frozenset({workers[0].worker_id}))
+        policies.append(one)
+    return policies, workers
+
+
+@settings(deadline=None)
+@given(tables(), st.floats(0, 20), st.randoms())
+def test_every_plan_is_sound(
+    table: tuple[list[Policy], list[Worker]], now: float, random: object
+) -> None:
+    policies, workers = table
+    plan = decide(RULES, policies, workers, now)
+    by_name = {one.policy: one for one in policies}
+    # The same whatever the order of what it is told.
+    shuffled, others = list(policies), list(workers)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    random.shuffle(others)  # type: ignore[attr-defined]
+    assert decide(RULES, shuffled, others, now) == plan
+    assert plan.again > now
+    # No policy is moved twice, and each only as its state allows.
+    named = [move.policy for move in plan.moves]
+    assert len(named) == len(set(named))
+    for move in plan.moves:
+        one = by_name[move.policy]
+        if isinstance(move, Suspend):
+            assert one.bound
+            assert not one.busy
+            assert not one.leaving
+            after = by_name[move.after]
+            assert after.work
+            assert not after.bound
+            if one.work:  # it is younger, and has had its quantum
+                assert (one.since, one.policy) > (after.since, after.policy)
+                assert now - one.bound_at >= RULES.quantum
+        elif isinstance(move, Release):
+            assert not any((one.work, one.wanted, one.busy, one.accumulating))
+        elif isinstance(move, Bind):
+            assert not one.bound
+            assert len(set(move.workers)) == one.ranks
+    # Capacity holds before anybody that was told to leave has left.
+    binds = {move.policy: move.workers for move in plan.moves if isinstance(move, Bind)}
+    for worker in workers:
+        held = [
+            one
+            for one in policies
+            if worker.worker_id in one.bound or worker.worker_id in binds.get(one.policy, ())
+        ]
+        assert not worker.slots or len(held) <= worker.slots
+        assert not worker.memory or sum(one.share for one in held) <= worker.memory
+        assert all(
+            one.device in ("", worker.device)
+            for one in held
+            if worker.worker_id in binds.get(one.policy, ())
+        )
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5), st.integers(-1, 2)), max_size=6),
+    st.integers(1, 3),
+)
+def test_who_is_served_is_what_brute_force_finds(
+    drawn: list[tuple[int, int, int]], places: int
+) -> None:
+    """One slot each: of all ways to fill them the one with the oldest work, by fewest swaps."""
+    workers = [Worker(f"w{i}", slots=1) for i in range(places)]
+    policies, taken = [], set()
+    for name, (work, since, where) in zip(NAMES, drawn, strict=False):
+        here = f"w{where}" if 0 <= where < places and where not in taken else ""
+        if here:
+            taken.add(where)
+        policies.append(Policy(name, work=work, since=float(since), bound=(here,) if here else ()))
+    plan = decide(Rules(quantum=0.0), policies, workers, 100.0)
+    leave = {move.policy for move in plan.moves if isinstance(move, Suspend)}
+    stay = {one.policy for one in policies if one.bound} - leave
+    come = {move.policy for move in plan.moves if isinstance(move, Bind)}
+    come |= {move.after for move in plan.moves if isinstance(move, Suspend)}
+    working = [one for one in policies if one.work]
+    # Brute force: the lexicographically oldest set of working policies that fits.
+    best = min(
+        itertools.combinations(working, min(places, len(working))),
+        key=lambda some: sorted((one.since, one.policy) for one in some),
+    )
+    served = {one.policy for one in working if one.policy in stay | come}
+    assert served == {one.policy for one in best}
+    unserved = [one for one in policies if one.bound and one not in best]
+    free = places - sum(bool(one.bound) for one in policies)
+    newcomers = sum(not one.bound for one in best)
+    assert len(leave) == min(len(unserved), max(0, newcomers - free))
+
+
+@dataclass
+class _Model:
+    """Policies whose micro-batches take one second each and arrive over time; swaps take 0.1 s."""
+
+    workers: list[Worker]
+    arrivals: dict[str, list[float]]
+    ranks: dict[str, int]
+    now: float = 0.0
+    bound: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    since_bound: dict[str, float] = field(default_factory=dict)
+    waits: list[float] = field(default_factory=list)
+    swaps: int = 0
+
+    def policies(self) -> list[Policy]:
+        found = []
+        for name, times in self.arrivals.items():
+            ready = [time for time in times if time <= self.now]
+            found.append(
+                Policy(
+                    name,
+                    work=len(ready),
+                    since=min(ready, default=0.0),
+                    ranks=self.ranks[name],
+                    bound=self.bound.get(name, ()),
+                    bound_at=self.since_bound.get(name, 0.0),
+                )
+            )
+        return found
+
+    def run(self) -> None:
+        while any(self.arrivals.values()):
+            for _ in range(2 * len(self.arrivals)):
+                plan = decide(RULES, self.policies(), self.workers, self.now)
+                done = False
+                for move in plan.moves:
+                    if isinstance(move, Suspend):
+                        del self.bound[move.policy]
+                        self.swaps, done = self.swaps + 1, True
+                    elif isinstance(move, Bind):
+                        self.bound[move.policy] = move.workers
+                        self.since_bound[move.policy] = self.now
+                        done = True
+                if not done:
+                    break
+            waiting = [one for one in self.policies() if one.work and not one.bound]
+            idle = [one for one in self.policies() if not one.work and one.bound]
+            held = {w for workers in self.bound.values() for w in workers}
+            if waiting and all(one.ranks == 1 for one in waiting):  # work-conserving
+                assert not idle
+                assert len(held) == len(self.workers)
+            for name in self.bound:
+                ready = [time for time in self.arrivals[name] if time <= self.now]
+                if ready:
+                    self.arrivals[name].remove(ready[0])
+                    self.waits.append(self.now - ready[0])
+            self.now += 1.0
+            assert self.now < 1000, "somebody starves"
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(NAMES),
+        st.tuples(st.lists(st.integers(0, 12), min_size=1, max_size=8), st.integers(1, 2)),
+        min_size=1,
+    ),
+    st.integers(2, 3),
+)
+def test_nobody_starves_and_no_device_idles_while_there_is_work(
+    drawn: dict[str, tuple[list[int], int]], places: int
+) -> None:
+    model = _Model(
+        [Worker(f"w{i}", slots=1) for i in range(places)],
+        {name: sorted(map(float, times)) for name, (times, _) in drawn.items()},
+        {name: ranks for name, (_, ranks) in drawn.items()},
+    )
+    total = sum(len(times) * ranks for times, ranks in drawn.values())
+    model.run()
+    # Nobody waits longer than all the work there is takes, and a quantum for each swap.
+    assert max(model.waits) <= total + RULES.quantum * (model.swaps + 1)
