@@ -67,7 +67,7 @@ class Binder:
         self._seated: dict[str, Seated] = {}
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.wanted = 0
+        self._planned = 0
 
     def start(self) -> None:
         """Begin to decide."""
@@ -78,6 +78,11 @@ class Binder:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def wanted(self) -> int:
+        """Trainers that would be of use: to policies, or to a job that cannot begin without one."""
+        return max(self._planned, int(self._workers.awaited(orch.WORKER_KIND_TRAINER)))
 
     def add(self, policy: Seated) -> None:
         """Look after a policy; it takes the place of an earlier one of its name."""
@@ -129,7 +134,7 @@ class Binder:
                 self._seated[policy.policy].refuse(_too_large(problem, policy))
         others = self._foreign(usable)
         plan = binding.decide(binding.Rules(), [*policies, *others], workers, now)
-        self.wanted = plan.wanted
+        self._planned = plan.wanted
         for move in plan.moves:
             one = self._seated[move.policy]
             match move:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -95,6 +96,8 @@ class WorkerRegistry:
         # By the id of a worker that seemed to be gone: who was heard from at its address since.
         self._replaced: dict[str, Worker] = {}
         self._changed = asyncio.Event()
+        # How many jobs wait for the first worker of a kind.
+        self._awaited: Counter[orch.WorkerKind.ValueType] = Counter()
         self._watch: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -145,12 +148,17 @@ class WorkerRegistry:
         self, kinds: Iterable[orch.WorkerKind.ValueType], patience: Patience
     ) -> None:
         """Wait until there is a usable worker of every kind. Raises `DeadlineExceeded`."""
-        while True:
-            missing = [NAMES[kind] for kind in kinds if not self.usable(kind)]
-            if not missing:
-                return
-            patience.say(f"waiting for a {' and a '.join(missing)} worker")
-            await patience.wait(self.change())
+        while missing := [kind for kind in kinds if not self.usable(kind)]:
+            patience.say(f"waiting for a {' and a '.join(NAMES[one] for one in missing)} worker")
+            self._awaited.update(missing)
+            try:
+                await patience.wait(self.change())
+            finally:
+                self._awaited.subtract(missing)
+
+    def awaited(self, kind: orch.WorkerKind.ValueType) -> bool:
+        """Whether somebody waits for the first worker of a kind."""
+        return self._awaited[kind] > 0
 
     def start(self) -> None:
         """Begin to notice missing heartbeats."""

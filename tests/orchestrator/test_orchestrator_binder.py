@@ -167,6 +167,31 @@ async def test_idle_trainers_scale_to_zero_and_come_back(empty_redis: str, tmp_p
         await cluster.close()
 
 
+async def test_a_job_that_finds_no_trainer_wants_one(empty_redis: str, tmp_path: Path) -> None:
+    """Whoever starts trainers on demand hears of it before the job's policies have places."""
+    cluster = Cluster(empty_redis, tmp_path)
+    await cluster.open()
+    await cluster.add_rollout(RolloutScript())
+
+    async def wants(count: int) -> None:
+        async with asyncio.timeout(20):
+            while True:
+                view = await cluster.api.GetCluster(orch.GetClusterRequest())
+                if view.wanted_trainers == count:
+                    return
+                await asyncio.sleep(0.02)
+
+    try:
+        await wants(0)
+        job_id = await cluster.submit(job())
+        await wants(1)
+        await cluster.add_trainer(TrainerScript(slots=3))
+        assert (await cluster.wait(job_id, seconds=30)).state == SUCCEEDED
+        await wants(0)
+    finally:
+        await cluster.close()
+
+
 def status(*, ready: int = 0, claimed: int = 0, pending: int = 0, sealed: bool = False) -> object:
     counts = es.PolicyCounts(policy="p", ready=ready, claimed=claimed, pending=pending)
     return es.TableStatus(sealed=sealed, counts=[counts])

@@ -4,6 +4,7 @@ IDLE -> STARTING -> SERVING -> STOPPING -> STOPPED
            ^           |
            +-- WAITING <+   (died: back-off, then again)
 STARTING | WAITING -> FAILED (would not start, or dies again and again)
+SERVING -> STOPPING -> PARKED -> STARTING (nobody needs it for a while)
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class ChildState(StrEnum):
     WAITING = "waiting"
     STOPPING = "stopping"
     STOPPED = "stopped"
+    PARKED = "parked"
     FAILED = "failed"
 
 
@@ -116,6 +118,11 @@ class Child:
         self._sweep()
         self.pid = None
         self._move(ChildState.STOPPED)
+
+    async def park(self) -> None:
+        """`stop`, for as long as nobody needs it: `start` brings it back."""
+        await self.stop()
+        self._move(ChildState.PARKED, f"{self.spec.name} rests: nobody wants it")
 
     def strike(self) -> None:
         """SIGKILL the process and its whole group; without effect when there is none."""

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from troupe.cluster.child import Child
+from troupe.cluster.elastic import Binder, ElasticTrainers
 from troupe.cluster.errors import NotWritable
 from troupe.cluster.layout import Routes, plan, port_names
 from troupe.cluster.orphans import end_orphans
@@ -61,6 +62,7 @@ class EmbeddedCluster:
         self._lock = ClusterLock(self.settings.data_dir)
         self._supervisor: Supervisor | None = None
         self._state: ClusterState | None = None
+        self._elastic: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> ClusterState:
@@ -101,6 +103,7 @@ class EmbeddedCluster:
             return
         if self.state.phase != "failed":
             self._set_phase("stopping")
+        await self._settle()
         await self._supervisor.stop()
         if self.state.phase != "failed":
             self._set_phase("stopped")
@@ -112,6 +115,8 @@ class EmbeddedCluster:
         For those who test what survives. The cluster can be started again.
         """
         if self._supervisor is not None:
+            if self._elastic is not None:
+                self._elastic.cancel()
             await self._supervisor.kill()
             await self._close()
 
@@ -173,6 +178,28 @@ class EmbeddedCluster:
         self._set_phase("starting")
         await self._supervisor.start()
         self._set_phase("ready")
+        if settings.trainer_idle_seconds is not None:
+            elastic = self._follow_demand(self._supervisor, settings.trainer_idle_seconds)
+            self._elastic = asyncio.create_task(elastic, name="elastic-trainers")
+
+    async def _follow_demand(self, supervisor: Supervisor, idle_seconds: float) -> None:
+        token = self.settings.environment.get("TROUPE_TOKEN")
+        binder = Binder(self.state.orchestrator_address, token)
+        names = [name for name in supervisor.children if name.startswith("trainer-")]
+        try:
+            await ElasticTrainers(supervisor, names, binder.demand, idle_seconds).run()
+        except Exception as error:
+            self._tell(f"trainers follow what is wanted no longer: {error!r}")
+            raise
+        finally:
+            await binder.close()
+
+    async def _settle(self) -> None:
+        """Have nobody park or bring back anything any more."""
+        if self._elastic is not None:
+            self._elastic.cancel()
+            await asyncio.gather(self._elastic, return_exceptions=True)
+            self._elastic = None
 
     def _fixed_ports(self) -> dict[str, int]:
         settings = self.settings
@@ -212,6 +239,7 @@ class EmbeddedCluster:
             self._tell(f"the cluster's state file cannot be written: {error.strerror}")
 
     async def _close(self) -> None:
+        await self._settle()
         own = default_transfer_dir(self.settings.data_dir)
         if self._state is not None and self._state.transfer_dir == own:
             # Only copies for the engines: training state is on disk.

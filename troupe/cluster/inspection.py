@@ -24,7 +24,7 @@ class ServiceReport:
 
     @property
     def healthy(self) -> bool:
-        """Whether it answered that it serves."""
+        """Whether it answered that it serves, or rests because nobody wants it."""
         return not self.reason
 
 
@@ -36,6 +36,8 @@ async def inspect(state: ClusterState, timeout: float = 3.0) -> list[ServiceRepo
 
 
 async def _inspect_one(state: ClusterState, record: ServiceRecord, timeout: float) -> ServiceReport:
+    if record.state == "parked":
+        return ServiceReport(record, "", 0)
     if not is_alive(record.pid, record.created):
         # Between death and restart there is no process; the supervisor's word is all there is.
         return ServiceReport(record, record.state if record.state != "serving" else "dead", 0)

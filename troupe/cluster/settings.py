@@ -29,6 +29,9 @@ class ClusterSettings(BaseModel):
     """Rollout workers."""
     trainers: int = Field(default=1, ge=1, le=64)
     """Trainer workers."""
+    trainer_idle_seconds: float | None = Field(default=None, gt=0)
+    """Seconds for which no policy must have wanted a trainer until the processes of trainers end;
+    they are back as soon as one is wanted. None: they stay."""
     panel: bool = True
     """Start the control panel."""
     panel_port: int | None = Field(default=None, ge=1, le=65535)

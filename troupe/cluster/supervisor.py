@@ -25,7 +25,7 @@ class Supervisor:
         self.children = {
             spec.name: Child(spec, log_dir / f"{spec.name}.log", changed) for spec in specs
         }
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keepers: dict[str, asyncio.Task[None]] = {}
         self._failure: asyncio.Future[TroupeError] | None = None
 
     async def start(self) -> None:
@@ -40,7 +40,7 @@ class Supervisor:
             for name in child.spec.after:
                 await ready[name].wait()
             await child.start()
-            self._keepers.append(asyncio.create_task(self._keep(child), name=child.spec.name))
+            self._watch(child)
             ready[child.spec.name].set()
 
         try:
@@ -61,10 +61,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Stop all children, those that others need last. Safe to call at any time."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._keepers.clear()
+        await self._let_go()
         for level in reversed(levels([c.spec for c in self.children.values()])):
             await asyncio.gather(*(self.children[name].stop() for name in level))
 
@@ -73,20 +70,47 @@ class Supervisor:
         # No await in between: nobody is brought back before the last one is dead.
         for child in self.children.values():
             child.strike()
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._keepers.clear()
+        await self._let_go()
         # One that a keeper was just starting.
         await asyncio.gather(*(child.kill() for child in self.children.values()))
+
+    async def park(self, name: str) -> None:
+        """Stop a child that nobody needs now; it is not brought back before `unpark`."""
+        keeper = self._keepers.pop(name)
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+        await self.children[name].park()
+
+    async def unpark(self, name: str) -> None:
+        """Start a parked child and wait until it is ready; one that cannot be is given up."""
+        child = self.children[name]
+        try:
+            await child.start()
+        except TroupeError as error:
+            self._give_up(error)
+        else:
+            self._watch(child)
+
+    def _watch(self, child: Child) -> None:
+        name = child.spec.name
+        self._keepers[name] = asyncio.create_task(self._keep(child), name=name)
+
+    async def _let_go(self) -> None:
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+        self._keepers.clear()
 
     async def _keep(self, child: Child) -> None:
         try:
             await child.keep()
         except TroupeError as error:
-            assert self._failure is not None
-            if not self._failure.done():
-                self._failure.set_result(error)
+            self._give_up(error)
+
+    def _give_up(self, error: TroupeError) -> None:
+        assert self._failure is not None
+        if not self._failure.done():
+            self._failure.set_result(error)
 
 
 def levels(specs: Sequence[ChildSpec]) -> list[list[str]]:

@@ -37,6 +37,7 @@ def up(
     redis_url: options.RedisUrl = None,
     redis_port: options.RedisPort = None,
     start_timeout: options.StartTimeout = 120.0,
+    trainer_idle_seconds: options.TrainerIdleSeconds = None,
 ) -> None:
     """Start an embedded cluster: all services and a Redis, on loopback."""
     settings = options.cluster_settings(
@@ -49,6 +50,7 @@ def up(
         redis_url=redis_url,
         redis_port=redis_port,
         start_timeout=start_timeout,
+        trainer_idle_seconds=trainer_idle_seconds,
     )
     console = Console()
     console.print(f"starting a cluster in {settings.data_dir}", style="dim", soft_wrap=True)
@@ -107,7 +109,7 @@ def _print_status(console: Console, state: ClusterState, reports: list[ServiceRe
         record = report.record
         table.add_row(
             record.name,
-            "healthy" if report.healthy else f"[red]{report.reason}[/red]",
+            _health(report),
             record.address,
             str(record.pid or "-"),
             size(report.rss_bytes),
@@ -117,6 +119,12 @@ def _print_status(console: Console, state: ClusterState, reports: list[ServiceRe
     console.print(f"memory in all {size(sum(r.rss_bytes for r in reports))}", highlight=False)
     if state.panel_url:
         console.print(f"panel {state.panel_url}", highlight=False)
+
+
+def _health(report: ServiceReport) -> str:
+    if not report.healthy:
+        return f"[red]{report.reason}[/red]"
+    return "parked" if report.record.state == "parked" else "healthy"
 
 
 def _print_trainers(console: Console, state: ClusterState) -> None:

@@ -43,6 +43,12 @@ RedisPort = Annotated[int | None, typer.Option(help="Port of the embedded Redis.
 StartTimeout = Annotated[
     float, typer.Option(help="Seconds that a service may take until it is ready.")
 ]
+TrainerIdleSeconds = Annotated[
+    float | None,
+    typer.Option(
+        help="End trainers that no policy has wanted for so long, until one does; default: never."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Assignments = Annotated[
     list[str] | None,
@@ -65,6 +71,7 @@ def cluster_settings(
     redis_url: str | None,
     redis_port: int | None,
     start_timeout: float,
+    trainer_idle_seconds: float | None = None,
 ) -> ClusterSettings:
     """Settings from options. Raises `InvalidArgument` naming the option that is out of range."""
     from pydantic import ValidationError
@@ -82,6 +89,7 @@ def cluster_settings(
             redis_url=redis_url,
             redis_port=redis_port,
             start_seconds=start_timeout,
+            trainer_idle_seconds=trainer_idle_seconds,
         )
     except ValidationError as error:
         first = error.errors()[0]

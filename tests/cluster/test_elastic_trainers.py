@@ -1,0 +1,98 @@
+"""Trainers whose processes run only while somebody wants them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_cluster_supervisor import spec, until
+from troupe.cluster.child import ChildState
+from troupe.cluster.elastic import Demand, ElasticTrainers
+from troupe.cluster.ports import pick_ports
+from troupe.cluster.supervisor import Supervisor
+from troupe.rpc import TroupeError, Unavailable
+
+NAMES = ["trainer-0", "trainer-1"]
+
+
+class Binder:
+    """Says what a test has it say."""
+
+    def __init__(self) -> None:
+        self.says: Demand | TroupeError = Demand(0, 0)
+        self.asked = 0
+
+    async def demand(self) -> Demand:
+        self.asked += 1
+        if isinstance(self.says, TroupeError):
+            raise self.says
+        return self.says
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("troupe.cluster.elastic._POLL_SECONDS", 0.05)
+
+
+@pytest.fixture
+async def supervisor(tmp_path: Path) -> AsyncIterator[Supervisor]:
+    ports = pick_ports(NAMES)
+    made = Supervisor([spec(name, ports[name]) for name in NAMES], tmp_path / "logs")
+    await made.start()
+    yield made
+    await made.stop()
+
+
+def states(supervisor: Supervisor) -> list[ChildState]:
+    return [supervisor.children[name].state for name in NAMES]
+
+
+async def test_who_is_not_wanted_ends_and_who_is_comes_back(supervisor: Supervisor) -> None:
+    binder = Binder()
+    binder.says = Demand(0, 1)
+    pids = [child.pid for child in supervisor.children.values()]
+    following = asyncio.create_task(
+        ElasticTrainers(supervisor, NAMES, binder.demand, idle_seconds=0.3).run()
+    )
+    try:
+        # Somebody still holds one, then there is nobody to ask: nothing changes.
+        await until(lambda: binder.asked > 8)
+        binder.says = Unavailable("away")
+        seen = binder.asked
+        await until(lambda: binder.asked > seen + 8)
+        assert states(supervisor) == [ChildState.SERVING] * 2
+
+        binder.says = Demand(0, 0)
+        await until(lambda: states(supervisor) == [ChildState.PARKED] * 2)
+        assert [child.pid for child in supervisor.children.values()] == [None, None]
+
+        # As many as are wanted, and all of them where more are.
+        binder.says = Demand(1, 0)
+        await until(lambda: states(supervisor) == [ChildState.SERVING, ChildState.PARKED])
+        binder.says = Demand(5, 1)
+        await until(lambda: states(supervisor) == [ChildState.SERVING] * 2)
+        back = [child.pid for child in supervisor.children.values()]
+        assert None not in back
+        assert set(back).isdisjoint(pids)
+        # Whoever came back is kept alive as before.
+        os.kill(back[0] or 0, signal.SIGKILL)
+        await until(lambda: supervisor.children[NAMES[0]].restarts == 1)
+        await until(lambda: states(supervisor) == [ChildState.SERVING] * 2)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_who_does_not_come_back_is_given_up(supervisor: Supervisor) -> None:
+    await supervisor.park(NAMES[0])
+    child = supervisor.children[NAMES[0]]
+    child.spec = spec(NAMES[0], 1, script="raise SystemExit(3)")
+    await supervisor.unpark(NAMES[0])
+    assert child.state == ChildState.FAILED
+    async with asyncio.timeout(5):
+        assert "status 3" in str(await supervisor.failure())
