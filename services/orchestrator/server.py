@@ -285,7 +285,10 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
 
 def make_service(settings: OrchestratorSettings, telemetry: Telemetry) -> OrchestratorService:
     """The service as `TROUPE_*` describes it."""
-    return OrchestratorService(Orchestrator(settings))
+    orchestrator = Orchestrator(settings)
+    wanted = telemetry.gauge("troupe_trainers_wanted", "Trainers that would be of use now.")
+    wanted.set_function(lambda: orchestrator.shared.binder.wanted)
+    return OrchestratorService(orchestrator)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ async def test_trainers_end_between_jobs_and_are_back_for_the_next(
             assert record.state == "succeeded", record
             assert not (await handle.audit()).violations
             assert await parked() == ["trainer-0", "trainer-1"]
+        # What an autoscaler reads elsewhere.
+        orchestrator = next(s for s in cluster.state.services if s.name == "orchestrator")
+        url = f"http://{orchestrator.metrics_address}/metrics"
+        assert "\ntroupe_trainers_wanted 0.0\n" in await asyncio.to_thread(_read, url)
         # Who rests is not ill.
         assert await asyncio.to_thread(main, ["status", "--data-dir", str(tmp_path)]) == 0
         assert capsys.readouterr().out.count("parked") == 2
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read(), "utf-8")
