@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import SecretStr
 
+from tests.transfer.conftest import TOKEN
 from troupe.rpc import ClientSettings
 from troupe.rpc.retry import RetryPolicy
 from troupe.transfer import Corrupt, Transfer, blob, checksum_of
@@ -18,7 +18,6 @@ from troupe.transfer.cast import cast_key
 from troupe.transfer.remote import HostOwner, Owner, Peer
 
 KEY = "job/solver/weights@3"
-TOKEN = SecretStr("secret")
 SETTINGS = ClientSettings(token=TOKEN, retry=RetryPolicy(max_attempts=1))
 
 
@@ -33,18 +32,6 @@ def spoil(path: Path, place: int) -> None:
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 0x10]))
-
-
-@pytest.fixture
-def there(tmp_path: Path) -> Transfer:
-    return Transfer(tmp_path / "there")
-
-
-@pytest.fixture
-def owner(there: Transfer) -> Iterator[Owner]:
-    owner = Owner(there, token=TOKEN, use_ucx=False)
-    yield owner
-    owner.stop(0)
 
 
 @pytest.fixture(params=["peer", "owner of this host"])

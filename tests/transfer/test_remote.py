@@ -17,6 +17,7 @@ import pytest
 import torch
 from pydantic import SecretStr
 
+from tests.transfer.conftest import TOKEN
 from troupe.rpc import ClientSettings, TroupeError, Unauthenticated, Unavailable, connect_sync
 from troupe.rpc.retry import RetryPolicy
 from troupe.transfer import (
@@ -37,21 +38,7 @@ from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
 KEY = "job/solver/weights@3"
-TOKEN = SecretStr("secret")
 SETTINGS = ClientSettings(token=TOKEN, retry=RetryPolicy(max_attempts=1))
-
-
-@pytest.fixture
-def there(tmp_path: Path) -> Transfer:
-    """What the other host stores."""
-    return Transfer(tmp_path / "there")
-
-
-@pytest.fixture
-def owner(there: Transfer) -> Iterator[Owner]:
-    owner = Owner(there, token=TOKEN, use_ucx=False)
-    yield owner
-    owner.stop(0)
 
 
 @pytest.fixture
