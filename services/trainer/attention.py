@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from services.trainer.packing import Block, Packing
+from services.trainer.short_attention import is_short, short_attention
 
 # Name in `config._attn_implementation`: one for all of a process, in which an engine's may be too.
 PACKED = "troupe_packed_rows"
@@ -57,6 +58,8 @@ def packed_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if _has_kernel(query, value):
         return _any_lengths(packing, query, key, value, scaling, sliding_window), None
+    if is_short(packing, query, key, value):
+        return short_attention(packing, query, key, value, scaling, sliding_window), None
     outputs = [
         _attend(block, query, key, value, scaling, sliding_window) for block in packing.blocks
     ]

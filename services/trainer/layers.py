@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.attention import PACKED, packed_attention
+from services.trainer.kernels import use_kernels
 from troupe.job import TrainerSpec
 from troupe.rpc import FailedPrecondition
 
@@ -27,6 +28,7 @@ def arrange(policy: str, model: Any, spec: TrainerSpec) -> None:
     if getattr(model, _ARRANGED, False):
         return
     field = f"policies.{policy}.trainer"
+    choose_kernels(model, spec)
     if spec.compile == "on":
         _check_compiler(next(model.parameters()).device, f"{field}.compile")
         # Attention has kernels of its own; what rows it is given would be compiled in.
@@ -38,6 +40,13 @@ def arrange(policy: str, model: Any, spec: TrainerSpec) -> None:
         for layer in _layers(model, f"{field}.activation_checkpointing"):
             _compute_again(layer)
     setattr(model, _ARRANGED, True)
+
+
+def choose_kernels(model: Any, spec: TrainerSpec) -> None:
+    """What of an arranged model concerns one that is never differentiated too: both shall round
+    alike."""
+    if spec.kernels == "auto" and spec.compile != "on":  # a compiler fuses by itself
+        use_kernels(model)
 
 
 class _Fused:

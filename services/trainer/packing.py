@@ -8,9 +8,10 @@ row's own tokens, its *fresh* ones, attend to them where they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,6 +85,8 @@ class Packing:
     key_lengths: tuple[int, ...]
     # int64 [sum of key_lengths]: the tokens of each row's keys, row after row.
     paths: torch.Tensor
+    # What attention made of it for a layer of one kind, for the other layers of that kind.
+    made: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Packing:

@@ -15,7 +15,7 @@ from services.trainer.batching import Piece, plan
 from services.trainer.columns import TokenColumns
 from services.trainer.crew import Crew, dealt, pays
 from services.trainer.forward import Forward, costs_of
-from services.trainer.layers import arrange
+from services.trainer.layers import arrange, choose_kernels
 from services.trainer.peers import Peers, Stopped, Turns
 from services.trainer.rows import Row
 from services.trainer.trained_model import TrainedModel
@@ -137,7 +137,9 @@ class Passes:
 
     def set_reference(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Keep a frozen copy of the model with these weights for the divergence."""
-        self._reference = Forward(self._model.frozen_copy(weights), self._forward.abilities)
+        frozen = self._model.frozen_copy(weights)
+        choose_kernels(frozen, self._policy.trainer)
+        self._reference = Forward(frozen, self._forward.abilities)
         for made in ("_seat", "_seats"):
             self.__dict__.pop(made, None)
 

@@ -1,0 +1,183 @@
+"""The trainer's own functions for parts of layers: the same values and gradients, or not used."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3 import modeling_qwen3
+
+from services.trainer.kernels import use_kernels
+from services.trainer.learner import Learner
+from services.trainer.policy_model import load_model
+from tests.support.training import VOCABULARY, make_spec, tiny_config
+from tests.trainer.batches import Shape, random_rows
+
+# How many modules compute otherwise: norms and attention, of two layers each and at the end.
+MODULES = {
+    "llama": 7,
+    "mistral": 7,
+    "ministral": 7,
+    "mixtral": 7,
+    "qwen2": 7,
+    "qwen3": 11,
+    "phi3": 7,
+    "olmo2": 11,
+    "qwen3_moe": 11,
+    "qwen2_moe": 7,
+    # Weights of their norms are counted from one: only the rotary embedding is the same.
+    "gemma": 2,
+    "gemma2": 2,
+    "gemma3_text": 2,
+    "olmo": 2,
+    "olmo3": 11,
+    "granite": 7,
+    "smollm3": 7,
+    # Neighbours are turned there, not halves.
+    "cohere": 0,
+    "cohere2": 0,
+    "glm": 5,
+    "glm4": 9,
+    "gpt_neox": 2,
+    "gpt2": 0,
+    "phi": 2,
+    "stablelm": 2,
+    "starcoder2": 2,
+    "helium": 5,
+    "exaone4": 11,
+    "seed_oss": 7,
+    "ernie4_5": 5,
+    "hunyuan_v1_dense": 11,
+    "lfm2": 11,
+    "nemotron": 2,
+    "arcee": 7,
+    "apertus": 11,
+    "gpt_oss": 5,
+    "glm4_moe": 7,
+}
+
+
+def make_model(kind: str) -> Any:
+    """Random weights, those of norms as well, which begin as ones elsewhere."""
+    values = tiny_config(model_type=kind, hidden_size=64, num_attention_heads=4)
+    values["num_key_value_heads"] = 2
+    values |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def outcome(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of two random rows, and the gradient of a weighted sum of them."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    ids = torch.randint(VOCABULARY, (2, 12))
+    logits = model(input_ids=ids, use_cache=False).logits
+    (logits * torch.randn_like(logits)).sum().backward()
+    return logits.detach(), gradients_of(model)
+
+
+def gradients_of(model: Any) -> torch.Tensor:
+    """One after another."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(("kind", "modules"), MODULES.items())
+def test_architectures_give_what_they_gave(kind: str, modules: int) -> None:
+    model = make_model(kind)
+    before = outcome(model)
+    assert use_kernels(model) == modules
+    for own, ours in zip(before, outcome(model), strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-5, atol=float(own.abs().max()) * 4e-6)
+    assert use_kernels(model) == 0  # they do already
+
+
+class OddRMSNorm(torch.nn.Module):
+    """Named as what it is not."""
+
+    def __init__(self, odd: str) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+        self.eps = 1e-6
+        self.odd = odd
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As RMSNorm but for one thing."""
+        eps = 1e-5 if self.odd == "eps" else self.eps
+        centred = x - x.mean(-1, keepdim=True) if self.odd == "mean" else x
+        weight = 1 + self.weight if self.odd == "weight" else self.weight
+        r = torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+        if self.odd == "gradient":
+            r = r.detach()
+        return centred * r * weight
+
+
+@pytest.mark.parametrize("odd", ["eps", "mean", "weight", "gradient"])
+def test_a_norm_of_another_formula_is_left_alone(odd: str) -> None:
+    assert use_kernels(OddRMSNorm(odd)) == 0
+    assert use_kernels(OddRMSNorm("")) == 1
+
+
+def test_other_models_of_a_class_are_left_alone() -> None:
+    own = modeling_qwen3.apply_rotary_pos_emb
+    first, other = make_model("qwen3"), make_model("qwen3")
+    assert use_kernels(first) == 11
+    assert not any("forward" in vars(module) for module in other.modules())
+    assert modeling_qwen3.apply_rotary_pos_emb is own
+    # A copy computes with weights of its own.
+    changed = copy.deepcopy(first)
+    with torch.no_grad():
+        for module in (changed, other):
+            for parameter in module.parameters():
+                parameter.mul_(1.5)
+    ours, expected = outcome(changed)[0], outcome(other)[0]
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(outcome(first)[0], expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_what_was_not_measured_is_computed_by_the_models_own(half: bool) -> None:
+    model, plain = make_model("qwen3"), make_model("qwen3")
+    use_kernels(model)
+    if half:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, expected = outcome(model), outcome(plain)
+    else:
+        found, expected = outcome(model.double()), outcome(plain.double())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert use_kernels(make_model("qwen3").bfloat16()) == 0
+
+
+def learner_of(tokenizer: Path, kernels: str) -> Learner:
+    """With the gradient of a random step accumulated."""
+    spec = make_spec(tokenizer, algorithm={"kl_coefficient": 0.05})
+    policy = spec.policies["solver"]
+    trainer = policy.trainer.model_copy(update={"kernels": kernels})
+    policy = policy.model_copy(update={"trainer": trainer})
+    spec = spec.model_copy(update={"policies": {"solver": policy}})
+    model = load_model("solver", policy, 0)
+    rows = random_rows(model, 0, Shape(prompt=20, response=40))
+    learner = Learner(model, spec, "solver")
+    learner.set_reference({n: p * 1.01 for n, p in model.named_parameters()})
+    learner.accumulate(rows)
+    return learner
+
+
+def test_a_job_may_leave_them_off(tokenizer: Path) -> None:
+    without, ours = learner_of(tokenizer, "off"), learner_of(tokenizer, "auto")
+    assert not any("forward" in vars(module) for module in without.model.modules())
+    assert any("forward" in vars(module) for module in ours.model.modules())
+    expected = gradients_of(without.model)
+    assert expected.any()
+    torch.testing.assert_close(gradients_of(ours.model), expected, rtol=1e-4, atol=1e-5)
+    again = learner_of(tokenizer, "auto")
+    assert torch.equal(gradients_of(ours.model), gradients_of(again.model))
