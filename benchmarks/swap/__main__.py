@@ -31,8 +31,10 @@ from benchmarks.swap.bandwidth import Bandwidth, measure
 from benchmarks.swap.sharing import SHARED, Scale, Sharing, run
 from benchmarks.workloads.six_players import AGENTS
 
-# Hidden size and layers of the policies: 13 MB, 200 MB and 800 MB of training state.
+# Hidden size and layers of the policies: 16, 257 and 1026 MiB of training state in a step.
 SIZES = ((256, 1), (512, 4), (1024, 4))
+# On a GPU also a 0.5B-class policy, without its vocabulary: 4.6 GiB.
+LARGE = (896, 24)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {"memcpy_ratio": None, "utilization": None, "exposed_fraction": None}
     if args.only != "sharing":
-        sizes = SIZES[:1] if args.quick else SIZES
         device = torch.device(args.device)
+        sizes = SIZES[:1] if args.quick else (*SIZES, *([LARGE] if device.type == "cuda" else []))
         with scratch("troupe-swap-") as where:
             rows = [
                 measure(*size, 2 if args.quick else 5, device, where / f"{size[0]}")

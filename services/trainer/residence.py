@@ -6,16 +6,14 @@ what was freed for the same reason: the memory of a policy that left serves the 
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from troupe.transfer import brought
+
 Tensors = dict[str, torch.Tensor]
-# cudaHostRegisterDefault.
-_REGISTER_DEFAULT: Final = 0
 
 
 class Residence:
@@ -44,29 +42,9 @@ class Residence:
 
     def bring(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """Copies of `tensors`, host memory, on the device; complete when this returns."""
-        if self.device.type == "cpu":
-            return {name: self._place(t).copy_(t) for name, t in tensors.items()}
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream), _registered(list(tensors.values())):
-            found = {n: t.to(self.device, non_blocking=True) for n, t in tensors.items()}
-            stream.synchronize()
-        # The allocator must not hand them out again before what this stream did is over: it is.
-        return found
-
-    def fetch(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """`tensors` of the device in host memory: themselves on a CPU, else pinned copies."""
-        if self.device.type == "cpu":
-            return dict(tensors)
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            # Pinned memory is cached by torch: the second suspension pays no registration.
-            found = {
-                n: torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
-                for n, t in tensors.items()
-            }
-            stream.synchronize()
-        return found
+        if self.device.type != "cpu":
+            return brought(tensors, self.device)
+        return {name: self._place(t).copy_(t) for name, t in tensors.items()}
 
     def _place(self, like: torch.Tensor) -> torch.Tensor:
         with self._lock:
@@ -107,21 +85,3 @@ class Lodger:
         for name, parameter in self._named.items():
             parameter.data = weights[name]
         return {name: t for name, t in weights.items() if name not in self._named}
-
-
-@contextlib.contextmanager
-def _registered(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Host memory of `tensors`, pieces of one mapping, pinned meanwhile: copies are asynchronous
-    and as fast as the link. Where it cannot be pinned they are neither, and right all the same."""
-    spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes]
-    if not spans:
-        yield
-        return
-    start, end = min(first for first, _ in spans), max(last for _, last in spans)
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(runtime.cudaHostRegister(start, end - start, _REGISTER_DEFAULT))
-    try:
-        yield
-    finally:
-        if status == 0:
-            runtime.cudaHostUnregister(start)

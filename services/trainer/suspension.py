@@ -81,7 +81,7 @@ class Suspension:
         # Samples without an advantage leave gradients as they were.
         manifest: Manifest = self._transfer.set(
             f"{self._prefix}{version}-{new_id()}",
-            self._residence.fetch(luggage.tensors),
+            luggage.tensors,
             metadata={_DOCUMENT: json.dumps(document)},
         )
         state = trainer_pb2.SuspendedState(

@@ -79,10 +79,10 @@ def make_spec(
 @torch.no_grad()
 def score(model: Any, ids: Sequence[int], prompt_length: int) -> np.ndarray[Any, Any]:
     """Log-probs of a response, computed plainly; float32 [response_len]."""
-    inputs = torch.tensor([list(ids)])
+    inputs = torch.tensor([list(ids)], device=next(model.parameters()).device)
     logp = torch.log_softmax(model(inputs).logits[0, :-1].float(), -1)
     chosen = logp.gather(1, inputs[0, 1:, None])[:, 0]
-    array: np.ndarray[Any, Any] = chosen[prompt_length - 1 :].numpy()
+    array: np.ndarray[Any, Any] = chosen[prompt_length - 1 :].cpu().numpy()
     return array
 
 

@@ -163,7 +163,7 @@ def full_batch_gradient(
 
 def relative_error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     """|found - exact| / |exact| in the L2 norm over all parameters."""
-    flat = [torch.cat([g[name].double().flatten() for name in exact]) for g in (found, exact)]
+    flat = [torch.cat([g[name].double().flatten().cpu() for name in exact]) for g in (found, exact)]
     norm = float(flat[1].norm())
     distance = float((flat[0] - flat[1]).norm())
     return distance / norm if norm else distance

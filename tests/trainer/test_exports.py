@@ -90,14 +90,15 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     """The most likely tokens after `prompt`, by plain forward passes."""
     ids = list(prompt)
     for _ in range(TOKENS):
-        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        inputs = torch.tensor([ids], device=model.device)
+        ids.append(int(model(inputs, use_cache=False).logits[0, -1].argmax()))
     return ids[len(prompt) :]
 
 
 @torch.no_grad()
 def shortfall(model: Any, prompt: list[int], tokens: list[int]) -> float:
     """How much less likely than the most likely one a token was at most, in nats."""
-    ids = torch.tensor([[*prompt, *tokens]])
+    ids = torch.tensor([[*prompt, *tokens]], device=model.device)
     logp = torch.log_softmax(model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float(), 1)
     return float((logp.max(1).values - logp[torch.arange(len(tokens)), tokens]).max())
 

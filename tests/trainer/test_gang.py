@@ -71,7 +71,7 @@ def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 @pytest.fixture(scope="module")
 def gangs() -> Iterator[Gangs]:
-    some = Gangs(TrainerSettings(gang_ranks=2, gang_timeout_seconds=60))
+    some = Gangs(TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_timeout_seconds=60))
     yield some
     some.close()
 
@@ -119,7 +119,7 @@ def test_a_gang_that_cannot_be_is_refused() -> None:
     assert refused.value.kind == "gang_too_large"
     assert refused.value.field == "policies.solver.trainer.gang"
     assert "at most 2" in refused.value.message
-    hosts = TrainerSettings(gang_ranks=2, gang_nodes=2)
+    hosts = TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_nodes=2)
     check_size(hosts, "solver", 4)
     with pytest.raises(FailedPrecondition, match="all of their 4"):
         check_size(hosts, "solver", 2)

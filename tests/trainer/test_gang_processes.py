@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def gangs() -> Iterator[Gangs]:
-    some = Gangs(TrainerSettings(gang_ranks=2, gang_timeout_seconds=60))
+    some = Gangs(TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_timeout_seconds=60))
     yield some
     some.close()
 
@@ -124,7 +124,7 @@ def test_a_long_micro_batch_is_stopped_within(tokenizer: Path, gangs: Gangs) -> 
 
 
 def test_a_rank_that_hangs_is_noticed_by_its_deadline(tokenizer: Path) -> None:
-    gangs = Gangs(TrainerSettings(gang_ranks=2, gang_timeout_seconds=5))
+    gangs = Gangs(TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_timeout_seconds=5))
     spec = gang_spec(tokenizer)
     try:
         gang = together(gangs, spec)
@@ -152,7 +152,7 @@ def test_ranks_that_do_not_come_are_counted(tokenizer: Path) -> None:
             late = [rank for rank in fresh if rank.environ().get("RANK") == "1"]
         late[0].send_signal(signal.SIGSTOP)
 
-    gangs = Gangs(TrainerSettings(gang_ranks=2, gang_start_seconds=60))
+    gangs = Gangs(TrainerSettings(trainer_device="cpu", gang_ranks=2, gang_start_seconds=60))
     threading.Thread(target=hold_back, daemon=True).start()
     with pytest.raises(DeadlineExceeded) as waited:
         together(gangs, gang_spec(tokenizer))

@@ -17,6 +17,7 @@ from troupe.transfer.errors import (
 )
 from troupe.transfer.manifest import Entry, Manifest, Shard
 from troupe.transfer.places import default_root
+from troupe.transfer.staging import brought
 from troupe.transfer.store import Transfer
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "TransferError",
     "TransferTimeout",
     "VersionWentBackwards",
+    "brought",
     "checksum_of",
     "default_root",
 ]

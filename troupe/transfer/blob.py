@@ -11,7 +11,7 @@ import io
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +22,7 @@ from troupe.transfer.checksum import PIECE_BYTES, bytes_checksum, combine, dtype
 from troupe.transfer.checksum import dtype_of as dtype_of
 from troupe.transfer.fitting import check_shards
 from troupe.transfer.manifest import Entry, Manifest, Shard, version_in
+from troupe.transfer.staging import Bytes, DeviceBytes
 
 # The last byte is the format's number: 2 has checksums by pieces, 3 one of the manifest.
 MAGIC: Final = b"TROUPE\x00\x03"
@@ -41,16 +42,17 @@ def draft(
     nesting: str = "",
     base: str = "",
     shards: Mapping[str, Shard] | None = None,
-) -> tuple[Manifest, list[memoryview]]:
+) -> tuple[Manifest, list[Bytes]]:
     """The manifest of `tensors` with empty checksums, as long as it will be with them, and their
     bytes in the manifest's order (by name)."""
     check_shards(tensors, shards or {})
     entries: list[Entry] = []
-    views: list[memoryview] = []
+    views: list[Bytes] = []
     offset = 0
     for name in sorted(tensors):
         tensor = tensors[name]
-        view = host_bytes(tensor)
+        on_device = tensor.device.type == "cuda"
+        view = DeviceBytes(tensor) if on_device else host_bytes(tensor)
         shape = tuple(tensor.shape)
         count = -(-len(view) // PIECE_BYTES) if len(view) > PIECE_BYTES else 0
         pieces = (_NO_CHECKSUM,) * count
@@ -116,11 +118,9 @@ def read_bytes(path: Path) -> tuple[Manifest, memoryview]:
     return manifest, memoryview(mapping)[start : start + manifest.end]
 
 
-def damaged(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> Iterator[str | None]:
-    """Check one tensor per iteration: its name if its bytes are not those set, else None."""
-    for entry in manifest.entries:
-        ok = bytes_checksum(host_bytes(tensors[entry.name])) == entry.checksum
-        yield None if ok else entry.name
+def damaged(entry: Entry, tensor: torch.Tensor) -> bool:
+    """Whether `tensor` does not hold the bytes that were set."""
+    return bytes_checksum(host_bytes(tensor)) != entry.checksum
 
 
 def identity(path: Path) -> tuple[int, int]:

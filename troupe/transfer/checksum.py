@@ -28,15 +28,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The C-order bytes of `tensor`; a view when it is contiguous in host memory, else a copy.
-
-    From a device they come through pinned memory, where the link's full speed is.
-    """
-    tensor = tensor.detach()
-    if tensor.device.type == "cuda":
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        tensor = staged.copy_(tensor)
-    flat = tensor.to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+    """The C-order bytes of `tensor`; a view when it is contiguous in host memory, else a copy."""
+    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
     # bfloat16 has no numpy dtype: every tensor is seen as plain bytes.

@@ -12,6 +12,7 @@ from troupe.rpc.errors import InvalidArgument
 from troupe.transfer.checksum import dtype_name
 from troupe.transfer.errors import LayoutMismatch
 from troupe.transfer.manifest import Entry, Manifest, Shard
+from troupe.transfer.staging import upload
 
 
 def check_layout(key: str, manifest: Manifest, into: Mapping[str, torch.Tensor]) -> None:
@@ -60,12 +61,17 @@ def check_shards(tensors: Mapping[str, torch.Tensor], shards: Mapping[str, Shard
 
 def fill(into: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy `tensors` into those of the same name and layout (`check_layout`)."""
+    on_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     with torch.no_grad():
         for name, target in into.items():
             # Detached: who is a view of another parameter is filled like any other.
-            target.detach().copy_(tensors[name], non_blocking=True)
-    if any(target.device.type == "cuda" for target in into.values()):
-        torch.cuda.synchronize()
+            target = target.detach()
+            if target.device.type == "cuda" and target.is_contiguous():
+                on_device.setdefault(target.device, []).append((target, tensors[name]))
+            else:
+                target.copy_(tensors[name])
+    for pairs in on_device.values():
+        upload(pairs)
 
 
 def _why_not_filled(target: torch.Tensor) -> str:

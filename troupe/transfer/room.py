@@ -9,12 +9,10 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, Final
 
 import numpy as np
-import torch
 import xxhash
 
 from troupe.transfer import blob
@@ -22,16 +20,16 @@ from troupe.transfer.checksum import PIECE_BYTES, whole
 from troupe.transfer.errors import InvalidKey
 from troupe.transfer.manifest import Manifest
 from troupe.transfer.spares import Spare, Spares
+from troupe.transfer.staging import Bytes, DeviceBytes, each, threads_for
 
 # Nobody takes longer than this between creating a temporary file and locking it.
 _TEMP_GRACE_SECONDS = 60.0
 # What a dead process had fetched of a state serves whoever goes on with it, for so long.
 _PART_GRACE_SECONDS = 600.0
-# Hashed and copied at once: small enough to be in the cache the second time.
+# Hashed and copied at once by a lone thread: small enough to be in the cache the second time.
+# (Several would wait for the interpreter's lock at each.)
 _BLOCK_BYTES: Final = 512 << 10
-_MOST_THREADS: Final = 8
 _TRIES: Final = 100
-_PARALLEL_BYTES: Final = 64 << 20
 
 
 class Room:
@@ -136,7 +134,10 @@ class Room:
 
 
 def write(
-    path: Path, manifest: Manifest, views: Sequence[memoryview], spares: Spares | None = None
+    path: Path,
+    manifest: Manifest,
+    views: Sequence[Bytes],
+    spares: Spares | None = None,
 ) -> Manifest:
     """Hash and copy `views` into a file at `path`, in one pass; the manifest with the checksums.
 
@@ -146,16 +147,14 @@ def write(
     with Room(path, start + manifest.end, spares) as room:
         # Piece by piece, several at once where this process may use several threads.
         jobs = [
-            (start + entry.offset + at, view[at : at + PIECE_BYTES])
+            (start + entry.offset, view, at)
             for entry, view in zip(manifest.entries, views, strict=True)
             for at in range(0, max(len(view), 1), PIECE_BYTES)
         ]
-        threads = min(torch.get_num_threads(), _MOST_THREADS)
-        if threads > 1 and manifest.end >= _PARALLEL_BYTES:
-            with ThreadPoolExecutor(threads, thread_name_prefix="transfer-copy") as pool:
-                found = list(pool.map(lambda job: _copy(room, *job), jobs))
-        else:
-            found = [_copy(room, *job) for job in jobs]
+        device = any(isinstance(view, DeviceBytes) for view in views)
+        threads = threads_for(manifest.end, device=device)
+        block = _BLOCK_BYTES if threads == 1 else PIECE_BYTES
+        found = each(lambda job: _copy(room, block, *job), jobs, threads)
         checksums, at = [], 0
         for entry in manifest.entries:
             count = max(len(entry.pieces), 1)
@@ -215,10 +214,11 @@ def _left(temp: Path, nbytes: int) -> BinaryIO | None:
         return None
 
 
-def _copy(room: Room, offset: int, piece: memoryview) -> str:
+def _copy(room: Room, size: int, offset: int, view: Bytes, start: int) -> str:
+    piece, offset = view[start : start + PIECE_BYTES], offset + start
     digest = xxhash.xxh3_128()
-    for at in range(0, len(piece), _BLOCK_BYTES):
-        block = piece[at : at + _BLOCK_BYTES]
+    for at in range(0, len(piece), size):
+        block = piece[at : at + size]
         digest.update(block)
         room.write(offset + at, block)
     return digest.hexdigest()

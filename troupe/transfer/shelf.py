@@ -20,8 +20,9 @@ from troupe.transfer.errors import (
     TransferTimeout,
     VersionWentBackwards,
 )
-from troupe.transfer.manifest import Manifest, stem_of, version_in
+from troupe.transfer.manifest import Entry, Manifest, stem_of, version_in
 from troupe.transfer.spares import Spares
+from troupe.transfer.staging import each, threads_for
 
 log = logging.getLogger(__name__)
 
@@ -233,8 +234,11 @@ def _verify(
     manifest: Manifest, tensors: Mapping[str, torch.Tensor], deadline: float | None
 ) -> None:
     key = manifest.key
-    for bad in blob.damaged(manifest, tensors):
-        if bad is not None:
-            raise Corrupt(key, f"the bytes of '{bad}' do not match their checksum")
+
+    def check(entry: Entry) -> None:
+        if blob.damaged(entry, tensors[entry.name]):
+            raise Corrupt(key, f"the bytes of '{entry.name}' do not match their checksum")
         if deadline is not None and time.monotonic() > deadline:
             raise TransferTimeout(key, "not verified in time")
+
+    each(check, manifest.entries, threads_for(manifest.num_bytes, device=False))

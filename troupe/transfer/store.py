@@ -32,6 +32,7 @@ from troupe.transfer.mappings import Mappings
 from troupe.transfer.nesting import flatten, unflatten
 from troupe.transfer.places import Source, default_root, from_first, in_memory, near
 from troupe.transfer.shelf import Shelf
+from troupe.transfer.staging import Bytes
 
 log = logging.getLogger(__name__)
 
@@ -247,7 +248,7 @@ class Transfer:
         for spares in self._shelf.spares.values():
             spares.close()
 
-    def _write(self, root: Path, path: Path, draft: Manifest, views: list[memoryview]) -> Manifest:
+    def _write(self, root: Path, path: Path, draft: Manifest, views: list[Bytes]) -> Manifest:
         room.sweep(path.parent)
         spares = self._shelf.spares[root] if in_memory(root) else None
         try:

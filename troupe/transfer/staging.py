@@ -1,0 +1,156 @@
+"""Bytes that lie on a device, and how they come to host memory and back.
+
+The link is as fast as it can be to pinned memory alone, and pinning what a state is in costs more
+than the copy: so pieces go through small pinned buffers, one for each of several threads, which
+copy on streams of their own while others hash. A device is never held up by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import torch
+
+from troupe.transfer.checksum import PIECE_BYTES
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_MOST_THREADS: Final = 8
+# Less than this is copied before threads have begun.
+_PARALLEL_BYTES: Final = 64 << 20
+
+
+def threads_for(num_bytes: int, *, device: bool) -> int:
+    """How many threads to copy so much with: those that this process may compute with. From and to
+    a device at least half of the cores, which have little else to do on its host."""
+    if num_bytes < _PARALLEL_BYTES:
+        return 1
+    own = torch.get_num_threads()
+    if device:
+        own = max(own, len(os.sched_getaffinity(0)) // 2)
+    return max(1, min(own, _MOST_THREADS))
+
+
+def each(call: Callable[[T], R], jobs: Sequence[T], threads: int) -> list[R]:
+    """`call` of every job, in their order, by so many threads."""
+    if threads == 1:
+        return [call(job) for job in jobs]
+    return list(_pool(threads).map(call, jobs))
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    # Kept: each thread has a pinned buffer and a stream, which cost more than what they copy once.
+    return ThreadPoolExecutor(threads, thread_name_prefix="transfer-copy")
+
+
+# A child has none of its parent's threads.
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+class DeviceBytes:
+    """The C-order bytes of a tensor on a device; slices of it are in host memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """A view of `tensor` when it is contiguous, else a copy on the device."""
+        self._flat = flat(tensor)
+        # What wrote the tensor was asked for in the caller's stream.
+        self._written = torch.cuda.current_stream(tensor.device).record_event()
+
+    def __len__(self) -> int:
+        return self._flat.numel()
+
+    def __getitem__(self, where: slice) -> memoryview:
+        """At most `PIECE_BYTES`, which stay what they are until this thread takes another piece."""
+        piece = self._flat[where]
+        with _copying(self._flat.device, self._written) as (buffer, stream):
+            staged = buffer[: piece.numel()]
+            staged.copy_(piece, non_blocking=True)
+            stream.synchronize()
+        return memoryview(staged.numpy().data)
+
+
+# What a state is written from.
+Bytes = memoryview | DeviceBytes
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The C-order bytes of `tensor` as uint8 where it is; a view when it is contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8) if plain.numel() else plain.new_empty(0, dtype=torch.uint8)
+
+
+def upload(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Fill the first of each pair, contiguous on one device, with the second, in host memory and of
+    the same layout. All of it is there when this returns."""
+    flats = [(flat(target), flat(source)) for target, source in pairs]
+    if not flats:
+        return
+    device = flats[0][0].device
+    # What these targets' memory was used for before may not be over.
+    free = torch.cuda.current_stream(device).record_event()
+
+    def copy(job: tuple[torch.Tensor, torch.Tensor]) -> None:
+        target, source = job
+        with _copying(device, free) as (buffer, stream):
+            staged = buffer[: source.numel()]
+            # (torch's own copy would hold as many threads as it computes with.)
+            np.copyto(staged.numpy(), source.numpy())
+            target.copy_(staged, non_blocking=True)
+            stream.synchronize()
+
+    jobs = [
+        (target[at : at + PIECE_BYTES], source[at : at + PIECE_BYTES])
+        for target, source in flats
+        for at in range(0, target.numel(), PIECE_BYTES)
+    ]
+    num_bytes = sum(target.numel() for target, _ in flats)
+    each(copy, jobs, threads_for(num_bytes, device=True))
+
+
+def brought(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies of `tensors`, in host memory, on `device`; complete when this returns.
+
+    What the device computes meanwhile neither waits for it nor is waited for: their memory is of a
+    stream of its own, and is given to others only when the caller's stream is done with it.
+    """
+    user = torch.cuda.current_stream(device)
+    with torch.cuda.stream(_arrivals(device)):
+        found = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            for name, tensor in tensors.items()
+        }
+        upload((found[name], tensor) for name, tensor in tensors.items())
+    for tensor in found.values():
+        tensor.record_stream(user)
+    return found
+
+
+@functools.cache
+def _arrivals(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+_of_thread = threading.local()
+
+
+@contextmanager
+def _copying(device: torch.device, after: Any) -> Iterator[tuple[torch.Tensor, Any]]:
+    """This thread's pinned buffer, and its stream, which goes on after the event `after`."""
+    kept: dict[torch.device, tuple[torch.Tensor, Any]] = _of_thread.__dict__.setdefault("kept", {})
+    if device not in kept:
+        buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        kept[device] = buffer, stream
+    buffer, stream = kept[device]
+    with torch.cuda.stream(stream):
+        stream.wait_event(after)
+        yield buffer, stream
