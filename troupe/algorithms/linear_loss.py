@@ -16,7 +16,9 @@ from typing import Any, Final
 import torch
 from torch.autograd.function import once_differentiable
 
-# Logits of one block in bytes of float32: enough rows for the matrix products to run at full
+from troupe.algorithms import softmax_kernels
+
+# Logits of one block in bytes: enough rows for the matrix products to run at full
 # speed, little beside what else a pass needs.
 _BLOCK_BYTES: Final = {"cpu": 64 << 20, "cuda": 512 << 20}
 # Elements that are exponentiated at a time: on a CPU what stays in its caches.
@@ -171,8 +173,6 @@ class _Work:
             raise ValueError(f"hidden and targets must be [N, d] and [N], got {shapes}")
         kind = hidden.device.type
         vocabulary = head.weight.shape[0]
-        self._size = block or max(16, _BLOCK_BYTES.get(kind, 64 << 20) // (4 * vocabulary))
-        self._scratch_rows = max(1, _SCRATCH_ELEMENTS.get(kind, 1 << 22) // vocabulary)
         # As a linear layer would under autocast.
         product = hidden.dtype
         if torch.is_autocast_enabled(kind):
@@ -182,11 +182,24 @@ class _Work:
         self._bias = None if head.bias is None else head.bias.detach()
         self._targets = targets
         dtype = torch.promote_types(hidden.dtype, torch.float32)
+        # Kernels that leave logits in the type of the product.
+        self._fused = (
+            self._bias is None
+            and dtype == torch.float32
+            and softmax_kernels.serves(hidden.device, product)
+        )
+        row_bytes = vocabulary * (product if self._fused else dtype).itemsize
+        self._size = block or max(16, _BLOCK_BYTES.get(kind, 64 << 20) // row_bytes)
         self._heat = temperatures.to(dtype)
         self._plain = bool((temperatures == 1).all())
         self.logprobs = torch.empty(len(targets), dtype=dtype, device=hidden.device)
         self.entropy = torch.empty_like(self.logprobs)
         rows = min(self._size, len(targets))
+        if self._fused:
+            self._buffer = self._hidden.new_empty(rows, vocabulary)
+            self._mass = self._scratch = self.logprobs.new_empty(rows)
+            return
+        self._scratch_rows = max(1, _SCRATCH_ELEMENTS.get(kind, 1 << 22) // vocabulary)
         self._buffer = self.logprobs.new_empty(rows, vocabulary)
         self._scratch = self.logprobs.new_empty(min(rows, self._scratch_rows), vocabulary)
 
@@ -214,8 +227,13 @@ class _Work:
         return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
     def score(self, part: slice) -> None:
-        """Fill in the scores of `part`; its log-probs [n, V] stay in the buffer."""
+        """Fill in the scores of `part`; its log-probs [n, V] stay in the buffer (its logits, where
+        kernels are fused)."""
         logits = self._logits(part)
+        if self._fused:
+            scores = self.logprobs[part], self.entropy[part], self._mass
+            softmax_kernels.score_rows(logits, self._targets[part], self._heat[part], *scores)
+            return
         rows = self._scratch_rows
         for start in range(0, len(logits), rows):
             stop = min(start + rows, len(logits))
@@ -241,6 +259,34 @@ class _Work:
     ) -> None:
         """Add the gradients of `part`, which was scored last, given the loss's own slopes [n]."""
         slope = self._buffer[: part.stop - part.start]
+        if self._fused:
+            slopes = (
+                torch.zeros_like(self.entropy[part]) if by is None else by.contiguous()
+                for by in (by_logprob, by_entropy)
+            )
+            about = self._targets[part], self._heat[part], self.entropy[part], self._mass
+            softmax_kernels.slope_rows(slope, *about, *slopes)
+        else:
+            self._slope(slope, part, by_logprob, by_entropy)
+        if grads.bias is not None:
+            grads.bias.add_(slope.sum(0))
+        slope = slope.to(self._weight.dtype)
+        hidden = self._hidden[part]
+        if grads.hidden is not None:
+            grads.hidden[part] = slope @ self._weight
+        if grads.weight is not None and grads.weight.dtype == slope.dtype:
+            grads.weight.addmm_(slope.T, hidden)
+        elif grads.weight is not None:
+            grads.weight.add_(slope.T @ hidden)
+
+    def _slope(
+        self,
+        slope: torch.Tensor,
+        part: slice,
+        by_logprob: torch.Tensor | None,
+        by_entropy: torch.Tensor | None,
+    ) -> None:
+        """Overwrite the log-probs of `part`, `slope`, with the loss's slope by the logits."""
         entropy = self.entropy[part]
         rows = self._scratch_rows
         for start in range(0, len(slope), rows):
@@ -260,16 +306,6 @@ class _Work:
             slope.scatter_add_(-1, self._targets[part, None], by_logprob[:, None])
         if not self._plain:
             slope.div_(self._heat[part])
-        if grads.bias is not None:
-            grads.bias.add_(slope.sum(0))
-        slope = slope.to(self._weight.dtype)
-        hidden = self._hidden[part]
-        if grads.hidden is not None:
-            grads.hidden[part] = slope @ self._weight
-        if grads.weight is not None and grads.weight.dtype == slope.dtype:
-            grads.weight.addmm_(slope.T, hidden)
-        elif grads.weight is not None:
-            grads.weight.add_(slope.T @ hidden)
 
     def release(self) -> None:
         """Give the buffers back; the scores stay."""
@@ -284,4 +320,4 @@ class _Work:
             logits.copy_(hidden @ self._weight.T)
         if self._bias is not None:
             logits.add_(self._bias)
-        return logits if self._plain else logits.div_(self._heat[part])
+        return logits if self._plain or self._fused else logits.div_(self._heat[part])
