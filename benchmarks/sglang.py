@@ -1,6 +1,6 @@
 """SGLang behind Troupe's router and engine beside the same SGLang asked directly.
 
-    python -m benchmarks.sglang --device cuda [--python PYTHON] [--quick] [--json]
+    python -m benchmarks.sglang --device cuda [--python PYTHON] [--updates N] [--quick] [--json]
 
 One server of a 0.5B-class Qwen2.5 architecture with random weights made here (`--quick`: a tiny
 model), launched as a job's engine is. In alternation, at the same concurrency and with the same
@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -227,7 +227,10 @@ class Bench:
             exposed.append(1000 * await self.policy.update(ref))
             whole.append(1000 * (time.perf_counter() - began))
             if version % 10 == 0:
-                progress.print(f"update {version} of {self.plan.updates}")
+                progress.print(
+                    f"update {version} of {self.plan.updates}: exposed {exposed[-1]:.0f} ms "
+                    f"of {whole[-1]:.0f} ms"
+                )
         ended.set()
         await asyncio.gather(*players)
         return {
@@ -253,7 +256,8 @@ async def run(plan: Plan, python: str, launch: list[str], progress: Console) -> 
             for number in range(1, plan.rounds + 1):
                 rates["bare"].append(await bench.bare(2 * number))
                 rates["troupe"].append(await bench.through_troupe(2 * number + 1))
-                progress.print(f"round {number} of {plan.rounds}")
+                last = ", ".join(f"{way} {rates[way][-1]:.0f}" for way in rates)
+                progress.print(f"round {number} of {plan.rounds}: {last} tokens/s")
             bare, troupe = (statistics.median(rates[way]) for way in ("bare", "troupe"))
             return {
                 "ratio_vs_bare": round(troupe / bare, 3),
@@ -273,6 +277,7 @@ def main() -> None:
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--python", default=sys.executable, help="what has SGLang")
+    parser.add_argument("--updates", type=int, help="new weights under turns, how often")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few turns")
     parser.add_argument("--json", action="store_true", help="the last line only")
     parser.add_argument("--launch", nargs="*", default=[], help="more arguments of the server")
@@ -281,6 +286,10 @@ def main() -> None:
         # The trainer's torch may be a CPU build: the server's decides.
         print("this process sees no CUDA device; the server may", file=sys.stderr)
     plan = QUICK if options.quick else FULL if options.device == "cuda" else ON_CPU
+    if options.updates is not None:
+        if options.updates < 1:
+            parser.error(f"--updates is {options.updates}; give 1 or more")
+        plan = replace(plan, updates=options.updates)
     progress = Console(stderr=True, quiet=options.json)
     figures = asyncio.run(run(plan, options.python, options.launch, progress))
     if not options.json:
