@@ -134,7 +134,8 @@ class _Turn(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         half = x.shape[-1] // 2
-        turned = x * cos
+        # Laid out as `x`, of which only the view has heads before tokens.
+        turned = torch.mul(x, cos, out=torch.empty_like(x))
         turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
         turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
         return turned
@@ -144,7 +145,7 @@ class _Turn(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         half = grad.shape[-1] // 2
-        by_x = grad * cos
+        by_x = torch.mul(grad, cos, out=torch.empty_like(grad))
         by_x[..., :half].addcmul_(grad[..., half:], sin[..., half:])
         by_x[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
         return by_x, None, None

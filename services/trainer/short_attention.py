@@ -100,7 +100,8 @@ def short_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     shapes = [block.shape for block in packing.blocks]
     output: torch.Tensor = _ShortAttention.apply(  # type: ignore[no-untyped-call]
-        *(states[0].transpose(0, 1) for states in (query, key, value)),
+        # All of it views, forward and back: [T, heads, D].
+        *(states.squeeze(0).transpose(0, 1) for states in (query, key, value)),
         gather,
         heads,
         shapes,
