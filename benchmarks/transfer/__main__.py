@@ -108,24 +108,32 @@ def _between_devices(name: str, rounds: dict[int, int], where: Path, console: Co
 
 
 def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
-    """Of the largest state that went the way; null for what was not measured."""
+    """Null for what was not measured. `ucx_ratio` is the worst of all sizes and ways, which
+    `ucx_ratio_of` names; everything else but what is by MiB is of the largest state that went the
+    way."""
     last = rows[-1]
     near, network = last.near, rest.network
     tcp = next((row.tcp for row in reversed(rows) if row.tcp is not None), None)
     grpc = next((row.speed(row.grpc) for row in reversed(rows) if row.grpc is not None), None)
     pairs = {"near": near, "tcp": tcp, "network": network}
     ratios = {name: round(pair.ratio, 3) for name, pair in pairs.items() if pair is not None}
+    by_mib = _by_mib(rows, rest)
+    every = [
+        (ratio, f"{way}, {mib} MiB") for mib, of in by_mib.items() for way, ratio in of.items()
+    ]
+    worst, of_what = min(every) if every else (None, None)
     here = last.four_readers / last.one_reader
     hosts = rest.readers and rest.readers[1] / rest.readers[0]
     exposed, moved, _ = rest.swap
     return {
-        # The worst of the ways there are.
-        "ucx_ratio": min(ratios.values(), default=None),
+        # Not of the largest alone: what does not grow with a state is most of a small one's.
+        "ucx_ratio": worst,
+        "ucx_ratio_of": of_what,
         "shm_zero_copy": last.copied_fraction == 0,
         "four_readers_ratio": _rounded(max(here, hosts or 0.0)),
         "exposed_fraction": _rounded(exposed / moved),
         "ucx_ratios": ratios,
-        "ucx_ratios_by_mib": {str(row.num_bytes // MIB): _by_way(row) for row in rows},
+        "ucx_ratios_by_mib": by_mib,
         "network_by_mib": {
             str(size // MIB): {
                 "ratio": _rounded(pair.ratio),
@@ -152,9 +160,17 @@ def _rounds(size: int) -> int:
     return 25 if size <= 64 * MIB else 13 if size <= TCP_BYTES else 7
 
 
-def _by_way(row: Row) -> dict[str, float | None]:
-    ways = {"near": row.near, "tcp": row.tcp}
-    return {name: _rounded(pair.ratio if pair else None) for name, pair in ways.items()}
+def _by_mib(rows: list[Row], rest: Rest) -> dict[str, dict[str, float]]:
+    """Of bare UCX's speed, by MiB and way; without what was not measured."""
+    taken: list[tuple[int, str, Pair | None]]
+    taken = [(row.num_bytes, "near", row.near) for row in rows]
+    taken += [(row.num_bytes, "tcp", row.tcp) for row in rows]
+    taken += [(size, "network", pair) for size, pair in rest.networks.items()]
+    found: dict[str, dict[str, float]] = {}
+    for size, way, pair in taken:
+        if pair is not None:
+            found.setdefault(str(size // MIB), {})[way] = round(pair.ratio, 3)
+    return found
 
 
 def _rest(rounds: dict[int, int], where: Path, *, quick: bool) -> Rest:

@@ -4,7 +4,47 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.transfer.__main__ import Rest, as_json
+from benchmarks.transfer.measure import Pair, Row
 from tests.benchmarks.quick import quick_run
+
+
+def row(mib: int, near: float | None, tcp: float | None) -> Row:
+    """Ways by their ratio; all else took a second."""
+    near_pair, tcp_pair = (
+        None if ratio is None else Pair.of([1.0], [ratio]) for ratio in (near, tcp)
+    )
+    return Row(
+        num_bytes=mib << 20,
+        memcpy=1.0,
+        checksum=1.0,
+        set_fresh=1.0,
+        set=1.0,
+        get_in_process=1.0,
+        get_shared=1.0,
+        get_shared_verified=1.0,
+        copied_fraction=0.0,
+        one_reader=1.0,
+        four_readers=1.0,
+        grpc=None,
+        near=near_pair,
+        tcp=tcp_pair,
+    )
+
+
+def test_what_is_compared_with_the_goal_is_the_worst_of_all_sizes_and_ways() -> None:
+    networks = {64 << 20: Pair.of([1.0], [0.7])}
+    rest = Rest(networks, None, (0.1, 1.0, 1), "")
+    found = as_json([row(64, 0.6, 0.8), row(4096, 0.95, None)], rest)
+    assert (found["ucx_ratio"], found["ucx_ratio_of"]) == (0.6, "near, 64 MiB")
+    ways = {"near": 0.6, "tcp": 0.8, "network": 0.7}
+    assert found["ucx_ratios_by_mib"] == {"64": ways, "4096": {"near": 0.95}}
+
+
+def test_without_ucx_there_is_no_ratio() -> None:
+    found = as_json([row(64, None, None)], Rest({}, None, (0.1, 1.0, 1), "no ip"))
+    assert found["ucx_ratio"] is None
+    assert found["ucx_ratio_of"] is None
 
 
 @pytest.mark.slow
