@@ -38,6 +38,8 @@ class Batch:
         self.floors = floors
         # Trajectories that ended, says the store, while whoever ran them could not tell.
         self.unseen = 0
+        # Trajectories that ended, says who ran them.
+        self.told = 0
         # By query: the oldest version of each policy that its trajectories started with.
         self.started: dict[str, dict[str, int]] = {}
         self._on_end = on_end
@@ -91,10 +93,14 @@ class Batch:
     def end_withdrawn(self, event: ro.TrajectoryEvent) -> None:
         """A trajectory has ended whose group was complete; its last words count."""
         self._tell(event)
-        self.end_untold(event.query_id, event.trajectory_id)
+        self._part(event.query_id, event.trajectory_id)
 
     def end_untold(self, query_id: str, trajectory_id: str) -> None:
         """Nobody will say any more how a trajectory ended whose group was complete."""
+        self.unseen += 1
+        self._part(query_id, trajectory_id)
+
+    def _part(self, query_id: str, trajectory_id: str) -> None:
         if (parting := self._parting.get(query_id)) is None:
             return
         members, running = parting
@@ -104,6 +110,7 @@ class Batch:
             self._changed.set()
 
     def _tell(self, event: ro.TrajectoryEvent) -> None:
+        self.told += 1
         self._completed[event.query_id] += event.state == pb.TRAJECTORY_STATE_COMPLETED
         try:
             self._on_end(event)

@@ -13,6 +13,7 @@ from services.orchestrator.batch import Batch, Flight
 from services.orchestrator.context import JobContext
 from services.orchestrator.engines import Engines
 from services.orchestrator.faults import RENEWABLE, Attempts, Patience, job_fault
+from services.orchestrator.parting import Parting
 from services.orchestrator.redundancy import REDUNDANT
 from services.orchestrator.victims import Victims
 from services.orchestrator.workers import Worker
@@ -29,6 +30,8 @@ _ENDED: Final = frozenset(
 _WAVE_FRACTION: Final = 0.25
 # The store has ended what is aborted; telling who runs it only saves the work.
 _ABORT_SECONDS: Final = 10.0
+# Why a trajectory is aborted that the store ended before whoever runs it could tell.
+_ENDED_BEFORE: Final = "ended_before"
 Group = list[ro.Ticket]
 
 
@@ -54,8 +57,7 @@ class Dispatch:
         # A worker that just failed, until its pause is over.
         self._resting: set[Worker] = set()
         self._attempts: dict[Worker, Attempts] = {}
-        # Redundant ones that were withdrawn while they ran: how far they came is still to be told.
-        self._parting: dict[str, Batch] = {}
+        self._parting = Parting()
         # By trajectory: what kills its worker is run again only so often.
         self._victims: dict[str, Victims] = {}
         self._wake = asyncio.Event()
@@ -107,8 +109,25 @@ class Dispatch:
     def _complete(self, batch: Batch, query_id: str) -> None:
         """The store has all members of the query's group: the rest of it is redundant."""
         running = self.withdraw(batch, (query_id,), REDUNDANT)
-        self._parting.update(dict.fromkeys(running, batch))
-        batch.complete(query_id, running, self._job.spec.pipeline.group_size)
+        self._parting.add(batch, query_id, running, self._job.spec.pipeline.group_size)
+
+    def end_untold(self, batch: Batch, ended: Collection[str]) -> None:
+        """The store ended these long ago and whoever runs them does not say so: what is still
+        waited for of them has ended, unseen. What is told of it later does not count."""
+        untold = {one for one in ended if one in self._open and self._open[one].batch is batch}
+        parting = self._parting.of(batch, ended)
+        if not (gone := untold | parting):
+            return
+        _log.warning("nobody told how they ended", trajectory_ids=sorted(gone))
+        self._abort_running(gone, _ENDED_BEFORE)
+        for running in self._running.values():
+            running -= gone
+        for trajectory_id in untold:
+            self._close(trajectory_id)
+            self._victims.pop(trajectory_id, None)
+            batch.end_unseen(trajectory_id)
+        self._parting.end_untold(parting)
+        self._wait(())
 
     def move(self, source: Batch, query_ids: Collection[str], target: Batch) -> None:
         """These queries go on in another batch; what runs of them runs on."""
@@ -224,36 +243,37 @@ class Dispatch:
         # stream is over: that is another's.
         left = {ticket.trajectory_id for ticket in tickets}
         try:
-            async with worker.while_alive():
-                stream = worker.rollout.RunQueries(request, timeout=batch.patience.left)
-                async for first in stream:
-                    ended = [one for one in _split(first) if self._take(one)]
-                    if not ended:
-                        continue
-                    for event in ended:
-                        running.discard(event.trajectory_id)
-                        left.discard(event.trajectory_id)
-                    self._in_flight()
-                    if self._waiting:
-                        self._wake.set()
-                    if worker in self._attempts:
-                        self._attempts[worker].reset()
+            try:
+                async with worker.while_alive():
+                    stream = worker.rollout.RunQueries(request, timeout=batch.patience.left)
+                    async for first in stream:
+                        self._hear(worker, _split(first), left)
+            finally:
+                running -= left
+                self._parting.end_untold(left)
             if lost := left & self._open.keys():
                 raise Unavailable(f"{worker} ended its stream before {len(lost)} trajectories did")
-            running -= left
         except TroupeError as error:
-            running -= left
             await self._give_back(worker, left & self._open.keys(), error)
-        finally:
-            for ticket in tickets:
-                untold = ticket.trajectory_id
-                if untold in left and (parting := self._parting.pop(untold, None)):
-                    parting.end_untold(ticket.query_id, untold)
+
+    def _hear(self, worker: Worker, events: list[ro.TrajectoryEvent], left: set[str]) -> None:
+        """Take what a stream says; what ended is not `left` any more."""
+        ended = {event.trajectory_id for event in events if self._take(event)}
+        if not ended:
+            return
+        left -= ended
+        if (running := self._running.get(worker)) is not None:
+            running -= ended
+        self._in_flight()
+        if self._waiting:
+            self._wake.set()
+        if worker in self._attempts:
+            self._attempts[worker].reset()
 
     def _take(self, event: ro.TrajectoryEvent) -> bool:
         """Whether the event ended a trajectory. Only its first ending counts."""
         if event.state in _ENDED and event.trajectory_id in self._parting:
-            self._parting.pop(event.trajectory_id).end_withdrawn(event)
+            self._parting.end(event)
             return True
         flight = self._open.get(event.trajectory_id)
         if flight is not None:

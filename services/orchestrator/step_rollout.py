@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +13,7 @@ from services.orchestrator.batch import Batch
 from services.orchestrator.context import JobContext
 from services.orchestrator.dispatch import Dispatch
 from services.orchestrator.engines import Engines
-from services.orchestrator.faults import Patience, together
+from services.orchestrator.faults import Patience, alongside, together
 from services.orchestrator.roster import STALE, SURPLUS, Roster
 from services.orchestrator.table_watch import TableWatch
 from services.orchestrator.training import Trainers
@@ -24,6 +25,8 @@ if TYPE_CHECKING:  # most jobs have none
 
 # The store says when something changed; this is for what it could not say.
 _LOOK_SECONDS: Final = 1.0
+# What the store has ended is told by whoever ran it so soon, or never.
+_LAST_WORDS_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ class StepRollout:
         if self.roster.closed and not self.batch.open:
             return
         dispatch = self._crew.dispatch
-        await together(self._keep(), self.batch.finished(lambda: dispatch.describe(self.batch)))
+        ends = self.batch.finished(lambda: dispatch.describe(self.batch))
+        await alongside(together(self._keep(), ends), self._watch())
         self.seconds = time.monotonic() - began
 
     def _start(self, plans: Collection[admission.QueryPlan]) -> None:
@@ -109,6 +113,20 @@ class StepRollout:
             await self._patience.wait(self._crew.tables.change(_LOOK_SECONDS))
             await self._look()
         self.batch.seal()
+
+    async def _watch(self) -> None:
+        """Whoever runs a trajectory tells how it ended, or its stream breaks, and the store is
+        asked. A stream that stays and says nothing must not hold the step: while nothing is told,
+        what the store has ended for longer than telling takes is not waited for any more."""
+        known: frozenset[str] = frozenset()
+        while True:
+            told = self.batch.told
+            await asyncio.sleep(_LAST_WORDS_SECONDS)
+            if self.batch.told != told:
+                continue
+            ended = frozenset(await self.batch.ended())
+            self._crew.dispatch.end_untold(self.batch, known & ended)
+            known = ended
 
     async def _look(self) -> None:
         roster = self.roster

@@ -88,6 +88,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self.aborted = 0
         self.abort_calls: list[ro.AbortTrajectoriesRequest] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._storing: set[asyncio.Task[Any] | None] = set()
         # Steps in which trajectories run or ran at the same time.
         self.overlaps: set[tuple[int, int]] = set()
         self._steps: Counter[int] = Counter()
@@ -177,7 +178,9 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self.abort_calls.append(request)
         found = [one for one in request.trajectory_ids if one in self._tasks]
         for trajectory_id in found:
-            self._tasks[trajectory_id].cancel(request.reason)
+            # What is on its way to the store is told as the store has it.
+            if (task := self._tasks[trajectory_id]) not in self._storing:
+                task.cancel(request.reason)
         return ro.AbortTrajectoriesResponse(aborted_trajectory_ids=found)
 
     async def Generate(self, request: ro.GenerateRequest, context: Any) -> ro.GenerateResponse:
@@ -271,7 +274,10 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             events.put_nowait(event)
         finally:
             self._steps[request.step] -= 1
-            del self._tasks[ticket.trajectory_id]
+            # Another call may run it by now.
+            if self._tasks.get(ticket.trajectory_id) is task:
+                del self._tasks[ticket.trajectory_id]
+            self._storing.discard(task)
 
     async def _run(
         self,
@@ -327,6 +333,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
                 sample.reward = event.rewards.get(agent, 1.0)
                 samples.append(sample)
         if ticket.purpose == ro.Ticket.PURPOSE_TRAIN:
+            self._storing.add(asyncio.current_task())
             ended = await self.store.AppendTrajectory(
                 es.AppendTrajectoryRequest(
                     request_id=new_id("append"),
