@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from troupe.rpc import InvalidArgument
 from troupe.transfer import InvalidKey, LayoutMismatch, Shard, Transfer, TransferTimeout, sidecar
 from troupe.transfer.cast import cast_key
+from troupe.transfer.remote import Peer
 
 W = {"w": torch.ones(3)}
 NAN = float("nan")
@@ -91,6 +92,35 @@ def test_other_arguments_of_another_type(transfer: Transfer) -> None:
         with pytest.raises(InvalidKey):
             call()
     transfer.set(f"k@{2**63 - 1}", W)
+
+
+@pytest.mark.parametrize("known", [5, None, "k", b"k", [5], {"k": 1, 2: 1}])
+def test_known_keys_that_are_none(transfer: Transfer, known: Any) -> None:
+    transfer.set("k", W)
+    # (Nobody is there: it is refused before it is sent.)
+    for watcher in (transfer, Peer("127.0.0.1:1")):
+        with pytest.raises(InvalidArgument, match="collection of keys") as caught:
+            list(watcher.watch("", timeout=1, known=known))
+        assert caught.value.field == "known"
+    assert [m.key for m in transfer.watch("", timeout=0, known={"j"})] == ["k"]
+
+
+@pytest.mark.parametrize("given", [5, b"x", [Path("x")]])
+def test_a_root_that_names_no_place(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(InvalidArgument, match="names no directory") as caught:
+        Transfer(given)
+    assert caught.value.field == "root"
+    with pytest.raises(InvalidArgument, match="names no directory") as caught:
+        Transfer(tmp_path, fallback=given)
+    assert caught.value.field == "fallback"
+
+
+@pytest.mark.parametrize("peers", [5, None, [5], ["host:1"], "host:1", {"host:1": 1}])
+def test_peers_that_nothing_can_be_fetched_from(tmp_path: Path, peers: Any) -> None:
+    with pytest.raises(InvalidArgument, match="nobody to fetch from") as caught:
+        Transfer(tmp_path, peers=peers)
+    assert caught.value.field == "peers"
+    assert "Peer" in caught.value.remedy
 
 
 def test_a_root_that_is_no_directory(tmp_path: Path) -> None:

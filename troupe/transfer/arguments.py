@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from troupe.rpc.errors import InvalidArgument
@@ -91,3 +93,49 @@ def check_checksum(expected: Any) -> None:
             value=expected,
             remedy="Give `Manifest.checksum`, 32 hex digits.",
         )
+
+
+def known_in(known: Any) -> frozenset[str]:
+    """Keys that a watcher has seen. Raises InvalidArgument for what is no collection of text, and
+    for a text, whose letters are no keys."""
+    whole = isinstance(known, Collection) and not isinstance(known, str | bytes)
+    if whole and all(isinstance(key, str) for key in known):
+        return frozenset(known)
+    raise InvalidArgument(
+        f"is a {type(known).__qualname__} that is no collection of keys",
+        kind="transfer_known_invalid",
+        field="known",
+        value=known,
+        remedy="Give a list or a set of keys, each a str.",
+    )
+
+
+def roots_in(root: Any, fallback: Any) -> list[Path]:
+    """Those of both that are given. Raises InvalidArgument for what names no directory."""
+    given = {name: r for name, r in (("root", root), ("fallback", fallback)) if r is not None}
+    for name, place in given.items():
+        if not isinstance(place, str | os.PathLike):
+            raise InvalidArgument(
+                f"is a {type(place).__qualname__}, which names no directory",
+                kind="transfer_root_unusable",
+                field=name,
+                value=place,
+                remedy="Give a pathlib.Path, or nothing for the default.",
+            )
+    return [Path(place) for place in given.values()]
+
+
+def peers_in(peers: Any) -> tuple[Any, ...]:
+    """Whom to ask for what is not here. Raises InvalidArgument for what nothing can be fetched
+    from."""
+    if not isinstance(peers, Collection) or isinstance(peers, str | bytes | Mapping):
+        odd = peers
+    elif (odd := next((p for p in peers if not callable(getattr(p, "fetch", None))), None)) is None:
+        return tuple(peers)
+    raise InvalidArgument(
+        f"a {type(odd).__qualname__} is nobody to fetch from",
+        kind="transfer_peers_invalid",
+        field="peers",
+        value=odd,
+        remedy="Give a list of `troupe.transfer.remote.Peer` or other sources.",
+    )

@@ -13,7 +13,14 @@ import torch
 
 from troupe.rpc.errors import InvalidArgument
 from troupe.transfer import blob, room, sidecar
-from troupe.transfer.arguments import SEGMENT, check_key, check_prefix, deadline_in, why_no_key
+from troupe.transfer.arguments import (
+    SEGMENT,
+    check_key,
+    check_prefix,
+    deadline_in,
+    known_in,
+    why_no_key,
+)
 from troupe.transfer.errors import (
     Corrupt,
     KeyNotFound,
@@ -162,7 +169,7 @@ class Shelf:
 
     def watch(self, prefix: str, timeout: float, known: Collection[str]) -> Iterator[Manifest]:
         """See `Transfer.watch`."""
-        seen = set(known)
+        seen = set(known_in(known))
         deadline = deadline_in(timeout) or time.monotonic()
         while True:
             for key in self.keys(prefix):

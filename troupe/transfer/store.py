@@ -16,16 +16,11 @@ import torch
 
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.transfer import blob, room, sidecar
-from troupe.transfer.arguments import metadata_of
+from troupe.transfer.arguments import metadata_of, peers_in, roots_in
 from troupe.transfer.asked import Asked
 from troupe.transfer.cast import CAST_OF, cast, cast_key, check_cast
 from troupe.transfer.counters import Choice, TransferCounters
-from troupe.transfer.errors import (
-    Corrupt,
-    KeyNotFound,
-    StorageFull,
-    TransferTimeout,
-)
+from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull, TransferTimeout
 from troupe.transfer.fitting import check_layout, fill
 from troupe.transfer.manifest import Manifest, Shard
 from troupe.transfer.mappings import Mappings
@@ -70,15 +65,17 @@ class Transfer:
 
         `peers` (`troupe.transfer.remote`) are asked, in order, for what is not on this host. It is
         kept here, readable by all processes, until a newer version is fetched or it is deleted.
+
+        Raises InvalidArgument for what is no directory, or nobody to ask.
         """
         if root is None:
             root = default_root()
             fallback = fallback or Path(tempfile.gettempdir()) / f"troupe-transfer-{os.getuid()}"
-        self._shelf = Shelf([r for r in (root, fallback) if r is not None])
+        self._peers = peers_in(peers)
+        self._shelf = Shelf(roots_in(root, fallback))
         self.roots = self._shelf.roots
         # What this process wrote: key -> identity of the file.
         self._own: dict[str, tuple[int, int]] = {}
-        self._peers = tuple(peers)
         # That the last set or get used: in_process, shared_memory or file.
         self.last_transport = ""
         self.counters = TransferCounters()

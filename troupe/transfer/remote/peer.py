@@ -17,6 +17,7 @@ from troupe.rpc.channel import connect_sync
 from troupe.rpc.errors import DataLoss, DeadlineExceeded, NotFound, TroupeError, Unavailable
 from troupe.rpc.settings import ClientSettings
 from troupe.transfer import sidecar
+from troupe.transfer.arguments import known_in
 from troupe.transfer.cast import CAST_OF, cast_key
 from troupe.transfer.checksum import dtype_of
 from troupe.transfer.counters import Choice, TransferCounters
@@ -142,8 +143,8 @@ class Peer:
         self, prefix: str, *, timeout: float, known: Collection[str] = ()
     ) -> Iterator[pb.StoredState]:
         """What is stored there under `prefix`, each key once, as it appears; ends after `timeout`
-        seconds. Raises TroupeError."""
-        request = pb.WatchStatesRequest(prefix=prefix, known=known)
+        seconds. Raises TroupeError, of which InvalidArgument for `known` that are no keys."""
+        request = pb.WatchStatesRequest(prefix=prefix, known=known_in(known))
         stream: Any = self._stub.WatchStates(request, timeout=timeout)
         try:
             yield from stream
