@@ -8,11 +8,7 @@ import torch
 from troupe.algorithms import softmax_kernels
 from troupe.algorithms.linear_loss import Head, linear_loss
 
-needs_gpu = pytest.mark.skipif(
-    not softmax_kernels.serves(torch.device("cuda"), torch.float32)
-    or not torch.cuda.is_available(),
-    reason="needs a GPU and triton",
-)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def check(device: str, dtype: torch.dtype, vocabulary: int, *, masked: bool) -> None:
@@ -92,4 +88,5 @@ def test_the_loss_on_a_gpu_is_that_of_plain_torch(half: bool) -> None:
     expected = gradients("cpu", torch.float64)
     for ours, exact in zip(gradients("cuda", torch.float32), expected, strict=True):
         error = float((ours - exact).norm() / exact.norm())
-        assert error < (2e-2 if half else 1e-4)
+        # (Plain torch under autocast is off by 4.6e-2.)
+        assert error < (6e-2 if half else 1e-4)

@@ -8,7 +8,7 @@ gave, and are read twice and written once (as Liger Kernel, Hsu et al. 2024, doe
 from __future__ import annotations
 
 import functools
-import importlib.util
+import logging
 from typing import Final
 
 import torch
@@ -19,21 +19,38 @@ try:
 except ImportError:  # torch's CPU builds come without it
     triton = None
 
+log = logging.getLogger(__name__)
+
 # Elements of a row that a program holds at a time.
 _BLOCK: Final = 8192
 _WARPS: Final = 16
 _TYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@functools.cache
-def installed() -> bool:
-    """Whether this machine can compile the kernels."""
-    return importlib.util.find_spec("triton") is not None
-
-
 def serves(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether logits of this type, there, can be given to the functions of this module."""
-    return device.type == "cuda" and dtype in _TYPES and installed()
+    return device.type == "cuda" and dtype in _TYPES and triton is not None and _works(device)
+
+
+@functools.cache
+def _works(device: torch.device) -> bool:
+    """Whether kernels can be compiled here, and find what plain torch does."""
+    logits = torch.linspace(-3.0, 3.0, 300, device=device).sin().reshape(3, 100).contiguous()
+    logp = torch.log_softmax(logits, -1)
+    targets = torch.tensor([0, 50, 99], device=device)
+    logprobs, entropy, mass = (logits.new_empty(3) for _ in range(3))
+    try:
+        score_rows(logits, targets, logits.new_ones(3), logprobs, entropy, mass)
+    except Exception as error:  # of a compiler, of any kind
+        log.warning("no Triton kernels on %s, losses take longer there: %s", device, error)
+        return False
+    plain = logp.gather(-1, targets[:, None])[:, 0], -(logp * logp.exp()).sum(-1)
+    same = all(
+        torch.allclose(f, p, atol=1e-4) for f, p in zip((logprobs, entropy), plain, strict=True)
+    )
+    if not same:
+        log.warning("Triton's kernels are wrong on %s and are not used", device)
+    return same
 
 
 def score_rows(

@@ -29,7 +29,7 @@ from troupe.transfer.errors import (
 )
 from troupe.transfer.manifest import Entry, Manifest, stem_of, version_in
 from troupe.transfer.spares import Spares
-from troupe.transfer.staging import each, threads_for
+from troupe.transfer.staging import each
 
 log = logging.getLogger(__name__)
 
@@ -216,6 +216,7 @@ class Shelf:
         tensors: Mapping[str, torch.Tensor],
         identity: tuple[int, int],
         deadline: float | None,
+        threads: int,
     ) -> None:
         """See that `tensors`, mapped from the file of `identity` at `path`, hold what was set.
 
@@ -223,7 +224,7 @@ class Shelf:
         waits for the first. Raises Corrupt, TransferTimeout.
         """
         if manifest.num_bytes < _MARKED_BYTES:
-            _verify(manifest, tensors, deadline)
+            _verify(manifest, tensors, deadline, threads)
             return
         if sidecar.note(path, "verified", identity) is not None:
             return
@@ -231,14 +232,17 @@ class Shelf:
         try:
             with sidecar.alone(path, until):
                 if sidecar.note(path, "verified", identity) is None:
-                    _verify(manifest, tensors, deadline)
+                    _verify(manifest, tensors, deadline, threads)
                     sidecar.mark(path, "verified", identity=identity)
         except TimeoutError as error:
             raise TransferTimeout(manifest.key, f"not verified in time: {error}") from None
 
 
 def _verify(
-    manifest: Manifest, tensors: Mapping[str, torch.Tensor], deadline: float | None
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor],
+    deadline: float | None,
+    threads: int,
 ) -> None:
     key = manifest.key
 
@@ -248,4 +252,4 @@ def _verify(
         if deadline is not None and time.monotonic() > deadline:
             raise TransferTimeout(key, "not verified in time")
 
-    each(check, manifest.entries, threads_for(manifest.num_bytes, device=False))
+    each(check, manifest.entries, threads)

@@ -27,7 +27,7 @@ from troupe.transfer.mappings import Mappings
 from troupe.transfer.nesting import flatten, unflatten
 from troupe.transfer.places import Source, default_root, from_first, in_memory, near
 from troupe.transfer.shelf import Shelf
-from troupe.transfer.staging import Bytes
+from troupe.transfer.staging import Bytes, on_device, threads_for
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +284,8 @@ class Transfer:
         # Its own bytes a process hashed as it copied them; what was fetched was verified.
         if verify and not own and fetched is None:
             try:
-                self._shelf.verify(path, manifest, tensors, identity, asked.deadline)
+                threads = threads_for(manifest.num_bytes, device=on_device(targets))
+                self._shelf.verify(path, manifest, tensors, identity, asked.deadline, threads)
             except Corrupt:
                 sidecar.mark(path, "damaged", identity=identity)
                 raise
