@@ -140,6 +140,30 @@ async def test_memory_is_released_in_the_server_and_taken_again(transfer: Transf
         await engine.stop()
 
 
+async def test_memory_is_not_released_while_requests_wait_in_the_server(
+    transfer: Transfer,
+) -> None:
+    """Those of somebody else, too: a scheduler with anything in its queue dies of it."""
+    fake = FakeSglang(CONFIG)
+    fake.info["enable_memory_saver"] = True
+    async with serve(fake) as url:
+        engine = make_engine("e0", "solver", policy_spec(kind="sglang", urls=[url]))
+        await engine.start()
+        await engine.update_weights(publish(transfer, make_model(0), 0), transfer)
+        client = engine._server.client  # type: ignore[attr-defined]
+        other = asyncio.ensure_future(client.generate("theirs", [1, 2], {"max_new_tokens": 100}))
+        await until(lambda: "theirs" in fake.calls)
+        fake.paused = True  # what ran waits in the queue
+        asleep = asyncio.ensure_future(engine.sleep())
+        await asyncio.sleep(0.3)
+        assert not fake.released
+        fake.paused = False
+        await other
+        await asleep
+        assert fake.released == {"kv_cache", "weights"}
+        await engine.stop()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_turns_in_hand_are_kept_across_an_update(kind: str, transfer: Transfer) -> None:
     async with serving(kind, transfer) as engine:

@@ -148,7 +148,7 @@ class Server:
     async def free(self, tags: Collection[str]) -> None:
         """Release memory once the server is idle: a busy scheduler would die of it."""
         async with asyncio.timeout(_IDLE_SECONDS):
-            while (await self.load()).running:  # noqa: ASYNC110 - another process's state
+            while (load := await self.load()).running or load.waiting:  # noqa: ASYNC110 - not ours
                 await asyncio.sleep(_POLL_SECONDS / 5)
         await self.client.release_memory(tags)
 
