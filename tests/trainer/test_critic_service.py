@@ -59,7 +59,8 @@ async def test_a_critic_moves_with_its_policy_and_engines_never_see_it(
     state = load_file(path / "optimizer.safetensors")
     assert int(state["critic/step/lm_head.weight"]) == 2
     critic = trainer.worker.bindings.bound[stage.job_id, "solver"].learner.moments()
-    assert all(torch.equal(t.cpu(), critic[n].cpu()) for n, t in state.items() if n.startswith("critic/"))
+    mine = {name: tensor.cpu() for name, tensor in state.items() if name.startswith("critic/")}
+    assert all(torch.equal(tensor, critic[name].cpu()) for name, tensor in mine.items())
 
 
 async def test_a_step_whose_second_update_fails_is_skipped_whole(
