@@ -35,11 +35,7 @@ def capture(device: torch.device) -> Generators:
 
 
 def restore(generators: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Inverse of `capture`; generators that are not in it stay as they are.
-
-    They may lie on any device, as what a suspended policy brings along does.
-    """
-    generators = {name: tensor.cpu() for name, tensor in generators.items()}
+    """Inverse of `capture`; generators that are not in it stay as they are."""
     if "torch" in generators:
         torch.set_rng_state(generators["torch"])
     if "numpy" in generators:
