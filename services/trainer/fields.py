@@ -74,6 +74,11 @@ def rows_together(tensors: Tensors, described: Sequence[Values]) -> list[Row]:
     return rows
 
 
+def on_host(tensors: Tensors) -> Tensors:
+    """What a suspended policy brought along to a device and does not compute with there."""
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
 def under(prefix: str, tensors: Tensors) -> Tensors:
     """Named `{prefix}/{name}`."""
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}

@@ -9,7 +9,7 @@ import structlog
 import torch
 from google.protobuf.json_format import MessageToDict, ParseDict
 
-from services.trainer.fields import below, under
+from services.trainer.fields import below, on_host, under
 from services.trainer.gang.learner import GangLearner
 from services.trainer.learners import AnyLearner
 from services.trainer.policy_model import policy_seed
@@ -228,8 +228,8 @@ class Versions:
 
     def unpack(self, luggage: Luggage) -> None:
         """Inverse of `pack`; the learner's part is not looked at."""
-        self.randomness = Randomness(_on_host(below("committed", luggage.tensors)), self._device)
-        self.randomness.now = _on_host(below("drawn", luggage.tensors))
+        self.randomness = Randomness(on_host(below("committed", luggage.tensors)), self._device)
+        self.randomness.now = on_host(below("drawn", luggage.tensors))
         step, digest = luggage.document["frontier"]
         self.weights, self.frontier = packed_weights(luggage), Frontier(step, digest)
         self.verified, self.dirty = luggage.document["verified"], False
@@ -274,10 +274,6 @@ class Versions:
 def packed_weights(luggage: Luggage) -> pb.WeightsRef:
     """The committed version that `pack` found."""
     return ParseDict(luggage.document["weights"], pb.WeightsRef())
-
-
-def _on_host(generators: Generators) -> Generators:
-    return {name: tensor.cpu() for name, tensor in generators.items()}
 
 
 def _path_of(state: TrainingState) -> Path:

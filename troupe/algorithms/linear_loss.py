@@ -197,7 +197,8 @@ class _Work:
         rows = min(self._size, len(targets))
         if self._fused:
             self._buffer = self._hidden.new_empty(rows, vocabulary)
-            self._mass = self._scratch = self.logprobs.new_empty(rows)
+            # Of each row the log of its sum of exponentials.
+            self._scratch = self.logprobs.new_empty(rows)
             return
         self._scratch_rows = max(1, _SCRATCH_ELEMENTS.get(kind, 1 << 22) // vocabulary)
         self._buffer = self.logprobs.new_empty(rows, vocabulary)
@@ -231,7 +232,7 @@ class _Work:
         kernels are fused)."""
         logits = self._logits(part)
         if self._fused:
-            scores = self.logprobs[part], self.entropy[part], self._mass
+            scores = self.logprobs[part], self.entropy[part], self._scratch
             softmax_kernels.score_rows(logits, self._targets[part], self._heat[part], *scores)
             return
         rows = self._scratch_rows
@@ -264,7 +265,7 @@ class _Work:
                 torch.zeros_like(self.entropy[part]) if by is None else by.contiguous()
                 for by in (by_logprob, by_entropy)
             )
-            about = self._targets[part], self._heat[part], self.entropy[part], self._mass
+            about = self._targets[part], self._heat[part], self.entropy[part], self._scratch
             softmax_kernels.slope_rows(slope, *about, *slopes)
         else:
             self._slope(slope, part, by_logprob, by_entropy)

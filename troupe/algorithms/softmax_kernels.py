@@ -65,9 +65,16 @@ def score_rows(
     `targets` (int64 [n]), the entropies in nats, and `mass`, the log of the sum of exponentials:
     float32 [n]. A masked token (-inf) has no share in the entropy."""
     vocabulary = logits.shape[1]
-    block = min(_BLOCK, triton.next_power_of_2(vocabulary))
     _score[(len(logits),)](
-        logits, targets, heat, logprobs, entropy, mass, vocabulary, BLOCK=block, num_warps=_WARPS
+        logits,
+        targets,
+        heat,
+        logprobs,
+        entropy,
+        mass,
+        vocabulary,
+        BLOCK=_block(vocabulary),
+        num_warps=_WARPS,
     )
 
 
@@ -83,9 +90,12 @@ def slope_rows(
     """Overwrite `logits` with the slope of a loss by them, given its slopes by the log-probs of
     `targets` and by the entropies, float32 [n]; the rest as `score_rows` was given and left it."""
     vocabulary = logits.shape[1]
-    block = min(_BLOCK, triton.next_power_of_2(vocabulary))
     shared = (targets, heat, entropy, mass, by_logprob, by_entropy)
-    _slope[(len(logits),)](logits, *shared, vocabulary, BLOCK=block, num_warps=_WARPS)
+    _slope[(len(logits),)](logits, *shared, vocabulary, BLOCK=_block(vocabulary), num_warps=_WARPS)
+
+
+def _block(vocabulary: int) -> int:
+    return min(_BLOCK, int(triton.next_power_of_2(vocabulary)))
 
 
 if triton is not None:

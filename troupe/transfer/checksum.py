@@ -29,11 +29,14 @@ def dtype_of(name: str) -> torch.dtype:
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The C-order bytes of `tensor`; a view when it is contiguous in host memory, else a copy."""
-    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if flat.numel() == 0:
-        return memoryview(b"")
+    return memoryview(flat_bytes(tensor.to("cpu")).numpy().data)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The C-order bytes of `tensor` as uint8 where it is; a view when it is contiguous."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # bfloat16 has no numpy dtype: every tensor is seen as plain bytes.
-    return memoryview(flat.view(torch.uint8).numpy().data)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
 def piece_checksums(data: memoryview) -> tuple[str, ...]:

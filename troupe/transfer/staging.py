@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import torch
 
-from troupe.transfer.checksum import PIECE_BYTES
+from troupe.transfer.checksum import PIECE_BYTES, flat_bytes
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -66,7 +66,7 @@ class DeviceBytes:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """A view of `tensor` when it is contiguous, else a copy on the device."""
-        self._flat = flat(tensor)
+        self._flat = flat_bytes(tensor)
         # What wrote the tensor was asked for in the caller's stream.
         self._written = torch.cuda.current_stream(tensor.device).record_event()
 
@@ -87,16 +87,10 @@ class DeviceBytes:
 Bytes = memoryview | DeviceBytes
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The C-order bytes of `tensor` as uint8 where it is; a view when it is contiguous."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return plain.view(torch.uint8) if plain.numel() else plain.new_empty(0, dtype=torch.uint8)
-
-
 def upload(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Fill the first of each pair, contiguous on one device, with the second, in host memory and of
     the same layout. All of it is there when this returns."""
-    flats = [(flat(target), flat(source)) for target, source in pairs]
+    flats = [(flat_bytes(target), flat_bytes(source)) for target, source in pairs]
     if not flats:
         return
     device = flats[0][0].device

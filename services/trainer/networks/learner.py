@@ -175,8 +175,7 @@ class NetworkLearner:
         if self._learner is None:
             self._learner = self._made()
         # Small networks are trained where their environments are: beside the device.
-        state = fields.below("state", tensors)
-        self._own.restore({name: tensor.cpu() for name, tensor in state.items()})
+        self._own.restore(fields.on_host(fields.below("state", tensors)))
         self._rows = []
         for i, value in enumerate(values["rows"]):
             arrays = {n: t.cpu().numpy() for n, t in fields.below(f"rows/{i}", tensors).items()}

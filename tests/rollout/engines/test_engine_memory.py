@@ -118,13 +118,21 @@ async def test_a_server_without_a_memory_saver_cannot_sleep(transfer: Transfer) 
         await engine.stop()
 
 
-async def test_memory_is_released_in_the_server_and_taken_again(transfer: Transfer) -> None:
+@asynccontextmanager
+async def saving_memory(transfer: Transfer) -> AsyncIterator[tuple[Engine, FakeSglang]]:
+    """An engine that serves version 0, and the double it is attached to, with a memory saver."""
     fake = FakeSglang(CONFIG)
     fake.info["enable_memory_saver"] = True
     async with serve(fake) as url:
         engine = make_engine("e0", "solver", policy_spec(kind="sglang", urls=[url]))
         await engine.start()
         await engine.update_weights(publish(transfer, make_model(0), 0), transfer)
+        yield engine, fake
+        await engine.stop()
+
+
+async def test_memory_is_released_in_the_server_and_taken_again(transfer: Transfer) -> None:
+    async with saving_memory(transfer) as (engine, fake):
         await engine.sleep({"kv_cache"})
         assert fake.released == {"kv_cache"}
         await engine.sleep()
@@ -137,19 +145,13 @@ async def test_memory_is_released_in_the_server_and_taken_again(transfer: Transf
             await engine.wake()
         # It comes back like any engine that died.
         assert (engine.state, engine.asleep) == (pb.ENGINE_STATE_DEAD, frozenset())
-        await engine.stop()
 
 
 async def test_memory_is_not_released_while_requests_wait_in_the_server(
     transfer: Transfer,
 ) -> None:
     """Those of somebody else, too: a scheduler with anything in its queue dies of it."""
-    fake = FakeSglang(CONFIG)
-    fake.info["enable_memory_saver"] = True
-    async with serve(fake) as url:
-        engine = make_engine("e0", "solver", policy_spec(kind="sglang", urls=[url]))
-        await engine.start()
-        await engine.update_weights(publish(transfer, make_model(0), 0), transfer)
+    async with saving_memory(transfer) as (engine, fake):
         client = engine._server.client  # type: ignore[attr-defined]
         other = asyncio.ensure_future(client.generate("theirs", [1, 2], {"max_new_tokens": 100}))
         await until(lambda: "theirs" in fake.calls)
@@ -161,7 +163,6 @@ async def test_memory_is_not_released_while_requests_wait_in_the_server(
         await other
         await asleep
         assert fake.released == {"kv_cache", "weights"}
-        await engine.stop()
 
 
 @pytest.mark.parametrize("kind", KINDS)
