@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import subprocess
-import tempfile
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from troupe.scratch import Scratch
 
 _END_SECONDS: Final = 20.0
 
@@ -38,16 +39,19 @@ def options_of(
 
 
 @contextlib.contextmanager
-def scratch(prefix: str) -> Iterator[Path]:
-    """A directory in memory where there is one, else on disk.
+def scratch() -> Iterator[Path]:
+    """A directory in memory where there is one, else on disk. SIGTERM ends us and takes it along;
+    what a killed benchmark left of its own goes now.
 
     A job writes its state and rows through to the disk, and a peer that it is measured against
     nothing: what other work does to the disk would be measured as ours.
     """
-    memory = Path("/dev/shm")
-    root = memory if os.access(memory, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as directory:
-        yield Path(directory)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with Scratch("troupe-bench-") as directory:
+            yield directory
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def quantile(values: Sequence[float], q: float) -> float:

@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     console = Console(stderr=options.json, width=150)
     work, seeds = (QUICK, 2) if options.quick else (FULL, SEEDS)
-    with scratch("troupe-parity-") as directory:
+    with scratch() as directory:
         found = asyncio.run(measure(directory, work, options.seeds or seeds, console))
     console.print(told(found))
     low, high = found["interval"]

@@ -131,7 +131,7 @@ def _process(
     cores: int, workers: int, paced: bool, order: Order
 ) -> Iterator[tuple[psutil.Process, str]]:
     module = "benchmarks.actions.paced_service" if paced else "services.reward"
-    with scratch("actions-") as directory, contextlib.ExitStack() as stack:
+    with scratch() as directory, contextlib.ExitStack() as stack:
         ports, log = directory / "ports", directory / "service.log"
         env = {
             "TROUPE_PORT": "0",

@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(stderr=options.json, width=130)
     base = QUICK if options.quick else FULL
     plan = Plan(base.size, base.work, options.steps or base.steps, options.rounds or base.rounds)
-    with scratch("troupe-end-") as directory:
+    with scratch() as directory:
         rates = asyncio.run(measure(directory, plan, console))
     found = ratios(rates)
     table = Table(title="The whole job: 256 samples of 16 tokens per step")

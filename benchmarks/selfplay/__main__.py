@@ -58,7 +58,7 @@ def job(name: str, model: Path, *, quick: bool, seed: int = 0) -> JobSpec:
 async def run(names: Sequence[str], *, quick: bool, seed: int) -> dict[str, Curve]:
     """One job after the other on one cluster."""
     found = {}
-    with scratch("selfplay-") as directory:
+    with scratch() as directory:
         model = make_player(directory / "model", seed=seed)
         async with cluster(directory / "data") as client:
             for name in names:

@@ -172,7 +172,7 @@ def _ran(response: pb.InvokeResponse) -> float:
 
 async def measure(plan: Plan, console: Console) -> dict[str, float]:
     """All of it; tables go to `console`."""
-    with scratch("troupe-serverless-") as directory:
+    with scratch() as directory:
         singles, batches = await overhead(directory, plan)
         cold = await cold_starts(directory, plan)
         autoscaled, dedicated = await bursts(directory, plan)

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.only != "sharing":
         device = torch.device(args.device)
         sizes = SIZES[:1] if args.quick else (*SIZES, *([LARGE] if device.type == "cuda" else []))
-        with scratch("troupe-swap-") as where:
+        with scratch() as where:
             rows = [
                 measure(*size, 2 if args.quick else 5, device, where / f"{size[0]}")
                 for size in sizes
@@ -78,7 +78,7 @@ async def _share(quick: bool) -> tuple[Sharing, Sharing]:
     )
     rows = []
     for label, trainers in (("shared, one slot each", SHARED), ("dedicated", len(AGENTS))):
-        with scratch("troupe-swap-") as where:
+        with scratch() as where:
             rows.append(await run(label, trainers, 1, scale, where))
     return rows[0], rows[1]
 

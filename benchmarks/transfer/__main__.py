@@ -14,9 +14,6 @@ import json
 import logging
 import os
 import platform
-import signal
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,9 +25,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import scratch
 from benchmarks.transfer import device, networks, swap
 from benchmarks.transfer.measure import TCP_BYTES, Pair, Row, measure
-from troupe.transfer.places import default_root
 from troupe.transfer.remote import lane
 
 MIB = 2**20
@@ -72,22 +69,19 @@ def main() -> None:
     torch.set_num_threads(1)
     # Through gRPC on purpose: its warnings would fill the screen.
     logging.getLogger("troupe.transfer").setLevel(logging.ERROR)
-    # Who is told to end takes its gigabytes and its namespaces along.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     began = time.monotonic()
     sizes = [mib * MIB for mib in args.mib] if args.mib else FULL
     rounds = QUICK if args.quick and not args.mib else {size: _rounds(size) for size in sizes}
-    # Beside the place of real states: in shared memory where there is some.
-    with tempfile.TemporaryDirectory(prefix="troupe-bench-", dir=default_root().parent) as where:
+    with scratch() as where:
         if args.device:
-            _between_devices(args.device, rounds, Path(where), console)
+            _between_devices(args.device, rounds, where, console)
             return
         rows = []
         for size, count in rounds.items():
-            rows.append(measure(size, count, Path(where)))
+            rows.append(measure(size, count, where))
             # Each by itself, too: the largest take minutes.
             console.print(_table(rows[-1:]))
-        rest = _rest(rounds, Path(where), quick=args.quick)
+        rest = _rest(rounds, where, quick=args.quick)
     if len(rows) > 1:
         console.print(_table(rows))
     console.print(_rest_table(rest))

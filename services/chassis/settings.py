@@ -14,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from troupe.rpc import ClientSettings, RetryPolicy
 from troupe.rpc.settings import Token
+from troupe.scratch import memory_root
 
 
 class ServiceSettings(BaseSettings):
@@ -76,7 +77,7 @@ class ServiceSettings(BaseSettings):
     # Where its data is.
     data_dir: Path = Path("runs")
     """Jobs' directories; shared by the services of a host, or of the cluster."""
-    transfer_dir: Path = Field(default_factory=lambda: Path(f"/dev/shm/troupe-{os.getuid()}"))
+    transfer_dir: Path = Field(default_factory=lambda: memory_root() / f"troupe-{os.getuid()}")
     """tmpfs directory through which weights move on this host."""
     transfer_serve: Literal["auto", "on", "off"] = "auto"
     """Whether other hosts read weights and states from this one, and this one from them; `auto`:

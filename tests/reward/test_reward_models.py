@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +13,6 @@ import pytest
 from pydantic import ValidationError
 
 from services.reward.gpu import Board, ModelManager, ModelSettings, ModelUnavailable
-from services.reward.gpu.folder import Folder
 from services.reward.gpu.resident import Resident
 from troupe.rpc import InvalidArgument
 from troupe.scheduling.elastic.cells import Cell, Model
@@ -210,21 +207,3 @@ async def test_torch_models_come_back_from_shared_memory_as_they_were(
     assert not directory.exists()
     with pytest.raises(TypeError, match="no torch modules"):
         Resident(object(), tmp_path / "copy")
-
-
-def test_a_killed_process_leaves_nothing_in_host_memory_for_long(tmp_path: Path) -> None:
-    pid = os.fork()
-    if not pid:
-        try:
-            (Folder(tmp_path).path / "state").write_bytes(b"x")
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-    (left,) = tmp_path.iterdir()
-    first = Folder(tmp_path)
-    assert list(tmp_path.iterdir()) == [first.path] != [left]
-    second = Folder(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([first.path, second.path])
-    first.close()
-    second.close()
-    assert not list(tmp_path.iterdir())

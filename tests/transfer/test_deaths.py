@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -22,6 +21,7 @@ import torch
 from pydantic import SecretStr
 
 from troupe.rpc import ClientSettings
+from troupe.scratch import Scratch
 from troupe.transfer import Transfer, room
 from troupe.transfer.mappings import Mappings
 from troupe.transfer.remote import Owner, Peer, held, serving
@@ -36,9 +36,8 @@ MIB = 2**20
 def root() -> Iterator[Path]:
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("no shared memory here")
-    root = Path(f"/dev/shm/troupe-deaths-{os.getpid()}")
-    yield root
-    shutil.rmtree(root, ignore_errors=True)
+    with Scratch("troupe-test-") as root:
+        yield root
 
 
 def state(value: float) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from troupe.scratch import Scratch
 from troupe.transfer import Transfer, checksum_of, room
 
 KEY = "job/solver/weights@1"
@@ -49,9 +50,8 @@ def start(code: str, root: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no shared memory here")
 def test_shared_memory_between_processes() -> None:
-    root = Path(f"/dev/shm/troupe-test-{os.getpid()}")
-    transfer = Transfer(root)
-    try:
+    with Scratch("troupe-test-") as root:
+        transfer = Transfer(root)
         with start(WRITER, root) as writer:
             # Waits while the other process still starts.
             got, manifest = transfer.get(KEY, timeout=60)
@@ -64,9 +64,6 @@ def test_shared_memory_between_processes() -> None:
         transfer.set(KEY, got)
         transfer.get(KEY)
         assert transfer.last_transport == "in_process"
-    finally:
-        transfer.delete(KEY)
-        root.rmdir()
 
 
 def test_a_writer_that_dies_half_way_is_never_visible(

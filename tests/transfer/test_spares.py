@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from troupe.scratch import Scratch
 from troupe.transfer import Corrupt, Manifest, Transfer, sidecar
 from troupe.transfer import shelf as shelf_module
 from troupe.transfer.chunks import chunks_of
@@ -26,9 +27,8 @@ pytestmark = pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no s
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    root = Path(f"/dev/shm/troupe-test-{os.getpid()}-{threading.get_native_id()}")
-    yield root
-    subprocess.run(["rm", "-rf", str(root)], check=True)
+    with Scratch("troupe-test-") as root:
+        yield root
 
 
 def state(value: int) -> dict[str, torch.Tensor]:

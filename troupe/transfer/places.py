@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from troupe.rpc.errors import TroupeError, Unavailable
+from troupe.scratch import memory_root
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound
 
@@ -24,9 +24,7 @@ _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "hugetlbfs"}
 
 def default_root() -> Path:
     """`/dev/shm/troupe-<uid>`, or a directory of that name for temporary files without one."""
-    shared = Path("/dev/shm")
-    parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    return parent / f"troupe-{os.getuid()}"
+    return memory_root() / f"troupe-{os.getuid()}"
 
 
 def in_memory(path: Path) -> bool:

@@ -10,10 +10,10 @@ import structlog
 
 from services.chassis.telemetry import Telemetry
 from services.reward.gpu.board import Board
-from services.reward.gpu.folder import Folder
 from services.reward.gpu.service import ModelService, ModelUnavailable
 from services.reward.gpu.settings import ModelSettings, check_models
 from troupe.scheduling.elastic.cells import Cell, Model, meet
+from troupe.scratch import Scratch
 
 __all__ = ["ModelManager", "ModelUnavailable"]
 
@@ -31,7 +31,7 @@ class ModelManager:
     ) -> None:
         """Raises `InvalidArgument` for a model that fits on no cell."""
         check_models(models, gpus)
-        self._folder = Folder()
+        self._folder = Scratch("troupe-models-")
         self._services = {
             name: ModelService(name, settings, self._folder.path)
             for name, settings in models.items()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import structlog
 
 from services.trainer.gang.frames import Channel, Frame
@@ -22,13 +19,13 @@ from services.trainer.gang.terms import Terms
 from services.trainer.peers import Stopped
 from services.trainer.settings import TrainerSettings
 from troupe.rpc import Aborted, DeadlineExceeded, from_status
+from troupe.scratch import Scratch
 
 log = structlog.get_logger("troupe.gang")
 
 _POLL_SECONDS = 0.2
 # After SIGTERM, before SIGKILL.
 _GRACE_SECONDS = 5.0
-_PREFIX = "troupe-gang-"
 
 
 class Gang:
@@ -46,8 +43,8 @@ class Gang:
         self.size = size
         self._settings, self._given_up = settings, given_up
         self._ranks_here = size // settings.gang_nodes
-        _sweep()
-        self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_shared()))
+        self._scratch = Scratch("troupe-gang-")
+        self.directory = self._scratch.path
         self._channel: Channel | None = None
         self._files = 0
         listener = socket.socket(socket.AF_UNIX)
@@ -124,7 +121,7 @@ class Gang:
                 _kill_all(self._agent)
         if channel is not None:
             channel.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._scratch.close()
 
     # How.
 
@@ -252,16 +249,3 @@ def _kill_all(agent: subprocess.Popen[bytes]) -> None:
     log.error("ranks did not end, they are killed")
     agent.kill()
     agent.wait()
-
-
-def _shared() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-def _sweep() -> None:
-    """Remove what leads have left behind that were killed."""
-    root = Path(_shared() or tempfile.gettempdir())
-    for path in root.glob(f"{_PREFIX}*"):
-        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)

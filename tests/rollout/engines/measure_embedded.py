@@ -12,9 +12,7 @@ import asyncio
 import json
 import random
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -23,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
 from troupe.job import EngineSpec, ModelSpec, PolicySpec
+from troupe.scratch import Scratch
 from troupe.transfer import Transfer
 from troupe.v1 import common_pb2 as pb
 
@@ -74,8 +73,8 @@ async def measure(size: str, deterministic: bool) -> dict[str, Any]:
     engine = EmbeddedEngine("e", "p", spec, deterministic=deterministic)
     await engine.start()
     best: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        transfer = Transfer(Path(directory))
+    with Scratch("troupe-bench-") as directory:
+        transfer = Transfer(directory)
         manifest = transfer.set("j/p/weights@0", model.state_dict())
         ref = pb.WeightsRef(version=0, key="j/p/weights@0", checksum=manifest.checksum)
         await engine.update_weights(ref, transfer)

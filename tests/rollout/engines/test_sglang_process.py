@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from services.rollout.engines.sglang.process import ServerProcess, free_port
-from services.rollout.engines.sglang.scratch import ScratchDirectory
 
 STUBBORN = "trap '' TERM; echo up; sleep 600 & echo $!; wait; sleep 600"
 
@@ -86,25 +85,6 @@ async def test_a_server_dies_with_the_rollout_process(tmp_path: Path) -> None:
     while exists(server) and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     assert not exists(server)
-
-
-def test_a_dead_owner_s_scratch_is_cleared_and_a_living_one_s_is_not(tmp_path: Path) -> None:
-    code = (
-        "import os, pathlib\n"
-        "from services.rollout.engines.sglang.scratch import ScratchDirectory\n"
-        f"print(ScratchDirectory(pathlib.Path({str(tmp_path)!r})).path, flush=True)\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    left = Path(ended.stdout.strip())
-    assert left.is_dir()
-    mine = ScratchDirectory(tmp_path)
-    assert not left.exists()
-    other = ScratchDirectory(tmp_path)
-    assert mine.path.is_dir()
-    for scratch in (mine, other, other):
-        scratch.remove()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_free_ports_differ() -> None:

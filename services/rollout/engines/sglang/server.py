@@ -28,9 +28,9 @@ from services.rollout.engines.sglang.inspection import inspect
 from services.rollout.engines.sglang.loading import DiskLoader, choose_loader
 from services.rollout.engines.sglang.lora import check_server, target_names
 from services.rollout.engines.sglang.process import ServerProcess, free_port
-from services.rollout.engines.sglang.scratch import ScratchDirectory
 from services.rollout.engines.sglang.update import Updater
 from troupe.job import PolicySpec
+from troupe.scratch import Scratch
 
 _POLL_SECONDS: Final = 0.25
 # Turns that were aborted leave the server within this time.
@@ -75,7 +75,7 @@ class Server:
         self._spec = spec
         self._replica = replica
         self._given_dir = work_dir
-        self._scratch: ScratchDirectory | None = None
+        self._scratch: Scratch | None = None
         self._deterministic = deterministic
         self._process: ServerProcess | None = None
         # A launched server carries it, so that no other one is mistaken for it.
@@ -136,7 +136,7 @@ class Server:
             self._process = None
         release(self)
         if for_good and self._scratch is not None:
-            await asyncio.to_thread(self._scratch.remove)
+            await asyncio.to_thread(self._scratch.close)
             self._scratch = None
 
     async def load(self) -> ServerLoad:
@@ -157,7 +157,7 @@ class Server:
         if self._given_dir is not None:
             return self._given_dir
         if self._scratch is None:
-            self._scratch = ScratchDirectory()
+            self._scratch = Scratch("troupe-sglang-")
         return self._scratch.path
 
     def _read_model(self) -> PretrainedConfig:

@@ -1,0 +1,77 @@
+"""Directories in host memory go with their process, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from troupe.scratch import Scratch
+
+
+def test_what_a_killed_process_left_is_removed_and_a_living_one_s_is_not(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib\n"
+        "from troupe.scratch import Scratch\n"
+        f"path = Scratch('mine-', pathlib.Path({str(tmp_path)!r})).path\n"
+        "(path / 'state').write_bytes(b'x')\n"
+        "print(path, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    left = Path(ended.stdout.strip())
+    assert (left / "state").is_file()
+    with Scratch("others-", tmp_path):
+        assert left.is_dir()
+    first, second = Scratch("mine-", tmp_path), Scratch("mine-", tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([first.path, second.path])
+    for scratch in (first, second, second):
+        scratch.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_takes_none_that_is_being_made(tmp_path: Path) -> None:
+    made: list[Scratch] = []
+
+    def make() -> None:
+        made.extend(Scratch("mine-", tmp_path) for _ in range(50))
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(tmp_path.iterdir()) == sorted(scratch.path for scratch in made)
+    assert len(made) == 200
+    for scratch in made:
+        scratch.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_benchmark_that_is_told_to_end_takes_its_files_along(number: signal.Signals) -> None:
+    code = (
+        "import time\n"
+        "from benchmarks.command import scratch\n"
+        "with scratch() as directory:\n"
+        "    print(directory, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        directory = Path(process.stdout.readline().strip())
+        assert directory.is_dir()
+        process.send_signal(number)
+        assert process.wait(30) != 0
+    assert not directory.exists()
