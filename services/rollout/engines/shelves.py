@@ -83,6 +83,8 @@ class Shelves:
         for slot in self._slots:
             slot.read = 0
             slot.marks.clear()
+        # None is worth more than another, and neighbours are computed where they are.
+        self._free = OrderedDict(sorted(self._free.items()))
         return [slot.turn for slot in self.busy.values() if slot.turn is not None]
 
     def _place(self, turn: Turn, copies: dict[tuple[int, int], list[int]]) -> None:

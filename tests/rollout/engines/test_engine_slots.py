@@ -103,6 +103,40 @@ def test_a_group_reads_its_prompt_once() -> None:
     assert leader.read == 20
 
 
+def test_slots_of_a_version_are_neighbours() -> None:
+    cache = Tokens()
+    shelves = Shelves(cache)  # type: ignore[arg-type]
+    shelves.place([turn([1]) for _ in range(COUNT)])
+    for index in reversed(range(COUNT)):
+        shelves.end(shelves.busy[index])
+    shelves.place([turn([1])])
+    assert list(shelves.busy) == [COUNT - 1]
+    shelves.forget()
+    shelves.place([turn([2]) for _ in range(3)])
+    assert list(shelves.busy) == [COUNT - 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("slots", "where"),
+    [
+        ([3, 4, 5, 6], slice(3, 7)),
+        ([3, 4, 6, 7], slice(3, 8)),
+        ([0, 2, 5, 7], torch.tensor([0, 2, 5, 7])),
+    ],
+)
+def test_keys_are_copied_only_of_turns_far_apart(
+    slots: list[int], where: slice | torch.Tensor
+) -> None:
+    model = make_model(0)
+    cache = ragged.RaggedCache(model.config, torch.float32, running=8, max_context=128)
+    cache.plan([Run(slot, 4, 1) for slot in slots], len(slots))
+    [members] = cache.members
+    assert type(members.slots) is type(where)
+    assert str(members.slots) == str(where)
+    assert members.rows == slice(0, 4)
+    assert members.k == 16
+
+
 def test_turns_that_do_not_fit_at_full_length_get_pages() -> None:
     model = make_model(0)
     assert fits_slots(model, 16, 512)
@@ -134,20 +168,21 @@ async def test_weights_that_are_no_numbers_leave_nothing_behind(
 
 
 @pytest.mark.parametrize("lengths", [[1], [9, 3, 30], [5, 64, 17, 17], [100, 2, 90]])
-@pytest.mark.parametrize("first", [0, 2])
-def test_drawing_turns_attend_as_the_fused_kernel_does(lengths: list[int], first: int) -> None:
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [4, 2, 1, 5], [2, 4, 5, 7], [0, 2, 4, 6]])
+def test_drawing_turns_attend_as_the_fused_kernel_does(
+    lengths: list[int], slots: list[int]
+) -> None:
     model = make_model(0)
     cache = ragged.RaggedCache(model.config, torch.float32, running=8, max_context=128)
     heads, dim = cache.heads, cache.keys[0].shape[3]
-    generator = torch.Generator().manual_seed(first)
+    generator = torch.Generator().manual_seed(slots[0])
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
     for kept in (cache.keys[0], cache.values[0]):
         kept.copy_(numbers(*kept.shape))
-    # Slots beside each other, or every other one.
-    slots = [(first or 1) * i for i in range(len(lengths))]
+    slots = slots[: len(lengths)]
     cache.plan([Run(s, n - 1, 1) for s, n in zip(slots, lengths, strict=True)], len(lengths))
     query = numbers(1, heads * cache.repeat, len(lengths), dim)
     key, value = (numbers(1, heads, len(lengths), dim) for _ in range(2))
