@@ -1,1 +1,1 @@
-"""What balancing within a policy and between policies is worth; see docs/benchmarks.md."""
+"""What balancing within and between policies is worth; see docs/benchmarks/balancing.md."""

@@ -1,6 +1,6 @@
 """The job that every row runs: five policies, ten paced engines, calls by Zipf's law.
 
-What the figures stand for, and where they come from, is in docs/benchmarks.md.
+What the figures stand for, and where they come from, is in docs/benchmarks/balancing.md.
 """
 
 from __future__ import annotations

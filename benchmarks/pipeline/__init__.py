@@ -1,1 +1,1 @@
-"""The pipeline modes against each other, on one cluster of real processes (docs/benchmarks.md)."""
+"""The pipeline modes against each other on one real cluster; see docs/benchmarks/pipeline.md."""

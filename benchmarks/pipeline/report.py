@@ -16,7 +16,7 @@ Row = tuple[Run, Figures | None]
 Measured = tuple[Setup, list[Row]]
 
 # FlexMARL's claims are judged where training takes as long as rollout, the claim for `async` where
-# tails make the rollout long: one workload cannot show both (docs/benchmarks.md).
+# tails make the rollout long: one workload cannot show both (docs/benchmarks/pipeline.md).
 JUDGED: Final = {
     "micro_batch_over_serial": (MA.name, 5.0),
     "micro_batch_over_sync": (MA.name, 1.8),

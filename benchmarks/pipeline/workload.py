@@ -1,6 +1,6 @@
 """The jobs that every mode runs: five policies, a skewed team, paced hardware, in two set-ups.
 
-What the figures stand for, and where they come from, is in docs/benchmarks.md.
+What the figures stand for, and where they come from, is in docs/benchmarks/pipeline.md.
 """
 
 from __future__ import annotations

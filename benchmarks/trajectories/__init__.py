@@ -1,1 +1,1 @@
-"""What trajectories that never wait for each other are worth (docs/benchmarks.md)."""
+"""What trajectories that never wait for each other are worth (docs/benchmarks/trajectories.md)."""

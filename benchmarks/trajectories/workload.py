@@ -1,4 +1,4 @@
-"""The jobs of the trajectory benchmark. What they stand for is in docs/benchmarks.md."""
+"""The jobs of the trajectory benchmark. What they stand for: docs/benchmarks/trajectories.md."""
 
 from __future__ import annotations
 

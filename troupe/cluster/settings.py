@@ -55,7 +55,7 @@ class ClusterSettings(BaseModel):
     )
     """Threads of each trainer worker, where not `threads` (default: `TROUPE_TRAINER_THREADS`). In a
     job on policy trainers and engines mostly take turns: with all cores for the trainer its steps
-    were a sixth shorter on two (docs/benchmarks.md)."""
+    were a sixth shorter on two (docs/benchmarks/end-to-end.md)."""
     start_seconds: float = Field(default=120, gt=0)
     """How long a service may take until it is healthy."""
     stop_seconds: float = Field(default=15, gt=0)
