@@ -60,7 +60,7 @@ class RaggedCache(SlotCache):
 
     def plan(self, runs: Sequence[Run], size: int) -> None:
         """The coming pass has `size` rows, which are the tokens of `runs`, in order."""
-        rows = [(run.slot, run.start + i) for run in runs for i in range(run.count)]
+        rows = [(slot, start + i) for slot, start, count in runs for i in range(count)]
         slots, positions = zip(*rows, strict=True)
         self.slots, self.positions = torch.tensor(slots), torch.tensor(positions)
         heads = self.slots.unsqueeze(1) * self.heads + torch.arange(self.heads)
@@ -73,15 +73,15 @@ class RaggedCache(SlotCache):
             start = self.members[-1].rows.stop
 
     def _members(self, runs: Sequence[Run], start: int) -> Members:
-        counts = torch.tensor([run.count for run in runs])
-        ends = torch.tensor([run.start + run.count for run in runs])
-        b, q, k = len(runs), int(counts.max()), max(int(ends.max()), _LEAST_KEYS)
-        numbers = [run.slot for run in runs]
+        numbers, starts, lengths = zip(*runs, strict=True)
+        counts = torch.tensor(lengths)
+        ends = torch.tensor(starts) + counts
+        b, q, k = len(runs), max(lengths), max(int(ends.max()), _LEAST_KEYS)
         first = min(numbers)
         span = max(numbers) + 1 - first
         if q == 1 and b < span <= _COVERED * b:
             return self._covering(slice(first, first + span), numbers, ends, start, k)
-        rows = slice(start, start + int(counts.sum()))
+        rows = slice(start, start + sum(lengths))
         # Distance of each query from its run's last token: padding is on the left.
         back = torch.arange(q - 1, -1, -1)
         hidden = torch.arange(k) > (ends.unsqueeze(1) - 1 - back).unsqueeze(2)
@@ -93,7 +93,7 @@ class RaggedCache(SlotCache):
             gather = start + counts.cumsum(0).unsqueeze(1) - 1 - back
             real = (back < counts.unsqueeze(1)).view(-1).nonzero().squeeze(-1)
             gather = gather.clamp_(min=start).view(-1)
-        beside = numbers == list(range(first, first + b))
+        beside = numbers == tuple(range(first, first + b))
         where = slice(first, first + b) if beside else torch.tensor(numbers)
         return Members(b, q, k, rows, gather, real, where, mask)
 
@@ -116,7 +116,7 @@ class RaggedCache(SlotCache):
 
 def _alike(run: Run) -> tuple[int, int]:
     """Runs with the same value are padded to each other where they are neighbours."""
-    return run.count.bit_length(), padded(run.start + run.count - 1)
+    return run.tokens.bit_length(), padded(run.start + run.tokens - 1)
 
 
 def slot_attention(

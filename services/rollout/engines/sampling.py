@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,7 @@ _MIX2 = np.uint64(0x94D049BB133111EB)
 _UINT64 = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """How the next token of one row is drawn; `position` counts the response's tokens."""
 
     temperature: float
@@ -35,22 +34,23 @@ def draw(logits: torch.Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[fl
     rows (temperature 0) count as temperature 1. That is what SGLang reports.
     """
     scaled = logits.float()
-    hot = [row.temperature if row.temperature > 0 else 1.0 for row in rows]
-    if any(t != 1.0 for t in hot):
+    temperatures, top_ks, top_ps, seeds, positions = zip(*rows, strict=True)
+    if set(temperatures) != {1.0}:
+        hot = [temperature if temperature > 0 else 1.0 for temperature in temperatures]
         scaled = scaled / torch.tensor(hot, dtype=torch.float32).unsqueeze(1)
     logprobs = torch.log_softmax(scaled, dim=-1)
     # The sum runs over the whole vocabulary: float32 would lose its small terms.
     weights = logprobs.double().exp_()
-    truncated = [i for i, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1.0]
-    if truncated:
+    if max(top_ks) > 0 or min(top_ps) < 1.0:
+        truncated = [i for i, row in enumerate(rows) if row.top_k > 0 or row.top_p < 1.0]
         weights[truncated] = _truncate(weights[truncated], [rows[i] for i in truncated])
     cdf = weights.cumsum(dim=-1)
-    targets = torch.from_numpy(uniforms([r.seed for r in rows], [r.position for r in rows]))
+    targets = torch.from_numpy(uniforms(seeds, positions))
     targets = targets.unsqueeze(1) * cdf[:, -1:]
     # The first token whose cumulative weight exceeds the target: never one of weight zero.
     tokens = torch.searchsorted(cdf, targets, right=True).clamp_(max=logits.shape[-1] - 1)
-    greedy = [i for i, row in enumerate(rows) if row.temperature <= 0]
-    if greedy:
+    if min(temperatures) <= 0:
+        greedy = [i for i, temperature in enumerate(temperatures) if temperature <= 0]
         tokens[greedy] = logits[greedy].argmax(dim=-1, keepdim=True)
     chosen = logprobs.gather(1, tokens)
     return tokens.squeeze(1).tolist(), chosen.squeeze(1).tolist()

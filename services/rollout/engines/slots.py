@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -33,16 +33,17 @@ MASKED: Final = -1e30
 
 def padded(position: int) -> int:
     """Number of keys that a token at `position` (from 0) is computed with."""
+    if position < LENGTHS[0]:  # most of them, and asked for each in every pass
+        return LENGTHS[0]
     return LENGTHS[bisect_left(LENGTHS, position + 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Tokens at `start` .. `start + count - 1` of one slot, computed in one pass."""
+class Run(NamedTuple):
+    """Tokens at `start` .. `start + tokens - 1` of one slot, computed in one pass."""
 
     slot: int
     start: int
-    count: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +122,21 @@ class SlotCache:
 
         Single tokens with equally many keys are computed together where they are neighbours.
         """
-        slots = [run.slot for run in runs for _ in range(run.count)]
-        positions = [run.start + i for run in runs for i in range(run.count)]
+        slots = [run.slot for run in runs for _ in range(run.tokens)]
+        positions = [run.start + i for run in runs for i in range(run.tokens)]
         spare = size - len(slots)
         self.slots = torch.tensor(slots + [self.count] * spare)
         self.positions = torch.tensor(positions + [0] * spare)
         self.groups = []
         start = 0
-        for (keys, single), members in groupby(runs, lambda r: (padded(r.start), r.count == 1)):
+        for (keys, single), members in groupby(runs, lambda r: (padded(r.start), r.tokens == 1)):
             if single:
                 stop = start + sum(1 for _ in members)
                 self.groups.append(self._group(start, stop, keys, None))
                 start = stop
                 continue
             for run in members:
-                for keys_of_part, part in groupby(range(run.start, run.start + run.count), padded):
+                for keys_of_part, part in groupby(range(run.start, run.start + run.tokens), padded):
                     stop = start + sum(1 for _ in part)
                     self.groups.append(self._group(start, stop, keys_of_part, run.slot))
                     start = stop

@@ -231,26 +231,31 @@ class SlotBatcher:
 
     def _pass(self) -> None:
         """Compute one pass: a token per drawing turn, and what fits of the prompts."""
-        busy = list(self._shelves.busy.values())
-        # Neighbours in memory one after the other: they are computed where they are.
-        drawing = sorted((s for s in busy if s.left == 1), key=lambda s: (padded(s.read), s.index))
-        reading = sorted((s for s in busy if s.left > 1), key=lambda s: s.used_at)
+        drawing: list[tuple[int, int, Slot]] = []
+        reading: list[tuple[int, int, Slot]] = []
+        for slot in self._shelves.busy.values():
+            if (left := slot.left) == 1:
+                # Neighbours in memory one after the other: they are computed where they are.
+                drawing.append((padded(slot.read), slot.index, slot))
+            elif left:
+                reading.append((slot.used_at, slot.index, slot))
         runs: list[Run] = []
         ids: list[int] = []
         last: list[tuple[Slot, int]] = []
         room = self._rows
-        for slot in drawing + reading:
-            count = min(slot.left, room)
-            if not count:
+        for _, index, slot in sorted(drawing) + sorted(reading):
+            tokens = slot.ids[slot.read : slot.read + room]
+            if not tokens:
                 break
-            runs.append(Run(slot.index, slot.read, count))
-            ids += slot.ids[slot.read : slot.read + count]
+            count = len(tokens)
+            runs.append(Run(index, slot.read, count))
+            ids += tokens
             room -= count
             slot.read += count
             assert slot.turn is not None  # busy
             if not slot.turn.versions:
                 slot.turn.read_tokens += count
-            if not slot.left:
+            if slot.read == len(slot.ids):
                 last.append((slot, len(ids) - 1))
         if not runs:  # all of them were cancelled
             return

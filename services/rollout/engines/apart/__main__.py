@@ -58,15 +58,15 @@ class _Reporting(SlotBatcher):
         over = [int(turn.request_id) for turn in self._over]
         for number in over:
             self._turns.pop(number, None)
-        drew = [turn for turn, count in before if len(turn.versions) > count]
-        first = [turn for turn in drew if len(turn.versions) == 1]
-        self._outbox.put(
-            "drew",
-            self._version,
-            [[int(t.request_id), t.token_ids[-1], t.logprobs[-1]] for t in drew],
-            [[int(t.request_id), t.read_tokens, t.started_at] for t in first],
-            over,
-        )
+        drew: list[tuple[int, int, float]] = []
+        first: list[tuple[int, int, float | None]] = []
+        for turn, count in before:
+            if len(turn.versions) > count:
+                number = int(turn.request_id)
+                drew.append((number, turn.token_ids[-1], turn.logprobs[-1]))
+                if not count:
+                    first.append((number, turn.read_tokens, turn.started_at))
+        self._outbox.put("drew", self._version, drew, first, over)
 
     def _report(self, turns: Sequence[Turn]) -> None:
         super()._report(turns)
