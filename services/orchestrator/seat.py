@@ -26,6 +26,8 @@ _log = structlog.get_logger(__name__)
 _FROZEN_COST: Final = 0.25
 # States of a step that nothing interrupts.
 _UNINTERRUPTED: Final = frozenset({pb.BINDING_STATE_STEPPING, pb.BINDING_STATE_PUBLISHING})
+# It is not bound there (any more); of a gang that was lost, nothing is left to suspend.
+_UNBOUND: Final = RENEWABLE | {"gang_lost"}
 # A policy that could not be suspended is not asked again for so long.
 _STUCK_SECONDS: Final = 10.0
 
@@ -258,7 +260,7 @@ class Seat:
                     self._renewing = self._spawn(self._renew(response.state))
         except TroupeError as error:
             gone = isinstance(error, Unavailable) or not worker.alive
-            if not gone and error.kind not in RENEWABLE:
+            if not gone and error.kind not in _UNBOUND:
                 self._stuck_until = time.monotonic() + _STUCK_SECONDS
                 _log.warning("not suspended", policy=self.name, error=str(error))
                 return

@@ -247,6 +247,10 @@ class Binding:
         self._fetched = None
         self._suspension.forget()
         self.versions.leave()
+        self.leave_ranks()
+
+    def leave_ranks(self) -> None:
+        """Have the ranks of a gang forget this policy. Blocking."""
         if self.versions.made and isinstance(self.learner, GangLearner):
             self.learner.leave()
 

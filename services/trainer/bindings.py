@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 from services.trainer.binding import Binding
+from services.trainer.compute import Compute
 from troupe.job import JobSpec
 from troupe.rpc import NotFound
 from troupe.v1 import common_pb2 as pb
@@ -51,15 +52,20 @@ class Bindings:
             return parked
         return self._make(key, spec, spec_json)
 
-    @contextlib.contextmanager
-    def filling(self, key: Key, binding: Binding) -> Iterator[None]:
-        """It is bound once it is filled inside; if that fails it is gone."""
+    @contextlib.asynccontextmanager
+    async def filling(self, key: Key, binding: Binding, compute: Compute) -> AsyncIterator[None]:
+        """It is bound once it is filled inside; if that fails it is gone. Whatever was bound before
+        leaves first: ranks of a gang know a policy by its key."""
+        if (before := self.bound.pop(key, None)) is not None:
+            await compute.run(before.leave_ranks)
         self.bound[key] = binding
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             binding.move(pb.BINDING_STATE_RELEASED)
             del self.bound[key]
+            if isinstance(error, Exception):  # else the worker stops, and ends them anyway
+                await compute.run(binding.leave_ranks)
             raise
         binding.move(pb.BINDING_STATE_IDLE)
 

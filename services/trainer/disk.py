@@ -14,6 +14,26 @@ from troupe.rpc import FailedPrecondition, ResourceExhausted, TroupeError
 
 
 @contextlib.contextmanager
+def in_memory(path: Path, what: str) -> Iterator[None]:
+    """Turn a write into host memory that fails for want of room into ResourceExhausted of kind
+    "storage_full"."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        found = system_error(error)
+        if found is None or not is_full(found):
+            raise
+        raise ResourceExhausted(
+            f"no room in {path.parent} for {what} that a gang hands over",
+            kind="storage_full",
+            field="directory",
+            value=path.parent,
+            remedy="Free space there, or give the container more of it (`--shm-size`): it takes a "
+            "whole copy of weights and optimizer.",
+        ) from error
+
+
+@contextlib.contextmanager
 def reported(directory: Path, what: str) -> Iterator[None]:
     """Turn a failed write into a typed error: ResourceExhausted of kind "storage_full", or
     FailedPrecondition of kind "storage_unwritable"."""

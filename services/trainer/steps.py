@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import structlog
@@ -83,6 +84,10 @@ class Steps:
         binding.half = half
         self._start(binding, half.step, half.version, half.oldest_version)
 
+    async def give_back(self, binding: Binding, half: HalfStep) -> None:
+        """Free the samples of a step that was stopped for a suspension: its gradients are gone."""
+        await self._make_claims(binding, half.step, half).close()
+
     async def cancel(self, key: Key) -> None:
         """Give the policy's step up, and forget it."""
         run = self._runs.pop(key, None)
@@ -96,15 +101,11 @@ class Steps:
     def _start(
         self, binding: Binding, step: int, version: int, oldest_version: int | None
     ) -> StepRun:
-        lease = self._settings.trainer_lease_seconds
         half, binding.half = binding.half, None
         if half is not None and (half.step, half.version) != (step, version):
             half = None  # `StepRun` throws its gradients away
 
-        def make_claims(half: HalfStep | None) -> StepClaims:
-            where = (binding.job_id, binding.policy, step, binding.claimant)
-            return StepClaims(self._store, *where, lease, half)
-
+        make_claims = functools.partial(self._make_claims, binding, step)
         bounds = (step, version, oldest_version)
         run = StepRun(binding, *bounds, make_claims, self._compute, self._settings, half)
         self._runs[(binding.job_id, binding.policy)] = run
@@ -112,6 +113,10 @@ class Steps:
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)
         return run
+
+    def _make_claims(self, binding: Binding, step: int, half: HalfStep | None) -> StepClaims:
+        where = (binding.job_id, binding.policy, step, binding.claimant)
+        return StepClaims(self._store, *where, self._settings.trainer_lease_seconds, half)
 
     async def _after(self, binding: Binding, run: StepRun) -> None:
         """Count the step and tell the orchestrator."""

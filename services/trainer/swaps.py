@@ -11,6 +11,7 @@ from services.trainer.binding import Binding
 from services.trainer.bindings import Bindings, Key
 from services.trainer.compute import Compute
 from services.trainer.steps import Steps
+from services.trainer.suspension import HalfStep
 from troupe.job import JobSpec
 from troupe.rpc import TroupeError
 from troupe.v1 import common_pb2 as pb
@@ -35,7 +36,8 @@ class Swaps:
     async def suspend(self, key: Key) -> trainer_pb2.SuspendedState:
         """Free the device of a policy; repeated, it says again where its state is.
 
-        Raises NotFound of kind "not_bound", and as `Binding.suspend`: then it stays bound.
+        Raises NotFound of kind "not_bound", and as `Binding.suspend`: then it stays bound, unless
+        the ranks of its gang have ended (Aborted of kind "gang_lost"): then it is bound no more.
         """
         bindings = self._bindings
         async with bindings.lock(key):
@@ -52,7 +54,9 @@ class Swaps:
                 state = await asyncio.to_thread(binding.suspend, half)
             except TroupeError:
                 binding.move(pb.BINDING_STATE_IDLE)
-                if half is not None:  # the step goes on, whoever asks for it
+                if binding.learner.lost:
+                    await self._give_up(binding, half)
+                elif half is not None:  # the step goes on, whoever asks for it
                     self._steps.go_on(binding, half)
                 raise
             self._steps.forget(key)
@@ -60,6 +64,16 @@ class Swaps:
             binding.move(pb.BINDING_STATE_SUSPENDED)
             self._count(binding, "suspend", state.seconds)
             return state
+
+    async def _give_up(self, binding: Binding, half: HalfStep | None) -> None:
+        """Free the device of a policy whose ranks have ended: there is nothing to suspend, and who
+        binds it goes on from the committed version."""
+        if half is not None:
+            await self._steps.give_back(binding, half)
+        self._steps.forget((binding.job_id, binding.policy))
+        del self._bindings.bound[(binding.job_id, binding.policy)]
+        binding.move(pb.BINDING_STATE_RELEASED)
+        await self._compute.run(binding.leave)
 
     async def resume(
         self,
@@ -81,7 +95,7 @@ class Swaps:
             binding.move(pb.BINDING_STATE_BINDING)
             bindings.parked.pop(key, None)
             before = binding.swap_seconds
-            with bindings.filling(key, binding):
+            async with bindings.filling(key, binding, self._compute):
                 await self._compute.run(binding.resume, state, version, checksum)
             self._count(binding, "resume", binding.swap_seconds - before)
             return binding

@@ -252,7 +252,7 @@ class TrainerWorker:
             if (parked := bindings.parked.pop(key, None)) is not None:
                 await asyncio.to_thread(parked.leave)
             binding = self._new_binding(key, spec, spec_json)
-            with bindings.filling(key, binding):
+            async with bindings.filling(key, binding, self._compute):
                 await self._compute.run(binding.load, version, checksum)
             # The number of threads is part of what deterministic results depend on.
             threads = self._settings.threads

@@ -77,6 +77,18 @@ async def test_a_suspended_state_that_is_gone_costs_nothing_but_a_load(house: Cl
     await audited(house, job_id)
 
 
+async def test_a_gang_that_is_gone_when_it_is_suspended_keeps_nobody_waiting(
+    house: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.orchestrator.seat._STUCK_SECONDS", 1000.0)
+    trainer = await house.add_trainer(TrainerScript(slots=1, lose_gang=True))
+    job_id = await house.submit(job())
+    ended = await house.wait(job_id, seconds=40)
+    assert ended.state == SUCCEEDED, ended.problem
+    assert not trainer.script.lose_gang
+    await audited(house, job_id)
+
+
 async def test_a_trainer_that_dies_with_suspended_policies_is_replaced(house: Cluster) -> None:
     trainer = await house.add_trainer(TrainerScript(slots=1, seconds=0.3))
     job_id = await house.submit(job())

@@ -17,6 +17,7 @@ import xxhash
 from services.chassis.settings import ServiceSettings
 from tests.support.fake_worker import FakeWorker
 from troupe.rpc import (
+    Aborted,
     FailedPrecondition,
     NotFound,
     ResourceExhausted,
@@ -50,6 +51,8 @@ class TrainerScript:
     slots: int = 0
     # The suspended state is gone when it is resumed, once.
     lose_suspended: bool = False
+    # A rank has died by the time of the first suspension.
+    lose_gang: bool = False
     # The first version of every policy is gone.
     lose_first: bool = False
 
@@ -139,6 +142,9 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         running = [task for (*where, _), task in self._steps.items() if tuple(where) == key]
         await asyncio.gather(*running, return_exceptions=True)
         version = self.bound.pop(key).version
+        if self.script.lose_gang:
+            self.script.lose_gang = False
+            raise Aborted("a rank ended during 'suspend'", kind="gang_lost")
         state = tr.SuspendedState(
             key=f"{request.job_id}/{request.policy}/training@{version}",
             checksum="1",

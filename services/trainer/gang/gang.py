@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from services.trainer.gang.frames import Channel, Frame
 from services.trainer.gang.terms import Terms
 from services.trainer.peers import Stopped
 from services.trainer.settings import TrainerSettings
-from troupe.rpc import Aborted, DeadlineExceeded, from_status
+from troupe.rpc import Aborted, DeadlineExceeded, FailedPrecondition, from_status
 from troupe.scratch import Scratch
 
 log = structlog.get_logger("troupe.gang")
@@ -29,9 +30,11 @@ _GRACE_SECONDS = 5.0
 
 
 class Gang:
-    """Ranks under torchrun, from `Gang(...)` to `close`. Not for several threads at once.
+    """Ranks under torchrun, from `Gang(...)` to `close`.
 
-    They are children of this process, through torchrun, and end when it does.
+    They are children of this process, through torchrun, and end when it does. Several threads may
+    give orders: one policy is suspended while another computes. Each waits for its turn, since
+    answers say not whose they are.
     """
 
     def __init__(self, settings: TrainerSettings, size: int, given_up: threading.Event) -> None:
@@ -46,20 +49,19 @@ class Gang:
         self._scratch = Scratch("troupe-gang-")
         self.directory = self._scratch.path
         self._channel: Channel | None = None
-        self._files = 0
-        listener = socket.socket(socket.AF_UNIX)
+        self._turn = threading.RLock()
+        self._files = itertools.count(1)
+        self._agent: subprocess.Popen[bytes] | None = None
         try:
-            path = self.directory / "lead"
-            listener.bind(str(path))
-            listener.listen(1)
-            self._agent = self._launch(Terms.of(settings, self._ranks_here, str(path)))
-            try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                path = self.directory / "lead"
+                listener.bind(str(path))
+                listener.listen(1)
+                self._agent = self._launch(Terms.of(settings, self._ranks_here, str(path)))
                 self._gather(listener)
-            except BaseException:
-                self.close(orderly=False)
-                raise
-        finally:
-            listener.close()
+        except BaseException:
+            self.close(orderly=False)
+            raise
 
     @property
     def lost(self) -> bool:
@@ -78,6 +80,29 @@ class Gang:
         Raises what they refuse it with, `Stopped` when `stop` was set, ValueError for state of
         another model, and Aborted of kind "gang_lost" when a rank has ended: then all are ended.
         """
+        with self._turn:
+            return self._in_turn(name, body, stop, header)
+
+    def new_file(self) -> Path:
+        """A name in memory that this host's ranks and this process share."""
+        return self.directory / f"{next(self._files)}.safetensors"
+
+    def close(self, *, orderly: bool = True) -> None:
+        """End all ranks: ask them to leave, or at once, after what they are ordered. Idempotent."""
+        with self._turn:
+            self._close(orderly)
+
+    def end(self) -> None:
+        """Have all ranks end now, whatever they are at: the order that they carry out fails. From
+        any thread; `close` is still to be called."""
+        if self._agent is not None:
+            self._agent.send_signal(signal.SIGTERM)
+
+    # How.
+
+    def _in_turn(
+        self, name: str, body: bytes, stop: threading.Event | None, header: dict[str, Any]
+    ) -> Frame:
         if self._channel is None:
             raise self._loss(f"'{name}' was not begun")
         if stop is not None and stop.is_set():
@@ -99,13 +124,7 @@ class Gang:
             raise ValueError(answer.header["unfit"])
         return answer
 
-    def new_file(self) -> Path:
-        """A name in memory that this host's ranks and this process share."""
-        self._files += 1
-        return self.directory / f"{self._files}.safetensors"
-
-    def close(self, *, orderly: bool = True) -> None:
-        """End all ranks: ask them to leave, or at once. Idempotent."""
+    def _close(self, orderly: bool) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
             if orderly:
@@ -116,24 +135,33 @@ class Gang:
             else:
                 channel.close()
         if not (orderly and channel is not None and self._ended()):
-            self._agent.send_signal(signal.SIGTERM)
-            if not self._ended():
+            self.end()
+            if not self._ended() and self._agent is not None:
                 _kill_all(self._agent)
         if channel is not None:
             channel.close()
         self._scratch.close()
 
-    # How.
-
     def _launch(self, terms: Terms) -> subprocess.Popen[bytes]:
-        host, _, port = self._settings.gang_endpoint.rpartition(":")
+        endpoint = self._settings.gang_endpoint
+        host, _, port = endpoint.rpartition(":")
+        try:
+            number = int(port) or free_port(host)
+        except (OSError, ValueError) as error:
+            raise FailedPrecondition(
+                f"ranks of a gang cannot meet at {endpoint}: {error}",
+                kind="gang_endpoint_unusable",
+                field="gang_endpoint",
+                value=endpoint,
+                remedy='Set TROUPE_GANG_ENDPOINT to "host:port" with an address of this host.',
+            ) from error
         return launch(
             terms,
             ranks=self._ranks_here,
             nodes=self._settings.gang_nodes,
             node=0,
             address=host,
-            port=int(port) or free_port(host),
+            port=number,
         )
 
     def _gather(self, listener: socket.socket) -> None:
@@ -179,7 +207,7 @@ class Gang:
             frame = self._channel.receive(_POLL_SECONDS)
             if frame is not None:
                 return frame
-            if self._agent.poll() is not None or self._given_up.is_set():
+            if self._over():
                 raise EOFError
             if stop is None or not stop.is_set():
                 continue
@@ -191,10 +219,18 @@ class Gang:
                 raise EOFError
 
     def _check_agent(self, what: str) -> None:
-        if self._agent.poll() is not None or self._given_up.is_set():
+        if self._over():
             raise self._loss(what)
 
+    def _over(self) -> bool:
+        """Whether no answer can come any more."""
+        there = self._agent is not None and self._agent.poll() is None
+        return not there or self._given_up.is_set()
+
     def _ended(self) -> bool:
+        """Whether torchrun, if it was begun at all, ends soon."""
+        if self._agent is None:
+            return True
         try:
             self._agent.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:

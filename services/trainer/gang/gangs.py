@@ -54,7 +54,8 @@ def check_size(settings: TrainerSettings, policy: str, size: int) -> None:
 
 
 class Gangs:
-    """Starts gangs when they are asked for, and ends them when no policy needs them."""
+    """Starts gangs when they are asked for, and ends them when no policy needs them. Safe to use
+    from several threads."""
 
     def __init__(self, settings: TrainerSettings) -> None:
         self._settings = settings
@@ -62,6 +63,8 @@ class Gangs:
         # Policies by gang.
         self._keys: dict[int, set[str]] = {}
         self._given_up = threading.Event()
+        # Of both tables; not held while ranks carry orders out.
+        self._lock = threading.Lock()
 
     def check(self, policy: str, size: int) -> None:
         """Raise FailedPrecondition unless a gang of this size can be had."""
@@ -69,34 +72,41 @@ class Gangs:
 
     def of(self, size: int) -> Gang:
         """The gang of this size; starts it if it is not there. Raises as `Gang`."""
-        gang = self._gangs.get(size)
-        if gang is None or gang.lost:
-            # Its devices are needed.
-            for other in [n for n, keys in self._keys.items() if n != size and not keys]:
-                self._end(other)
-            self._keys[size] = set()
-            gang = self._gangs[size] = Gang(self._settings, size, self._given_up)
-        return gang
+        with self._lock:
+            gang = self._gangs.get(size)
+            if gang is None or gang.lost:
+                # Its devices are needed.
+                for other in [n for n, keys in self._keys.items() if n != size and not keys]:
+                    self._end(other)
+                self._keys[size] = set()
+                gang = self._gangs[size] = Gang(self._settings, size, self._given_up)
+            return gang
 
     def keep(self, gang: Gang, key: str) -> None:
         """A policy lives in it."""
-        self._keys.setdefault(gang.size, set()).add(key)
+        with self._lock:
+            self._keys.setdefault(gang.size, set()).add(key)
 
     def forget(self, gang: Gang, key: str) -> None:
         """The policy has left; the ranks stay for the next one."""
-        if self._gangs.get(gang.size) is gang:
-            self._keys[gang.size].discard(key)
+        with self._lock:
+            if self._gangs.get(gang.size) is gang:
+                self._keys[gang.size].discard(key)
         with contextlib.suppress(Aborted):  # it was lost: so be it
             gang.order("close", key=key)
 
     def give_up(self) -> None:
         """What waits for ranks fails now, and they are ended; from any thread, for good."""
         self._given_up.set()
+        # Without the lock: whoever waits for a new gang holds it until that one sees the event.
+        for gang in list(self._gangs.values()):
+            gang.end()
 
     def close(self) -> None:
         """End all ranks."""
-        for size in list(self._gangs):
-            self._end(size)
+        with self._lock:
+            for size in list(self._gangs):
+                self._end(size)
 
     def _end(self, size: int) -> None:
         self._keys.pop(size, None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
+from services.trainer.disk import in_memory
 from services.trainer.gang.sharded_state import whole
+from troupe.rpc import ResourceExhausted
 from troupe.transfer.checksum import dtype_name, host_bytes
 
 _NAMES = {
@@ -28,17 +30,27 @@ _NAMES = {
 def gather(tensors: Mapping[str, torch.Tensor], path: Path | None) -> None:
     """All ranks call it with their parts of the same tensors; the one with a `path` writes there.
 
-    In the order of names, each gathered, written and dropped before the next.
+    In the order of names, each gathered, written and dropped before the next. Raises
+    ResourceExhausted of kind "storage_full" there, once the others are through.
     """
     names = sorted(tensors)
-    if path is None:
-        for name in names:
-            whole(tensors[name])
-        return
-    with path.open("wb") as file:
-        file.write(_header(tensors, names))
-        for name in names:
-            file.write(host_bytes(whole(tensors[name])))
+    parts = iter([tensors[name] for name in names])
+    try:
+        if path is not None:
+            with in_memory(path, "state"), path.open("wb") as file:
+                file.write(_header(tensors, names))
+                for part in parts:
+                    file.write(host_bytes(whole(part)))
+    except ResourceExhausted:
+        _gather_rest(parts)
+        raise
+    _gather_rest(parts)
+
+
+def _gather_rest(parts: Iterator[torch.Tensor]) -> None:
+    """For those who write them."""
+    for part in parts:
+        whole(part)
 
 
 def _header(tensors: Mapping[str, torch.Tensor], names: list[str]) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.trainer.disk import in_memory
 from services.trainer.gang.frames import encode_rows
 from services.trainer.gang.gangs import Gangs
 from services.trainer.learner import Applied
@@ -159,16 +160,20 @@ class GangLearner:
         self._left = False
         self._gang = self._gangs.of(self._size)
         self._gangs.keep(self._gang, self._key)
-        answer = self._order(
-            "open",
-            spec=self._job.model_dump_json(),
-            policy=self._policy,
-            options=self._options,
-        )
-        self.vocabulary: int = answer.header["vocabulary"]
-        self.num_parameters: int = answer.header["parameters"]
-        if self._reference is not None:
-            self.load_reference(self._reference)
+        try:
+            answer = self._order(
+                "open",
+                spec=self._job.model_dump_json(),
+                policy=self._policy,
+                options=self._options,
+            )
+            self.vocabulary: int = answer.header["vocabulary"]
+            self.num_parameters: int = answer.header["parameters"]
+            if self._reference is not None:
+                self.load_reference(self._reference)
+        except BaseException:
+            self.leave()  # nobody else would
+            raise
 
     def _revive(self) -> None:
         """Have ranks that know the policy, if need be of another gang."""
@@ -190,7 +195,8 @@ class GangLearner:
         plain = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items()}
         described = {n: (dtype_name(t.dtype), list(t.shape)) for n, t in plain.items()}
         try:
-            save_file(plain, path)
+            with in_memory(path, "state"):
+                save_file(plain, path)
             self._order(name, path=str(path), tensors=described, **header)
         finally:
             path.unlink(missing_ok=True)
