@@ -209,13 +209,13 @@ def test_an_owner_lets_go_of_what_has_come_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not half a minute later, though it is slow to see that its reader has all."""
-    real = serving._messages
+    real = serving.messages
 
     def slow(index: int, data: memoryview) -> Iterator[Any]:
         yield from real(index, data)
         time.sleep(0.2)
 
-    monkeypatch.setattr(serving, "_messages", slow)
+    monkeypatch.setattr(serving, "messages", slow)
     there = Transfer(tmp_path / "there")
     owner = Owner(there, token=SecretStr("secret"), use_ucx=False)
     peer = Peer(owner.address, ClientSettings(token=SecretStr("secret")))

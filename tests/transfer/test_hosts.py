@@ -28,7 +28,15 @@ from troupe.transfer import (
     VersionWentBackwards,
     checksum_of,
 )
-from troupe.transfer.remote import HostOwner, Owner, OwnerProcess, Peer, host_owner, serving
+from troupe.transfer.remote import (
+    HostOwner,
+    Owner,
+    OwnerProcess,
+    Peer,
+    host_owner,
+    sending,
+    serving,
+)
 
 KEY = "job/solver/weights@3"
 TOKEN = SecretStr("secret")
@@ -67,13 +75,13 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Chunks and offsets, as any owner sends them."""
     sent: list[tuple[int, int]] = []
-    real = serving._message
+    real = sending._message
 
     def message(chunk: int, offset: int, data: memoryview) -> Any:
         sent.append((chunk, offset))
         return real(chunk, offset, data)
 
-    monkeypatch.setattr(serving, "_message", message)
+    monkeypatch.setattr(sending, "_message", message)
     return sent
 
 
@@ -125,7 +133,7 @@ def test_a_reader_that_dies_is_routed_around(
     monkeypatch.setattr(host_owner, "_PATIENCE_SECONDS", 0.5)
     manifest = hosts[0].transfer.set(KEY, state(64))
     inner, outer = hosts[1].reach(hosts[0]), hosts[2].reach(hosts[0])
-    real, count = serving._message, 0
+    real, count = sending._message, 0
 
     def message(chunk: int, offset: int, data: memoryview) -> Any:
         nonlocal count
@@ -135,7 +143,7 @@ def test_a_reader_that_dies_is_routed_around(
         time.sleep(0.02)
         return real(chunk, offset, data)
 
-    monkeypatch.setattr(serving, "_message", message)
+    monkeypatch.setattr(sending, "_message", message)
     first = threading.Thread(target=lambda: _quietly(inner.get, KEY))
     first.start()
     time.sleep(0.05)
@@ -174,9 +182,9 @@ def test_cast_where_it_is(hosts: list[Host], sent: list[tuple[int, int]]) -> Non
     got, manifest = here.get(KEY, cast=torch.bfloat16, expected_checksum=source.checksum)
     assert torch.equal(got["w"], tensors["w"].to(torch.bfloat16))
     assert manifest.checksum == checksum_of(got)
-    assert len(sent) * serving.MESSAGE_BYTES == source.num_bytes / 2
+    assert len(sent) * sending.MESSAGE_BYTES == source.num_bytes / 2
     here.get(KEY, cast=torch.bfloat16, expected_checksum=source.checksum)
-    assert len(sent) * serving.MESSAGE_BYTES == source.num_bytes / 2
+    assert len(sent) * sending.MESSAGE_BYTES == source.num_bytes / 2
 
 
 def test_another_content_does_not_hide_the_right_one(hosts: list[Host]) -> None:
@@ -197,7 +205,7 @@ def test_a_version_that_is_deleted_stays_for_who_reads_it(
     hosts: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = hosts[0].transfer.set(KEY, state(24))
-    real, count = serving._message, 0
+    real, count = sending._message, 0
 
     def message(chunk: int, offset: int, data: memoryview) -> Any:
         nonlocal count
@@ -207,7 +215,7 @@ def test_a_version_that_is_deleted_stays_for_who_reads_it(
             raise Unavailable("the connection broke")
         return real(chunk, offset, data)
 
-    monkeypatch.setattr(serving, "_message", message)
+    monkeypatch.setattr(sending, "_message", message)
     got, _ = hosts[1].reach(hosts[0]).get(KEY)
     assert checksum_of(got) == manifest.checksum
     # It had all of it: now it is gone.

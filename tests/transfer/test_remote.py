@@ -32,7 +32,7 @@ from troupe.transfer import (
 )
 from troupe.transfer import room as room_module
 from troupe.transfer.checksum import PIECE_BYTES
-from troupe.transfer.remote import Owner, Peer, serving
+from troupe.transfer.remote import Owner, Peer, sending
 from troupe.transfer.remote import owner as owner_module
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
@@ -173,9 +173,9 @@ def corrupting(
 ) -> list[int]:
     """Make the owner's bytes change after they were checksummed; the chunks sent, in order."""
     sent: list[int] = []
-    real = serving._message
+    real = sending._message
     # Chunks of one message each.
-    monkeypatch.setattr(serving, "MESSAGE_BYTES", PIECE_BYTES)
+    monkeypatch.setattr(sending, "MESSAGE_BYTES", PIECE_BYTES)
 
     def message(chunk: int, offset: int, view: memoryview) -> pb.StateChunk:
         sent.append(chunk)
@@ -185,7 +185,7 @@ def corrupting(
         made.data = bytes(data)
         return made
 
-    monkeypatch.setattr(serving, "_message", message)
+    monkeypatch.setattr(sending, "_message", message)
     return sent
 
 
@@ -308,6 +308,7 @@ def test_no_room_here(there: Transfer, here: Transfer, monkeypatch: pytest.Monke
         ({"chunk_bytes": 0}, "chunk_bytes"),
         ({"chunk_bytes": PIECE_BYTES + 1}, "chunk_bytes"),
         ({"chunks": [0, 1]}, "chunks"),
+        ({"lanes": [pb.UcxLane()] * 3}, "lanes"),
         ({"checksum": "0" * 32}, "checksum"),
         ({"key": "../../etc/passwd"}, "key"),
         ({"key": ""}, "key"),

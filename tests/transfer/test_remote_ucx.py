@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +71,60 @@ def test_two_processes(tmp_path: Path) -> None:
             assert here.counters.moves() == {BY_UCX: version + 1}
             here.delete(KEY)
         assert not here.counters.retries()
+        source.close()
+
+
+def test_nearby_two_lanes_share_a_read_where_the_owner_knows_of_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    real, placed = lane.Lane.receive, Peer._place
+
+    def receive(self: lane.Lane, into: memoryview, tag: int) -> Any:
+        taken.append(id(self))
+        return real(self, into, tag)
+
+    monkeypatch.setattr(lane.Lane, "receive", receive)
+    monkeypatch.setattr(reading, "_cores", lambda: 2)
+    with host(tmp_path / "there", 100) as (address, _):
+        source = Peer(address, SETTINGS)
+        here = Transfer(tmp_path / "here", peers=[source])
+        for lanes in (2, 1):
+            got, manifest = here.get(KEY, timeout=60)
+            assert checksum_of(got) == manifest.checksum
+            counts = Counter(taken).values()
+            assert len(counts) == lanes
+            assert max(counts) - min(counts) <= 1
+            here.delete(KEY)
+            taken.clear()
+
+            def of_one_lane(self: Peer, *args: Any) -> Any:
+                return replace(placed(self, *args), lanes=1)  # as of an older owner's answer
+
+            monkeypatch.setattr(Peer, "_place", of_one_lane)
+        assert not here.counters.retries()
+        source.close()
+
+
+def test_a_lane_that_fails_ends_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, failed = lane.Lane.wait, threading.Event()
+
+    def wait(self: lane.Lane, *args: Any, **kwargs: Any) -> None:
+        if threading.current_thread().name.startswith("transfer-check") and not failed.is_set():
+            failed.set()
+            raise lane.LaneBroken("as if the peer had gone")
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(lane.Lane, "wait", wait)
+    monkeypatch.setattr(reading, "_cores", lambda: 2)
+    with host(tmp_path / "there", 100) as (address, _):
+        source = Peer(address, SETTINGS)
+        here = Transfer(tmp_path / "here", peers=[source])
+        got, manifest = here.get(KEY, timeout=20)
+        assert failed.is_set()
+        assert checksum_of(got) == manifest.checksum
+        assert here.counters.retries() == {"broken_connection": 1}
+        assert here.counters.moves() == {BY_UCX: 1}
         source.close()
 
 

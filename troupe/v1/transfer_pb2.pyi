@@ -65,6 +65,7 @@ class DescribeStateResponse(_message.Message):
     UCX_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     MACHINE_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
     """JSON, as it is stored in front of the bytes: names, dtypes, shapes, offsets, checksums."""
     ucx: _builtins.bool
@@ -73,6 +74,8 @@ class DescribeStateResponse(_message.Message):
     """Another reader to read from, so that many cost this owner little more than one; empty: here."""
     machine: _builtins.str
     """The same for all processes of one machine."""
+    lanes: _builtins.int
+    """Workers of one reader that this owner sends to at once; 0 of owners that know one only."""
     def __init__(
         self,
         *,
@@ -80,10 +83,11 @@ class DescribeStateResponse(_message.Message):
         ucx: _builtins.bool = ...,
         source: _builtins.str = ...,
         machine: _builtins.str = ...,
+        lanes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["machine", b"machine", "manifest", b"manifest", "source", b"source", "ucx", b"ucx"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lanes", b"lanes", "machine", b"machine", "manifest", b"manifest", "source", b"source", "ucx", b"ucx"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -97,7 +101,7 @@ class ReadStateRequest(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
-    LANE_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     checksum: _builtins.str
     """Of the state as a whole, from its manifest: another content under the key is refused."""
@@ -108,7 +112,9 @@ class ReadStateRequest(_message.Message):
     @_builtins.property
     def chunks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def lane(self) -> Global___UcxLane: ...
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___UcxLane]:
+        """The n-th chunk asked for goes to the lane n modulo their number."""
+
     def __init__(
         self,
         *,
@@ -116,11 +122,11 @@ class ReadStateRequest(_message.Message):
         checksum: _builtins.str = ...,
         chunk_bytes: _builtins.int = ...,
         chunks: _abc.Iterable[_builtins.int] | None = ...,
-        lane: Global___UcxLane | None = ...,
+        lanes: _abc.Iterable[Global___UcxLane] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lane", b"lane"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_bytes", b"chunk_bytes", "chunks", b"chunks", "key", b"key", "lane", b"lane"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_bytes", b"chunk_bytes", "chunks", b"chunks", "key", b"key", "lanes", b"lanes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -134,9 +140,9 @@ class UcxLane(_message.Message):
     FIRST_TAG_FIELD_NUMBER: _builtins.int
     NEAR_FIELD_NUMBER: _builtins.int
     address: _builtins.bytes
-    """The reader's UCX worker."""
+    """A UCX worker of the reader."""
     first_tag: _builtins.int
-    """The n-th chunk asked for goes to tag `first_tag` + n."""
+    """The n-th chunk asked for, of all lanes, goes to tag `first_tag` + n."""
     near: _builtins.bool
     """The worker has shared memory only: the owner's must be on the same machine."""
     def __init__(

@@ -76,8 +76,8 @@ class TransferOwnerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadState(self, request, context):
-        """With a lane the bytes go through UCX in the order asked for, and the stream says only how it
-        ended; without one they are in its messages, in the same order. Waits for what the owner is
+        """With lanes the bytes go through UCX in the order asked for, and the stream says only how it
+        ended; without any they are in its messages, in the same order. Waits for what the owner is
         itself still fetching.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

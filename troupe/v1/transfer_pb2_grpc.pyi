@@ -33,8 +33,8 @@ class TransferOwnerStub:
     def __new__(cls, channel: _aio.Channel) -> TransferOwnerAsyncStub: ...
     DescribeState: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.DescribeStateRequest, _transfer_pb2.DescribeStateResponse]
     ReadState: _grpc.UnaryStreamMultiCallable[_transfer_pb2.ReadStateRequest, _transfer_pb2.StateChunk]
-    """With a lane the bytes go through UCX in the order asked for, and the stream says only how it
-    ended; without one they are in its messages, in the same order. Waits for what the owner is
+    """With lanes the bytes go through UCX in the order asked for, and the stream says only how it
+    ended; without any they are in its messages, in the same order. Waits for what the owner is
     itself still fetching.
     """
     FetchState: _grpc.UnaryUnaryMultiCallable[_transfer_pb2.FetchStateRequest, _transfer_pb2.FetchStateResponse]
@@ -50,8 +50,8 @@ class TransferOwnerAsyncStub(TransferOwnerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeState: _aio.UnaryUnaryMultiCallable[_transfer_pb2.DescribeStateRequest, _transfer_pb2.DescribeStateResponse]  # type: ignore[assignment]
     ReadState: _aio.UnaryStreamMultiCallable[_transfer_pb2.ReadStateRequest, _transfer_pb2.StateChunk]  # type: ignore[assignment]
-    """With a lane the bytes go through UCX in the order asked for, and the stream says only how it
-    ended; without one they are in its messages, in the same order. Waits for what the owner is
+    """With lanes the bytes go through UCX in the order asked for, and the stream says only how it
+    ended; without any they are in its messages, in the same order. Waits for what the owner is
     itself still fetching.
     """
     FetchState: _aio.UnaryUnaryMultiCallable[_transfer_pb2.FetchStateRequest, _transfer_pb2.FetchStateResponse]  # type: ignore[assignment]
@@ -76,8 +76,8 @@ class TransferOwnerServicer(metaclass=_abc_1.ABCMeta):
         request: _transfer_pb2.ReadStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_transfer_pb2.StateChunk], _abc.AsyncIterator[_transfer_pb2.StateChunk]]:
-        """With a lane the bytes go through UCX in the order asked for, and the stream says only how it
-        ended; without one they are in its messages, in the same order. Waits for what the owner is
+        """With lanes the bytes go through UCX in the order asked for, and the stream says only how it
+        ended; without any they are in its messages, in the same order. Waits for what the owner is
         itself still fetching.
         """
 

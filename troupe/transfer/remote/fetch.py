@@ -48,6 +48,8 @@ class Place:
     # Why not through UCX; empty when it can be.
     why_not_ucx: str
     near: bool
+    # Workers of this host that it sends to at once.
+    lanes: int = 1
 
 
 # Asks the owner again whom to read from, naming those that failed.
@@ -126,7 +128,11 @@ class Fetch:
             by_messages(source.stub, request, self._part, self._arrived, left)
             return
         read = functools.partial(
-            by_lane, lanes=self._lanes, near=source.near, checker=self._checker
+            by_lane,
+            lanes=self._lanes,
+            near=source.near,
+            most_lanes=source.lanes,
+            checker=self._checker,
         )
         read(source.stub, request, self._part, self._arrived, left)
 

@@ -6,7 +6,6 @@ import hmac
 import ipaddress
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn
 
@@ -25,26 +24,22 @@ from troupe.rpc.errors import (
 )
 from troupe.transfer.cast import check_cast
 from troupe.transfer.checksum import PIECE_BYTES
-from troupe.transfer.chunks import Chunk, chunks_of
+from troupe.transfer.chunks import chunks_of
 from troupe.transfer.manifest import Manifest, version_in
-from troupe.transfer.mappings import Lease, Mappings
+from troupe.transfer.mappings import Mappings
 from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.arrivals import Arrivals
 from troupe.transfer.remote.held import Held
 from troupe.transfer.remote.lanes import Lanes
-from troupe.transfer.remote.part import Part
+from troupe.transfer.remote.sending import Arriving, Source, Stored, messages, send
 from troupe.transfer.store import Transfer
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
-# Chunks on their way at once.
-WINDOW: Final = 8
-# What gRPC copies several times it copies in small pieces.
-MESSAGE_BYTES: Final = 2 << 20
-# A reader that takes nothing for so long is given up; it asks again if it lives.
-_IDLE_SECONDS: Final = 30.0
+# Of one reader: two of its cores copy and verify, and none is left of the smallest hosts.
+MOST_LANES: Final = 2
 # Brings a state of another host here; the key that it is under then, and how it came.
 FetchHere = Callable[[pb.FetchStateRequest, float], pb.FetchStateResponse]
 
@@ -88,6 +83,7 @@ class Servicer(rpc.TransferOwnerServicer):
             ucx=not self._why_not,
             source=source,
             machine="" if self._why_not else ucx.machine(),
+            lanes=0 if self._why_not else MOST_LANES,
         )
 
     def ReadState(  # noqa: N802
@@ -96,11 +92,11 @@ class Servicer(rpc.TransferOwnerServicer):
         try:
             source = self._source(request)
             _check(request, len(source.chunks))
-            if request.HasField("lane"):
+            if request.lanes:
                 self._by_lane(request, source, context.is_active)
             else:
                 for index in request.chunks:
-                    yield from _messages(index, source.wait(index, context.is_active))
+                    yield from messages(index, source.wait(index, context.is_active))
             self._held.read(request.key, request.checksum)
         except TroupeError as error:
             abort(context, error)
@@ -188,13 +184,13 @@ class Servicer(rpc.TransferOwnerServicer):
         self._held.told(manifest, lease)
         return manifest
 
-    def _source(self, request: pb.ReadStateRequest) -> _Source:
+    def _source(self, request: pb.ReadStateRequest) -> Source:
         """Raises FailedPrecondition of kind "transfer_replaced", NotFound."""
         part = self._arrivals.find(request.key, request.checksum)
         if part is not None:
-            return _Arriving(part, self._transfer, self._mappings)
+            return Arriving(part, self._transfer, self._mappings)
         try:
-            return _Stored(*self._held.find(request.key, request.checksum))
+            return Stored(*self._held.find(request.key, request.checksum))
         except NotFound:
             manifest, lease = self._mappings.lease(self._transfer.opened(request.key))
         if manifest.checksum != request.checksum:
@@ -205,101 +201,36 @@ class Servicer(rpc.TransferOwnerServicer):
                 value=request.checksum,
                 remedy="Ask for its description again.",
             )
-        return _Stored(manifest, lease)
+        return Stored(manifest, lease)
 
     def _by_lane(
-        self, request: pb.ReadStateRequest, source: _Source, alive: Callable[[], bool]
+        self, request: pb.ReadStateRequest, source: Source, alive: Callable[[], bool]
     ) -> None:
         if self._why_not:
             raise FailedPrecondition(
-                f"no UCX here: {self._why_not}", kind="transfer_no_ucx", field="lane"
+                f"no UCX here: {self._why_not}", kind="transfer_no_ucx", field="lanes"
             )
-        near, address = request.lane.near, request.lane.address
+        taken: list[ucx.Lane] = []
         try:
-            lane = self._lanes.take(near=near, address=address)
+            taken.extend(self._lane_to(asked) for asked in request.lanes)
+            send(taken, request, source, alive)
+        except BaseException:
+            for lane in taken:
+                lane.close()
+            raise
+        for lane, asked in zip(taken, request.lanes, strict=True):
+            self._lanes.give(lane, address=asked.address)
+
+    def _lane_to(self, asked: pb.UcxLane) -> ucx.Lane:
+        """Raises LaneBroken; FailedPrecondition for a near one that cannot be reached."""
+        try:
+            return self._lanes.take(near=asked.near, address=asked.address)
         except ucx.LaneBroken as error:
-            if not near:
+            if not asked.near:
                 raise
             raise FailedPrecondition(
-                str(error), kind="transfer_lane_unreachable", field="lane"
+                str(error), kind="transfer_lane_unreachable", field="lanes"
             ) from error
-        try:
-            _send(lane, request, source, alive)
-        except BaseException:
-            lane.close()
-            raise
-        self._lanes.give(lane, address=address)
-
-
-class _Stored:
-    """A state that is all here."""
-
-    def __init__(self, manifest: Manifest, lease: Lease) -> None:
-        self.chunks = chunks_of(manifest)
-        self._lease = lease
-
-    def wait(self, index: int, alive: Callable[[], bool]) -> memoryview:
-        """The bytes of a chunk."""
-        return self.chunks[index].of(self._lease.data)
-
-
-class _Arriving:
-    """A state that this host is still fetching."""
-
-    def __init__(self, part: Part, transfer: Transfer, mappings: Mappings) -> None:
-        self.chunks: tuple[Chunk, ...] = part.chunks
-        self._part, self._transfer, self._mappings = part, transfer, mappings
-        self._stored: _Stored | None = None
-
-    def wait(self, index: int, alive: Callable[[], bool]) -> memoryview:
-        """The bytes of a chunk once they have come. Raises Unavailable when they do not."""
-        if self._stored is None and self._part.shown:
-            # From now on its file may be deleted and used again: hold it.
-            key = self._part.manifest.key
-            manifest, lease = self._mappings.lease(self._transfer.opened(key))
-            if manifest.checksum != self._part.manifest.checksum:
-                raise Unavailable("was replaced meanwhile", kind="transfer_source_failed")
-            self._stored = _Stored(manifest, lease)
-        if self._stored is not None:
-            return self._stored.wait(index, alive)
-        deadline = time.monotonic() + _IDLE_SECONDS
-        while (come := self._part.wait(index, _IDLE_SECONDS)) is None:
-            if not alive():
-                raise ucx.LaneBroken("the reader went away")
-            if time.monotonic() > deadline:
-                raise Unavailable(
-                    f"chunk {index} did not come here within {_IDLE_SECONDS:g} s",
-                    kind="transfer_source_failed",
-                )
-        return come
-
-
-_Source = _Stored | _Arriving
-
-
-def _send(
-    lane: ucx.Lane, request: pb.ReadStateRequest, source: _Source, alive: Callable[[], bool]
-) -> None:
-    flying: deque[Any] = deque()
-
-    def done() -> bool:
-        return bool(flying[0].completed)
-
-    def lives() -> None:
-        if not alive():
-            raise ucx.LaneBroken("the reader went away")
-
-    def until(most: int) -> None:
-        while len(flying) > most:
-            lane.wait(done, idle=_IDLE_SECONDS, meanwhile=lives)
-            while flying and flying[0].completed:
-                flying.popleft()
-
-    for place, index in enumerate(request.chunks):
-        data = source.wait(index, alive)
-        flying.append(lane.send(data, request.lane.first_tag + place))
-        until(WINDOW - 1)
-    until(0)
 
 
 def _check(request: pb.ReadStateRequest, num_chunks: int) -> None:
@@ -310,17 +241,15 @@ def _check(request: pb.ReadStateRequest, num_chunks: int) -> None:
             value=request.chunk_bytes,
             remedy="Run the same version of Troupe on all hosts.",
         )
+    if len(request.lanes) > MOST_LANES:
+        raise InvalidArgument(
+            f"one reader has at most {MOST_LANES} lanes here",
+            field="lanes",
+            value=len(request.lanes),
+            remedy="Ask for no more than the state's description says.",
+        )
     if beyond := [chunk for chunk in request.chunks if chunk >= num_chunks]:
         raise InvalidArgument(f"the state has {num_chunks} chunks", field="chunks", value=beyond[0])
-
-
-def _messages(index: int, data: memoryview) -> Iterator[pb.StateChunk]:
-    for at in range(0, len(data), MESSAGE_BYTES):
-        yield _message(index, at, data[at : at + MESSAGE_BYTES])
-
-
-def _message(index: int, offset: int, data: memoryview) -> pb.StateChunk:
-    return pb.StateChunk(chunk=index, offset=offset, data=bytes(data))
 
 
 def _stored(manifest: Manifest) -> pb.StoredState:
