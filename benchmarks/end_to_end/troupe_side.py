@@ -75,6 +75,8 @@ def job(name: str, models: list[Path], work: Work, *, waves: int = 1, **pipeline
                 "queries_per_step": work.queries,
                 "group_size": work.group,
                 "micro_batch_samples": work.samples // 4,
+                # As far as no weights are needed for it.
+                "early_start": pipeline.get("mode") != "async",
                 **pipeline,
             },
             "evaluation": {"queries": 0},

@@ -11,6 +11,7 @@ import structlog
 
 from services.orchestrator.batch import Batch, Flight
 from services.orchestrator.context import JobContext
+from services.orchestrator.early import EarlyStart
 from services.orchestrator.engines import Engines
 from services.orchestrator.faults import RENEWABLE, Attempts, Patience, job_fault
 from services.orchestrator.parting import Parting
@@ -58,6 +59,7 @@ class Dispatch:
         self._resting: set[Worker] = set()
         self._attempts: dict[Worker, Attempts] = {}
         self._parting = Parting()
+        self.early = EarlyStart(job, engines)
         # By trajectory: what kills its worker is run again only so often.
         self._victims: dict[str, Victims] = {}
         self._wake = asyncio.Event()
@@ -79,7 +81,7 @@ class Dispatch:
             watch.cancel()
             for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(watch, *self._tasks, return_exceptions=True)
+            await asyncio.gather(watch, *self._tasks, self.early.closed(), return_exceptions=True)
 
     def add(self, batch: Batch, groups: Iterable[Group]) -> None:
         """Run these, too. The members of a group start together."""
@@ -220,7 +222,8 @@ class Dispatch:
         chosen = placement.spread_queries([len(group) for group in groups], loads, turn=self._turn)
         tickets: dict[str, Group] = {}
         for worker_id, group in zip(chosen, groups, strict=True):
-            tickets.setdefault(worker_id, []).extend(group)
+            began = self.early.worker_of(group[0].query_id, workers.values())
+            tickets.setdefault(began.worker_id if began else worker_id, []).extend(group)
         for worker_id, together in tickets.items():
             worker = workers[worker_id]
             ids = {ticket.trajectory_id for ticket in together}

@@ -162,7 +162,12 @@ class Roster:
         self.closed = True
         return dropped, carried
 
-    def _plan(self, indexes: Iterable[int]) -> list[admission.QueryPlan]:
+    def next_plans(self) -> list[admission.QueryPlan]:
+        """What it would open with now, if the step before is closed. Nothing is taken."""
+        at = self._cursor.at
+        return self._planned(range(at, at + self.wanted + self.spare))
+
+    def _planned(self, indexes: Iterable[int]) -> list[admission.QueryPlan]:
         spec = self._job.spec
         plans = admission.plan_queries(
             indexes,
@@ -170,8 +175,12 @@ class Roster:
             group_size=spec.pipeline.group_size + self.redundant,
             step=self._home,
         )
-        self.plans.update((plan.query_id, plan) for plan in plans)
         return list(plans)
+
+    def _plan(self, indexes: Iterable[int]) -> list[admission.QueryPlan]:
+        plans = self._planned(indexes)
+        self.plans.update((plan.query_id, plan) for plan in plans)
+        return plans
 
     async def _amend(self, **changes: Any) -> Collection[str]:
         await self._check_epoch()

@@ -39,12 +39,15 @@ class StepRunner:
         before: StepRunner | None,
         ahead: int,
         will_follow: Callable[[], bool],
+        rolled_out: Callable[[], None],
     ) -> None:
+        """`rolled_out` is called when all trajectories have ended, while policies are trained."""
         job = crew.job
         self._crew = crew
         self._job = job
         self.step = step
         self._before = before
+        self._rolled_out = rolled_out
         self._mode = job.spec.pipeline.mode
         self._name = f"step {step + 1}"
         # Those `ahead` of it may take as long each.
@@ -98,7 +101,7 @@ class StepRunner:
 
         Raises `TroupeError`: a fault of the job, or `DeadlineExceeded` naming what was missing.
         """
-        rollout = self._rollout.run()
+        rollout = self._roll_out()
         policies = self._job.spec.trained_policies
         try:
             if self._mode in _EAGER:
@@ -116,6 +119,10 @@ class StepRunner:
             await self._recent.flush()
         await report_failures(self._job, self._name, self._tally, self._total)
         return await self._values()
+
+    async def _roll_out(self) -> None:
+        await self._rollout.run()
+        self._rolled_out()
 
     async def flush(self) -> None:
         """Write the trajectories that have ended."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
-from services.orchestrator.roster import Cursor
-from services.orchestrator.step_rollout import Crew
+from services.orchestrator.roster import Cursor, Roster
+from services.orchestrator.step_rollout import Crew, train_tickets
 from services.orchestrator.steps import StepRunner
 from troupe.scheduling import admission
 from troupe.v1 import experience_store_pb2 as es
@@ -88,6 +89,17 @@ class Window:
             return False
         return self._depth > 1
 
+    def _begin_early(self, step: int) -> None:
+        """Have the trajectories of a step begun that opens next, if the job asks for it."""
+        job = self._crew.job
+        if not job.spec.pipeline.early_start or self._closing or step >= self._until:
+            return
+        plans = Roster(job, step, self._cursor).next_plans()
+        groups = [train_tickets(plan, ()) for plan in plans]
+        limit = job.spec.limits.max_concurrent_trajectories
+        count = admission.next_wave([len(one) for one in groups], in_flight=0, limit=limit)
+        self._crew.dispatch.early.begin(step, groups[:count])
+
     async def _take_up(self) -> None:
         """Go on with what was open, and with the cursor where the newest step left it."""
         first = self._next
@@ -118,6 +130,7 @@ class Window:
             before,
             len(self._open),
             lambda: self._will_follow(step + 1),
+            partial(self._begin_early, step + 1),
         )
         await runner.open(found)
         self._open.append((runner, asyncio.create_task(runner.run())))

@@ -16,14 +16,34 @@ class TrajectoryClock:
     """
 
     def __init__(self, seconds: float, *, longest: float, patient: bool) -> None:
-        self._now = asyncio.get_running_loop().time
-        self.began = self._now()
+        self._time = asyncio.get_running_loop().time
+        self.began = self._time()
         self._seconds = seconds
         self._longest = max(seconds, longest)
         self._patient = patient
         self._away = 0
         self._away_since = 0.0
         self._stood = 0.0
+        self._still = 0
+        self._still_since = 0.0
+        self._skipped = 0.0
+
+    def _now(self) -> float:
+        """The loop's time without what was `still`."""
+        return (self._still_since if self._still else self._time()) - self._skipped
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Nothing counts, to no limit; branches may be at once."""
+        if self._still == 0:
+            self._still_since = self._time()
+        self._still += 1
+        try:
+            yield
+        finally:
+            self._still -= 1
+            if self._still == 0:
+                self._skipped += self._time() - self._still_since
 
     @property
     def left(self) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from services.rollout.ahead import Ahead
 from services.rollout.endpoint.server import EndpointServer
 from services.rollout.prepared import PreparedJob
 from services.rollout.store import TrajectoryLog
@@ -77,6 +78,7 @@ class Listener:
 class _Running:
     """A trajectory in flight with those who want to hear of it."""
 
+    ahead: Ahead
     task: asyncio.Task[None] = field(init=False)
     listeners: set[Listener] = field(default_factory=set)
     newest: rollout.TrajectoryEvent | None = None
@@ -113,11 +115,13 @@ class Runner:
         tickets: Sequence[rollout.Ticket],
         *,
         endings_only: bool = False,
+        ahead: bool = False,
     ) -> Listener:
         """Run the tickets; the listener hears of all of them.
 
         A trajectory that runs already is joined, not run twice. `endings_only`: of moves that end
         none the listener hears only where they tell which versions a trajectory began with.
+        `ahead`: they wait, before a turn and before they end, for a call without it.
         """
         ids = {ticket.trajectory_id for ticket in tickets}
         listener = Listener(self, job.job_id, ids, endings_only=endings_only)
@@ -125,11 +129,19 @@ class Runner:
             key = (job.job_id, ticket.trajectory_id)
             running = self._running.get(key)
             if running is None:
-                running = self._start(key, job, step, ticket)
+                running = self._start(key, job, step, ticket, ahead)
+            elif not ahead:
+                running.ahead.end()
             running.listeners.add(listener)
             if running.newest is not None:
                 listener.hear(running.newest, joins=True)
         return listener
+
+    def updated(self, job_id: str, policy: str) -> None:
+        """All engines of the policy serve its newest weights."""
+        for (job, _), running in self._running.items():
+            if job == job_id:
+                running.ahead.release(policy)
 
     def abort(self, job_id: str, trajectory_ids: Iterable[str], reason: str) -> list[str]:
         """End trajectories as ABORTED, those that wait for a place included; which ones ran here.
@@ -139,7 +151,7 @@ class Runner:
         found = []
         for trajectory_id in trajectory_ids:
             running = self._running.get((job_id, trajectory_id))
-            if running is None:
+            if running is None or running.ahead.waits:  # of the latter the store knows nothing yet
                 continue
             found.append(trajectory_id)
             if not running.aborted:
@@ -171,10 +183,17 @@ class Runner:
         running.task.add_done_callback(self._leaving.discard)
 
     def _start(
-        self, key: tuple[str, str], job: PreparedJob, step: int, ticket: rollout.Ticket
+        self,
+        key: tuple[str, str],
+        job: PreparedJob,
+        step: int,
+        ticket: rollout.Ticket,
+        ahead: bool,
     ) -> _Running:
-        running = _Running()
-        trajectory = _kind(job)(job, ticket, step, self._store, running.publish, self._endpoints)
+        running = _Running(Ahead(ahead))
+        trajectory = _kind(job)(
+            job, ticket, step, self._store, running.publish, self._endpoints, running.ahead
+        )
         running.task = asyncio.create_task(
             self._live(key, running, trajectory), name=f"trajectory-{ticket.trajectory_id}"
         )

@@ -135,13 +135,18 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             _check_ticket(f"tickets[{index}]", ticket, seen)
             job.casts.of(ticket.cast, f"tickets[{index}].cast")
         listener = self._runner.listen(
-            job, request.step, request.tickets, endings_only=request.endings_only
+            job,
+            request.step,
+            request.tickets,
+            endings_only=request.endings_only,
+            ahead=request.ahead,
         )
         # A client may vanish while nothing of this generator runs.
         context.add_done_callback(lambda _: listener.close())
         async for events in listener.bundles():
             for event in events:
-                if is_terminal(TRAJECTORY, event.state):
+                # Whoever asks for it without `ahead` hears of it, too.
+                if is_terminal(TRAJECTORY, event.state) and not request.ahead:
                     self._metrics.ended(request.job_id, event)
             for message in messages(events) if request.together else events:
                 yield message
@@ -164,6 +169,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         policy = job.policy(request.weights.policy)
         transfer = await policy.prefetch(request.weights)
         exposed = await policy.update(request.weights)
+        self._runner.updated(job.job_id, policy.name)
         self._metrics.updated(job.job_id, policy.name, exposed, transfer)
         return pb.UpdateWeightsResponse(
             engines=policy.statuses(job.job_id, self._worker_id),

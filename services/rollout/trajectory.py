@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 
 from services.rollout import records
+from services.rollout.ahead import Ahead
 from services.rollout.attempts import RETRIES, Attempts
 from services.rollout.clock import TrajectoryClock
 from services.rollout.columns import Shelf
@@ -47,8 +48,11 @@ class Trajectory:
         store: TrajectoryLog,
         emit: Emit,
         endpoints: EndpointServer,
+        ahead: Ahead | None = None,
     ) -> None:
+        """`ahead`: what its turns and its end wait for; by default nothing."""
         self._job = job
+        self._ahead = ahead or Ahead(False)
         self._ticket = ticket
         self._store = store
         self._place = Place(
@@ -84,7 +88,9 @@ class Trajectory:
             problem = None
             try:
                 samples = await self._play()
+                await self._ahead.wait()
             except WorkflowError as error:
+                await self._ahead.wait()
                 state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_FAILED
                 reason = f"{error.kind}: {error.message}"[:_REASON_LIMIT]
                 problem = _problem(error) if error.kind in FATAL else None
@@ -159,6 +165,7 @@ class Trajectory:
             endpoints=self._endpoints,
             query_id=ticket.query_id,
             left=job.groups.left,
+            ahead=self._ahead,
         )
         roles = cast.evaluation_roles if evaluating else cast.roles
         waiters = partial(job.groups.waiters, ticket.query_id)
@@ -254,7 +261,10 @@ class Trajectory:
             group_complete=self._group_complete,
         )
         if is_terminal(TRAJECTORY, self.state):
-            event.seconds = 0.0 if self._began is None else time.monotonic() - self._began
+            began = self._began
+            event.seconds = 0.0
+            if began is not None:
+                event.seconds = time.monotonic() - began - self._ahead.seconds
             event.rewards.update(self._rewards)
             event.metrics.update(metrics_of(self._turns))
             event.metrics.update(self._metrics)

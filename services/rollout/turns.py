@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+from services.rollout.ahead import Ahead
 from services.rollout.clock import TrajectoryClock
 from services.rollout.endpoint.server import EndpointServer
 from services.rollout.engines.base import Generation, SamplingParams
@@ -28,9 +29,11 @@ class TurnBackend:
         endpoints: EndpointServer,
         query_id: str = "",
         left: Callable[[str], int] = lambda query_id: 0,
+        ahead: Ahead | None = None,
     ) -> None:
         """`policies`: by agent. `began(policy, version)` is told of each version that a policy
-        began a turn with. `left(query_id)`: trajectories of the query that have not ended."""
+        began a turn with. `left(query_id)`: trajectories of the query that have not ended.
+        `ahead`: what a turn waits for."""
         self._trajectory_id = trajectory_id
         self._policies = policies
         self._turn_seconds = turn_seconds
@@ -38,6 +41,7 @@ class TurnBackend:
         self._began = began
         self._query_id = query_id
         self._left = left
+        self._ahead = ahead
         self.domain = ""
         """Task domain of the query, once that is known."""
         self._endpoints = endpoints
@@ -58,6 +62,8 @@ class TurnBackend:
         policy = self._policies[agent]
         task = asyncio.current_task()
         assert task is not None
+        if self._ahead is not None:
+            await self._ahead.wait(policy.name, self._clock)
         seconds = self._clock.bound(self._turn_seconds)
         if seconds <= 0:
             raise TurnError(

@@ -17,14 +17,20 @@ from tests.support.tiny_team import job
 async def test_sync_and_micro_batch_end_with_the_same_bits(
     house: House, models: Path, workflow: str
 ) -> None:
-    """Weights, optimizer moments and random generators, although claims are cut differently."""
+    """Weights, optimizer moments and random generators, although claims are cut differently, and
+    although trajectories began while the step before was trained."""
     found = []
-    for mode, micro_batch in (("sync", 16), ("micro_batch", 5)):
+    for mode, micro_batch, early in (
+        ("sync", 16, False),
+        ("micro_batch", 5, False),
+        ("micro_batch", 5, True),
+    ):
         over = {
             "workflow": f"tests.support.tiny_team:{workflow}",
             "algorithm.group_by": "turn",
             "pipeline.mode": mode,
             "pipeline.micro_batch_samples": micro_batch,
+            "pipeline.early_start": early,
             "pipeline.steps": 3,
             "pipeline.deterministic": True,
         }
@@ -39,4 +45,4 @@ async def test_sync_and_micro_batch_end_with_the_same_bits(
             values = json.loads(path.read_text())
             states.append([values[part] for part in ("weights", "optimizer", "random")])
         found.append(states)
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]

@@ -287,3 +287,17 @@ def unknown_agent(query: Any, turns: Any, rewards: Any) -> dict[str, float]:
 
 def _user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
+
+
+RESETS: list[str] = []
+"""Queries of which `resets` has begun a trajectory."""
+
+
+async def resets(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    """Has something to do before its first turn; of the query 1 it fails at that."""
+    RESETS.append(query.id)
+    await asyncio.sleep(0.01)
+    if query.index == 1:
+        raise RuntimeError("no environment")
+    reply = await agents["solver"].chat(query["question"])
+    return {"solver": len(reply.text)}

@@ -86,6 +86,9 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self.keys: dict[str, str] = {}
         # Trajectories whose streams were cancelled, and those that somebody asked to abort.
         self.aborted = 0
+        # Trajectories of each call that began some ahead of their step, and those that wait now.
+        self.ahead: list[set[str]] = []
+        self.begun_ahead: set[str] = set()
         self.abort_calls: list[ro.AbortTrajectoriesRequest] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._storing: set[asyncio.Task[Any] | None] = set()
@@ -220,6 +223,9 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
     ) -> AsyncIterator[ro.TrajectoryEvent]:
         self.calls["RunQueries"] += 1
         self._job(request.job_id)
+        if request.ahead:
+            await self._begin_ahead(request)
+            return
         events: asyncio.Queue[ro.TrajectoryEvent] = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._tracked(request, ticket, events))
@@ -245,6 +251,17 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _begin_ahead(self, request: ro.RunQueriesRequest) -> None:
+        """Until the caller gives up, or until these have ended as somebody else's."""
+        ids = {ticket.trajectory_id for ticket in request.tickets}
+        self.ahead.append(ids)
+        self.begun_ahead |= ids
+        try:
+            while not ids <= set(self.ran):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        finally:
+            self.begun_ahead -= ids
 
     async def _tracked(
         self,

@@ -79,6 +79,10 @@ class PipelineSpec(Section):
     """`trajectory`: none waits for another. `batch`: before every turn and tool call each waits for
     all that run on its rollout worker, as environments stepped as one batch do; a baseline to
     measure against."""
+    early_start: bool = False
+    """Begin the trajectories of the next step while the last one is trained: queries are loaded,
+    environments reset and prompts made; the first turn waits for the new weights. Modes `sync` and
+    `micro_batch`; not with populations or networks."""
     micro_batch_samples: int = Field(default=32, ge=1)
     """Samples whose gradient is computed at once."""
     micro_batch_tokens: int = Field(default=0, ge=0)

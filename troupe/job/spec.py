@@ -198,6 +198,31 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _early_start(self) -> Self:
+        pipeline = self.pipeline
+        if not pipeline.early_start:
+            return self
+        if pipeline.mode not in ("sync", "micro_batch"):
+            why = "has trajectories of several steps anyway"
+            if pipeline.mode == "serial":
+                why = "does one thing after another"
+            raise ValueError(
+                f"pipeline.early_start: mode `{pipeline.mode}` {why}; leave it out, or use mode "
+                "`sync` or `micro_batch`"
+            )
+        if self.population is not None or self.environment is not None:
+            raise ValueError(
+                "pipeline.early_start: in a job of populations or networks it is known when a step "
+                "opens who plays whom, and with which weights; leave it out"
+            )
+        if pipeline.rollout == "batch":
+            raise ValueError(
+                "pipeline.early_start: with pipeline.rollout `batch` trajectories wait for each "
+                "other before every turn; leave it out, or use `trajectory`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _critic(self) -> Self:
         critic = self.algorithm.value_function
         if critic is None:

@@ -175,6 +175,7 @@ class RunQueriesRequest(_message.Message):
     TICKETS_FIELD_NUMBER: _builtins.int
     ENDINGS_ONLY_FIELD_NUMBER: _builtins.int
     TOGETHER_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     step: _builtins.int
@@ -182,6 +183,11 @@ class RunQueriesRequest(_message.Message):
     """Report how trajectories end and, in mode async, which versions they begin with; no other move."""
     together: _builtins.bool
     """Events that happen at about the same time may come as one message: `TrajectoryEvent.together`."""
+    ahead: _builtins.bool
+    """Begin them ahead of their step: they do not end, and draw no turn of a policy whose weights were
+    not updated since, until another call asks for the same trajectories without this. Those that
+    nobody asks for so end with this call, without a trace.
+    """
     @_builtins.property
     def tickets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Ticket]: ...
     def __init__(
@@ -193,10 +199,11 @@ class RunQueriesRequest(_message.Message):
         tickets: _abc.Iterable[Global___Ticket] | None = ...,
         endings_only: _builtins.bool = ...,
         together: _builtins.bool = ...,
+        ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endings_only", b"endings_only", "job_id", b"job_id", "request_id", b"request_id", "step", b"step", "tickets", b"tickets", "together", b"together"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "endings_only", b"endings_only", "job_id", b"job_id", "request_id", b"request_id", "step", b"step", "tickets", b"tickets", "together", b"together"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
