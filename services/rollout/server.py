@@ -167,9 +167,12 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         """Bring a policy's engines to a version."""
         job = self._jobs.get(request.weights.job_id)
         policy = job.policy(request.weights.policy)
+        # Not one that is repeated: the engines may still be on their way to it.
+        newer = request.weights.version > policy.weights.version
         transfer = await policy.prefetch(request.weights)
         exposed = await policy.update(request.weights)
-        self._runner.updated(job.job_id, policy.name)
+        if newer:
+            self._runner.updated(job.job_id, policy.name)
         self._metrics.updated(job.job_id, policy.name, exposed, transfer)
         return pb.UpdateWeightsResponse(
             engines=policy.statuses(job.job_id, self._worker_id),

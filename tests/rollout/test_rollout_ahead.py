@@ -84,6 +84,9 @@ async def test_a_turn_may_be_drawn_with_the_new_weights_and_ends_with_its_step(
     house: House,
 ) -> None:
     async with begun_ahead(house, 1):
+        await house.update(house.publish("big", 0))
+        await asyncio.sleep(0.1)
+        assert drawn(house) == 0, "these are the old ones"
         await house.update(house.publish("big", 1))
         await until(lambda: drawn(house) > 0)
         await house.open_step(1)
