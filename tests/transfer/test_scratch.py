@@ -9,8 +9,6 @@ import sys
 import threading
 from pathlib import Path
 
-import pytest
-
 from troupe.scratch import Scratch
 
 
@@ -52,8 +50,7 @@ def test_a_sweep_takes_none_that_is_being_made(tmp_path: Path) -> None:
         scratch.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_benchmark_that_is_told_to_end_takes_its_files_along(number: signal.Signals) -> None:
+def test_a_benchmark_that_is_told_to_end_takes_its_files_along() -> None:
     code = (
         "import time\n"
         "from benchmarks.command import scratch\n"
@@ -72,6 +69,6 @@ def test_a_benchmark_that_is_told_to_end_takes_its_files_along(number: signal.Si
         assert process.stdout is not None
         directory = Path(process.stdout.readline().strip())
         assert directory.is_dir()
-        process.send_signal(number)
-        assert process.wait(30) != 0
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
     assert not directory.exists()
