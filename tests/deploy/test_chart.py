@@ -16,6 +16,7 @@ from services.chassis.telemetry import Telemetry
 from services.reward.hosts.service import RewardHost
 from services.reward.runtime import Runtime
 from services.reward.settings import RewardSettings
+from troupe.scratch import memory_root
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/troupe-reward"
@@ -120,6 +121,14 @@ def test_hosts_find_the_service_and_both_understand_their_settings(
             assert settings.reward_models["judge"].gpus == 2
             seconds = hosts["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
             assert seconds >= settings.drain_seconds + 20
+
+
+def test_sleeping_models_have_room_in_host_memory() -> None:
+    pod = render(hosts__sharedMemory="40Gi")["Deployment", "r-hosts"]["spec"]["template"]["spec"]
+    (container,), (volume,) = pod["containers"], pod["volumes"]
+    (mount,) = container["volumeMounts"]
+    assert mount == {"name": volume["name"], "mountPath": str(memory_root())}
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "40Gi"}
 
 
 @pytest.mark.parametrize("kind", ["hpa", "keda", "none"])

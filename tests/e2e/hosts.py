@@ -18,7 +18,7 @@ from urllib.request import urlopen
 
 import psutil
 
-from tests.support.redis_server import free_port
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "between hosts"

@@ -18,7 +18,8 @@ from services.experience_store.settings import StoreSettings
 from services.experience_store.store import Store
 from tests.support.experience import Response, Stage, ids_of, make_stage
 from tests.support.experience_client import Client
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.ports import free_port
+from tests.support.redis_server import RedisServer
 from troupe.rpc import (
     NO_RETRY,
     ClientSettings,

@@ -17,7 +17,7 @@ from services.orchestrator.records import JobRecord
 from services.orchestrator.redis_access import RedisAccess, RedisUnavailable
 from tests.support.cluster import job_yaml
 from tests.support.fake_trainer import weights_of
-from tests.support.redis_server import free_port
+from tests.support.ports import free_port
 from troupe import states
 from troupe.job import parse_job
 from troupe.rpc import FailedPrecondition, NotFound, new_id

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import socket
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from services.orchestrator.server import make_service as make_orchestrator
 from services.orchestrator.settings import OrchestratorSettings
 from tests.support.fake_rollout import FakeRollout, RolloutScript
 from tests.support.fake_trainer import FakeTrainer, TrainerScript
+from tests.support.ports import free_port
 from troupe.rpc import connect, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
@@ -60,16 +58,6 @@ def job_yaml(
     return yaml.safe_dump(job)
 
 
-def lasting_port() -> int:
-    """A free port outside the range of outgoing connections: it is still free when a part that
-    was stopped comes back to it."""
-    while True:
-        port = random.SystemRandom().randrange(15_000, 32_000)
-        with socket.socket() as sock, suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return port
-
-
 class Cluster:
     """Starts and stops parts; calls the orchestrator as a user would."""
 
@@ -78,9 +66,9 @@ class Cluster:
         self._common: dict[str, Any] = {
             "redis_url": redis_url,
             "data_dir": directory,
-            "orchestrator_address": f"127.0.0.1:{lasting_port()}",
-            "experience_store_address": f"127.0.0.1:{lasting_port()}",
-            "reward_address": f"127.0.0.1:{lasting_port()}",
+            "orchestrator_address": f"127.0.0.1:{free_port()}",
+            "experience_store_address": f"127.0.0.1:{free_port()}",
+            "reward_address": f"127.0.0.1:{free_port()}",
             "drain_seconds": 0,
             "stream_drain_seconds": 0,
         }
@@ -124,7 +112,7 @@ class Cluster:
 
     async def add_rollout(self, script: RolloutScript | None = None, port: int = 0) -> FakeRollout:
         """Start a rollout worker."""
-        port = port or lasting_port()
+        port = port or free_port()
         settings = ServiceSettings(**self._common, port=port, worker_id=new_id("rollout")[:14])
         worker = FakeRollout(settings, script)
         await worker.up()
@@ -133,7 +121,7 @@ class Cluster:
 
     async def add_trainer(self, script: TrainerScript | None = None, port: int = 0) -> FakeTrainer:
         """Start a trainer worker."""
-        port = port or lasting_port()
+        port = port or free_port()
         settings = ServiceSettings(**self._common, port=port, worker_id=new_id("trainer")[:14])
         worker = FakeTrainer(settings, script)
         await worker.up()

@@ -6,7 +6,8 @@ import socket
 import time
 from pathlib import Path
 
-from tests.support.redis_server import START_SECONDS, RedisServer, free_port
+from tests.support.ports import free_port
+from tests.support.redis_server import START_SECONDS, RedisServer
 
 NODES = 3
 SLOTS = 16384
