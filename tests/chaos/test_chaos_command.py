@@ -29,7 +29,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(directory: Path, models: Path, steps: int, *arguments: str) -> subprocess.Popen[str]:
     job = directory / "job.yaml"
-    job.write_text(tiny_team.job(models, **{"pipeline.steps": steps, "evaluation.queries": 0}))
+    over = {"pipeline.steps": steps, "evaluation.queries": 0, "pipeline.early_start": True}
+    job.write_text(tiny_team.job(models, **over))
     command = [sys.executable, "-m", "troupe.client.cli", "chaos", str(job), "--no-panel"]
     return subprocess.Popen(
         [*command, "--data-dir", str(directory / "runs"), "--json", *arguments],
