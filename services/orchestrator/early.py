@@ -46,7 +46,9 @@ class EarlyStart:
         for worker_id, tickets in together.items():
             worker = workers[worker_id]
             self._begun.update((ticket.query_id, worker) for ticket in tickets)
-            self._calls.add(asyncio.create_task(self._hold(worker, step, tickets)))
+            call = asyncio.create_task(self._hold(worker, step, tickets))
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
 
     def worker_of(self, query_id: str, among: Collection[Worker]) -> Worker | None:
         """Who has begun a query, if that is one of `among`."""
@@ -87,5 +89,3 @@ class EarlyStart:
             for ticket in tickets:
                 if self._begun.get(ticket.query_id) is worker:
                     del self._begun[ticket.query_id]
-            if (call := asyncio.current_task()) is not None:
-                self._calls.discard(call)

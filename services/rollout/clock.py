@@ -3,8 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+
+class _Pause:
+    """Time that passes while at least one branch is in it, by a clock of the caller's."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._inside = 0
+        self._since = self._over = 0.0
+
+    @property
+    def on(self) -> bool:
+        """Whether a branch is in it."""
+        return self._inside > 0
+
+    @property
+    def total(self) -> float:
+        """Seconds so far."""
+        return self._over + (self._now() - self._since if self._inside else 0.0)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if not self._inside:
+            self._since = self._now()
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._over += self._now() - self._since
 
 
 class TrajectoryClock:
@@ -21,37 +52,24 @@ class TrajectoryClock:
         self._seconds = seconds
         self._longest = max(seconds, longest)
         self._patient = patient
-        self._away = 0
-        self._away_since = 0.0
-        self._stood = 0.0
-        self._still = 0
-        self._still_since = 0.0
-        self._skipped = 0.0
+        self._still = _Pause(self._time)
+        self._away = _Pause(self._now)
 
     def _now(self) -> float:
         """The loop's time without what was `still`."""
-        return (self._still_since if self._still else self._time()) - self._skipped
+        return self._time() - self._still.total
 
-    @contextmanager
-    def still(self) -> Iterator[None]:
+    def still(self) -> AbstractContextManager[None]:
         """Nothing counts, to no limit; branches may be at once."""
-        if self._still == 0:
-            self._still_since = self._time()
-        self._still += 1
-        try:
-            yield
-        finally:
-            self._still -= 1
-            if self._still == 0:
-                self._skipped += self._time() - self._still_since
+        return self._still()
 
     @property
     def left(self) -> float:
         """Seconds until the trajectory is late, as it looks now; at most 0 when it is."""
         now = self._now()
         end = self._longest
-        if not self._away:
-            end = min(end, self._seconds + self._stood)
+        if not self._away.on:
+            end = min(end, self._seconds + self._away.total)
         return self.began + end - now
 
     def bound(self, seconds: float) -> float:
@@ -60,18 +78,6 @@ class TrajectoryClock:
             return self.began + self._longest - self._now()
         return min(seconds, self.left)
 
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
+    def elsewhere(self) -> AbstractContextManager[None]:
         """The trajectory is with an engine or the reward service; branches may be at once."""
-        if not self._patient:
-            yield
-            return
-        if self._away == 0:
-            self._away_since = self._now()
-        self._away += 1
-        try:
-            yield
-        finally:
-            self._away -= 1
-            if self._away == 0:
-                self._stood += self._now() - self._away_since
+        return self._away() if self._patient else nullcontext()

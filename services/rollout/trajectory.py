@@ -48,11 +48,11 @@ class Trajectory:
         store: TrajectoryLog,
         emit: Emit,
         endpoints: EndpointServer,
-        ahead: Ahead | None = None,
+        ahead: Ahead,
     ) -> None:
-        """`ahead`: what its turns and its end wait for; by default nothing."""
+        """`ahead`: what its turns and its end wait for."""
         self._job = job
-        self._ahead = ahead or Ahead(False)
+        self._ahead = ahead
         self._ticket = ticket
         self._store = store
         self._place = Place(

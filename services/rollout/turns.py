@@ -29,7 +29,7 @@ class TurnBackend:
         endpoints: EndpointServer,
         query_id: str = "",
         left: Callable[[str], int] = lambda query_id: 0,
-        ahead: Ahead | None = None,
+        ahead: Ahead,
     ) -> None:
         """`policies`: by agent. `began(policy, version)` is told of each version that a policy
         began a turn with. `left(query_id)`: trajectories of the query that have not ended.
@@ -62,8 +62,7 @@ class TurnBackend:
         policy = self._policies[agent]
         task = asyncio.current_task()
         assert task is not None
-        if self._ahead is not None:
-            await self._ahead.wait(policy.name, self._clock)
+        await self._ahead.wait(policy.name, self._clock)
         seconds = self._clock.bound(self._turn_seconds)
         if seconds <= 0:
             raise TurnError(

@@ -9,6 +9,7 @@ import pytest
 
 from tests.orchestrator.test_orchestrator_rosters import finish
 from tests.support.cluster import Cluster, job_yaml
+from tests.support.fake_rollout import FakeRollout
 from troupe.job import JobSpecError, parse_job
 from troupe.v1 import common_pb2 as pb
 
@@ -17,6 +18,15 @@ STEPS = 3
 
 def early_yaml(**over: Any) -> str:
     return job_yaml(**{"pipeline__early_start": True, "pipeline__steps": STEPS, **over})
+
+
+async def training(cluster: Cluster, worker: FakeRollout) -> str:
+    """A job that still trains a step when `worker` has begun some of the next one."""
+    for trainer in cluster.trainers:
+        trainer.script.seconds = 0.3
+    job_id = await cluster.submit(early_yaml())
+    await cluster.until(job_id, lambda job: bool(worker.ahead))
+    return job_id
 
 
 def of_step(step: int) -> set[str]:
@@ -52,10 +62,7 @@ async def test_no_more_than_may_run_at_once_begin_early(cluster: Cluster) -> Non
 async def test_a_worker_that_dies_with_what_it_began_costs_nothing(cluster: Cluster) -> None:
     """It goes down between the rollout of a step and the next one."""
     other = await cluster.add_rollout()
-    for trainer in cluster.trainers:
-        trainer.script.seconds = 0.3
-    job_id = await cluster.submit(early_yaml())
-    await cluster.until(job_id, lambda job: bool(other.ahead))
+    job_id = await training(cluster, other)
     await other.down()
     await finish(cluster, job_id, STEPS)
     assert other.ahead
@@ -63,10 +70,7 @@ async def test_a_worker_that_dies_with_what_it_began_costs_nothing(cluster: Clus
 
 async def test_a_pause_gives_up_what_was_begun(cluster: Cluster) -> None:
     worker = cluster.rollouts[0]
-    for trainer in cluster.trainers:
-        trainer.script.seconds = 0.3
-    job_id = await cluster.submit(early_yaml())
-    await cluster.until(job_id, lambda job: bool(worker.ahead))
+    job_id = await training(cluster, worker)
     await cluster.pause(job_id)
     await cluster.wait(job_id, [pb.JOB_STATE_PAUSED])
     assert not worker.begun_ahead, "nobody keeps it"
@@ -78,10 +82,7 @@ async def test_a_pause_gives_up_what_was_begun(cluster: Cluster) -> None:
 
 async def test_an_orchestrator_that_dies_leaves_no_second_run(cluster: Cluster) -> None:
     worker = cluster.rollouts[0]
-    for trainer in cluster.trainers:
-        trainer.script.seconds = 0.3
-    job_id = await cluster.submit(early_yaml())
-    await cluster.until(job_id, lambda job: bool(worker.ahead))
+    job_id = await training(cluster, worker)
     await cluster.stop_orchestrator()
     await asyncio.sleep(0.1)
     await cluster.start_orchestrator()
