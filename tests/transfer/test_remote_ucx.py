@@ -20,8 +20,11 @@ from pydantic import SecretStr
 
 from tests.transfer.remote_host import KEY, state
 from troupe.rpc import ClientSettings
-from troupe.transfer import Choice, Transfer, TransferTimeout, checksum_of, chunks
+from troupe.transfer import Choice, Transfer, TransferTimeout, checksum_of
+from troupe.transfer.checksum import PIECE_BYTES
+from troupe.transfer.chunks import Verification
 from troupe.transfer.remote import Peer, lane, reading
+from troupe.transfer.remote.sending import UCX_MESSAGE_BYTES
 
 pytestmark = [
     pytest.mark.slow,
@@ -106,6 +109,38 @@ def test_nearby_two_lanes_share_a_read_where_the_owner_knows_of_two(
         source.close()
 
 
+def test_chunks_come_in_messages_where_who_receives_verifies_and_the_owner_knows_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setattr(reading, "_cores", lambda: 2)
+    taken: list[int] = []
+    real, placed = lane.Lane.receive, Peer._place
+
+    def receive(self: lane.Lane, into: memoryview, tag: int) -> Any:
+        taken.append(len(into))
+        return real(self, into, tag)
+
+    monkeypatch.setattr(lane.Lane, "receive", receive)
+    with host(tmp_path / "there", 100) as (address, _):
+        source = Peer(address, SETTINGS)
+        here = Transfer(tmp_path / "here", peers=[source])
+        for largest in (UCX_MESSAGE_BYTES, PIECE_BYTES):
+            got, manifest = here.get(KEY, timeout=60)
+            assert checksum_of(got) == manifest.checksum
+            assert max(taken) == largest
+            assert sum(taken) >= 100 * 2**20
+            here.delete(KEY)
+            taken.clear()
+
+            def in_one(self: Peer, *args: Any) -> Any:
+                return replace(placed(self, *args), message_bytes=0)  # of an older owner's answer
+
+            monkeypatch.setattr(Peer, "_place", in_one)
+        assert not here.counters.retries()
+        source.close()
+
+
 def test_a_lane_that_fails_ends_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, failed = lane.Lane.wait, threading.Event()
 
@@ -139,15 +174,15 @@ def test_an_owner_without_ucx(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_a_byte_that_changed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = chunks.bytes_checksum, []
+    real, calls = Verification.upto, []
 
-    def spoiled(data: memoryview) -> str:
-        calls.append(len(data))
+    def spoiled(self: Verification, nbytes: int) -> None:
+        calls.append(nbytes)
         if len(calls) == 3:
-            data[5] ^= 1
-        return real(data)
+            self._data[self._begin + nbytes - 5] ^= 1
+        real(self, nbytes)
 
-    monkeypatch.setattr(chunks, "bytes_checksum", spoiled)
+    monkeypatch.setattr(Verification, "upto", spoiled)
     with host(tmp_path / "there", 100) as (address, _):
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
@@ -159,17 +194,17 @@ def test_a_byte_that_changed_on_the_way(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("way")
 def test_an_owner_that_is_killed_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = chunks.bytes_checksum, []
+    real, calls = Verification.upto, []
     with host(tmp_path / "there", 200) as (address, process):
 
-        def killing(data: memoryview) -> str:
-            calls.append(len(data))
+        def killing(self: Verification, nbytes: int) -> None:
+            calls.append(nbytes)
             if len(calls) == 2:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-            return real(data)
+            real(self, nbytes)
 
-        monkeypatch.setattr(chunks, "bytes_checksum", killing)
+        monkeypatch.setattr(Verification, "upto", killing)
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
         into = {name: torch.zeros_like(t) for name, t in state(200).items()}
@@ -184,17 +219,17 @@ def test_an_owner_that_is_killed_half_way(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_read_that_is_held_up_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, began, other_is_here = chunks.bytes_checksum, threading.Event(), threading.Event()
+    real, began, other_is_here = Verification.upto, threading.Event(), threading.Event()
 
-    def held_up(data: memoryview) -> str:
+    def held_up(self: Verification, nbytes: int) -> None:
         if threading.current_thread().name.startswith(("transfer-check", "held")) and (
             not began.is_set()
         ):
             began.set()
             assert other_is_here.wait(60)
-        return real(data)
+        real(self, nbytes)
 
-    monkeypatch.setattr(chunks, "bytes_checksum", held_up)
+    monkeypatch.setattr(Verification, "upto", held_up)
     with host(tmp_path / "there", 32) as (address, _):
         source = Peer(address, SETTINGS)
         here = Transfer(tmp_path / "here", peers=[source])
@@ -238,16 +273,17 @@ def test_who_waits_for_one_message_does_not_wait_for_the_next() -> None:
 READER = """
 import sys, pathlib, os, signal
 from troupe.rpc import ClientSettings
-from troupe.transfer import Transfer, chunks
+from troupe.transfer import Transfer
+from troupe.transfer.chunks import Verification
 from troupe.transfer.remote import Peer
 from tests.transfer.remote_host import KEY
-real, calls = chunks.bytes_checksum, []
-def dying(data):
+real, calls = Verification.upto, []
+def dying(self, nbytes):
     calls.append(1)
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(data)
-chunks.bytes_checksum = dying
+    real(self, nbytes)
+Verification.upto = dying
 peer = Peer(sys.argv[1], ClientSettings(token="secret"))
 Transfer(pathlib.Path(sys.argv[2]), peers=[peer]).get(KEY)
 """

@@ -39,6 +39,11 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
+def hasher() -> xxhash.xxh3_128:
+    """For the checksum of at most `PIECE_BYTES`, given bit by bit."""
+    return xxhash.xxh3_128()
+
+
 def piece_checksums(data: memoryview) -> tuple[str, ...]:
     """Hex xxh3-128 of every `PIECE_BYTES` of `data`; none for data that is a single piece."""
     if len(data) <= PIECE_BYTES:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from troupe.transfer.checksum import PIECE_BYTES, bytes_checksum
+from troupe.transfer.checksum import PIECE_BYTES, hasher
 from troupe.transfer.manifest import Manifest
 
 
@@ -34,10 +35,44 @@ class Chunk:
 
     def damaged(self, data: memoryview) -> str:
         """Name of the first tensor in it whose bytes are not those that were set; "" for none."""
-        for span in self.spans:
-            if bytes_checksum(data[span.offset : span.offset + span.nbytes]) != span.checksum:
-                return span.name
-        return ""
+        check = Verification(self, data)
+        check.upto(self.nbytes)
+        return check.damaged
+
+
+class Verification:
+    """Verifies a chunk as its bytes come, in order: what has just come is still in the cache.
+
+    `damaged`: name of the first tensor whose bytes are not those that were set; "" for none so far.
+    """
+
+    def __init__(self, chunk: Chunk, data: memoryview) -> None:
+        self.damaged = ""
+        self._data, self._begin, self._done = data, chunk.offset, chunk.offset
+        self._spans = deque(chunk.spans)
+        self._hash = hasher()
+
+    def upto(self, nbytes: int) -> None:
+        """The first `nbytes` of the chunk are there."""
+        end = self._begin + nbytes
+        while self._spans:
+            span = self._spans[0]
+            start, stop = max(self._done, span.offset), min(end, span.offset + span.nbytes)
+            if start < stop:
+                self._hash.update(self._data[start:stop])
+                self._done = stop
+            if stop < span.offset + span.nbytes:
+                return
+            if self._hash.hexdigest() != span.checksum:
+                self.damaged = self.damaged or span.name
+            self._hash = hasher()
+            self._spans.popleft()
+
+
+def messages_of(nbytes: int, message_bytes: int) -> Iterator[tuple[int, int]]:
+    """Where each of the messages that a chunk comes in begins and ends; one for 0."""
+    size = message_bytes or nbytes
+    return ((at, min(at + size, nbytes)) for at in range(0, nbytes, size))
 
 
 def spans_of(manifest: Manifest) -> Iterator[Span]:

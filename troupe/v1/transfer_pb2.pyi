@@ -66,6 +66,7 @@ class DescribeStateResponse(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     MACHINE_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
+    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
     """JSON, as it is stored in front of the bytes: names, dtypes, shapes, offsets, checksums."""
     ucx: _builtins.bool
@@ -76,6 +77,10 @@ class DescribeStateResponse(_message.Message):
     """The same for all processes of one machine."""
     lanes: _builtins.int
     """Workers of one reader that this owner sends to at once; 0 of owners that know one only."""
+    message_bytes: _builtins.int
+    """Of the smallest messages that a chunk may go through a lane in; 0 of owners that send each as
+    one.
+    """
     def __init__(
         self,
         *,
@@ -84,10 +89,11 @@ class DescribeStateResponse(_message.Message):
         source: _builtins.str = ...,
         machine: _builtins.str = ...,
         lanes: _builtins.int = ...,
+        message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lanes", b"lanes", "machine", b"machine", "manifest", b"manifest", "source", b"source", "ucx", b"ucx"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lanes", b"lanes", "machine", b"machine", "manifest", b"manifest", "message_bytes", b"message_bytes", "source", b"source", "ucx", b"ucx"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -139,22 +145,28 @@ class UcxLane(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     FIRST_TAG_FIELD_NUMBER: _builtins.int
     NEAR_FIELD_NUMBER: _builtins.int
+    MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     address: _builtins.bytes
     """A UCX worker of the reader."""
     first_tag: _builtins.int
-    """The n-th chunk asked for, of all lanes, goes to tag `first_tag` + n."""
+    """The n-th chunk asked for, of all lanes, goes to tag `first_tag` + n; where chunks go in
+    messages, to the tags from `first_tag` + n * (`chunk_bytes` / `message_bytes`) on.
+    """
     near: _builtins.bool
     """The worker has shared memory only: the owner's must be on the same machine."""
+    message_bytes: _builtins.int
+    """A chunk comes in messages of so many bytes, of which `chunk_bytes` are a multiple; 0: in one."""
     def __init__(
         self,
         *,
         address: _builtins.bytes = ...,
         first_tag: _builtins.int = ...,
         near: _builtins.bool = ...,
+        message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "first_tag", b"first_tag", "near", b"near"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "first_tag", b"first_tag", "message_bytes", b"message_bytes", "near", b"near"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,6 +50,8 @@ class Place:
     near: bool
     # Workers of this host that it sends to at once.
     lanes: int = 1
+    # That its chunks may come in; 0: each in one.
+    message_bytes: int = 0
 
 
 # Asks the owner again whom to read from, naming those that failed.
@@ -132,6 +134,7 @@ class Fetch:
             lanes=self._lanes,
             near=source.near,
             most_lanes=source.lanes,
+            message_bytes=source.message_bytes,
             checker=self._checker,
         )
         read(source.stub, request, self._part, self._arrived, left)

@@ -12,6 +12,7 @@ import functools
 import os
 import select
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -77,7 +78,7 @@ class Lane:
             given["TLS"] = _NEAR
         features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
         self._endpoint: Any = None
-        self._flying: list[Any] = []
+        self._flying: deque[Any] = deque()
         try:
             self._context = libucxx.UCXContext(given, features)
             self._worker = libucxx.UCXWorker(self._context)
@@ -175,10 +176,12 @@ class Lane:
         self._endpoint = self._worker = self._context = None
 
     def _settle(self) -> None:
-        """Forget the requests that are done; raise for those that failed."""
-        for request in [r for r in self._flying if r.completed]:
-            self._flying.remove(request)
+        """Forget the requests that are done before all others; raise for one that failed.
+
+        (They end in the order in which they began but for a few; all of what fails fails at once.)
+        """
+        while self._flying and self._flying[0].completed:
             try:
-                request.check_error()
+                self._flying.popleft().check_error()
             except self._ucx.UCXError as error:
                 raise LaneBroken(f"{type(error).__name__}: {error}") from error

@@ -237,7 +237,14 @@ class Peer:
         elif not answer.ucx:
             why_not = "ucx_not_there"
         near = not why_not and bool(answer.machine) and answer.machine == ucx.machine()
-        return Place(address, self._stub_of(address), why_not, near, max(answer.lanes, 1))
+        return Place(
+            address,
+            self._stub_of(address),
+            why_not,
+            near,
+            lanes=max(answer.lanes, 1),
+            message_bytes=answer.message_bytes,
+        )
 
     def _describe(
         self,

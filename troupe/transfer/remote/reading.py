@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from troupe.rpc.errors import TroupeError, Unavailable
+from troupe.transfer.checksum import PIECE_BYTES
+from troupe.transfer.chunks import Verification
 from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.lanes import Lanes
 from troupe.transfer.remote.part import Part
@@ -42,7 +44,7 @@ def by_messages(
     try:
         for index in request.chunks:
             chunk = part.chunks[index]
-            target = chunk.of(part.data)
+            target, check = chunk.of(part.data), Verification(chunk, part.data)
             at, short = 0, False
             while at < len(target) and not short:
                 message = next(messages, None)
@@ -57,7 +59,8 @@ def by_messages(
                     break
                 target[at : at + size] = message.data
                 at += size
-            arrived(index, chunk.spans[0].name if short else chunk.damaged(part.data))
+                check.upto(at)
+            arrived(index, chunk.spans[0].name if short else check.damaged)
             if short:
                 raise Unavailable("a chunk had another length", kind="transfer_cut_short")
         _see_end(stream, messages)
@@ -86,13 +89,16 @@ def by_lane(
     lanes: Lanes,
     near: bool,
     most_lanes: int,
+    message_bytes: int,
     checker: ThreadPoolExecutor,
 ) -> None:
     """The same through UCX, straight into `part`, verified meanwhile.
 
     Nearby it is the receiver's core that copies: two lanes, where the owner sends through so many,
     each in a thread that receives and verifies every other chunk. `checker` has the second one, or
-    the thread that verifies what one lane brings, where there is a core for it.
+    the thread that verifies what one lane brings, where there is a core for it. Without either a
+    chunk comes in messages of `message_bytes` (0 where the owner sends it as one), each verified
+    while it is in the cache.
 
     Raises TroupeError or LaneBroken.
     """
@@ -103,17 +109,20 @@ def by_lane(
     try:
         taken.extend(lanes.take(near=near) for _ in range(2 if two else 1))
         first_tag = secrets.randbits(62)
+        beside = None if two or (cores <= _BUSY_CORES and not near) else checker
+        size = 0 if two or beside is not None else message_bytes
         request.ClearField("lanes")
         request.lanes.extend(
-            pb.UcxLane(address=lane.address, first_tag=first_tag, near=near) for lane in taken
+            pb.UcxLane(address=lane.address, first_tag=first_tag, near=near, message_bytes=size)
+            for lane in taken
         )
         said = Said(stub.ReadState(request, timeout=timeout))
-        due = [(index, first_tag + place) for place, index in enumerate(request.chunks)]
+        tags = PIECE_BYTES // size if size else 1
+        due = [(index, first_tag + place * tags) for place, index in enumerate(request.chunks)]
         if two:
             receive_by_two(taken, said, due, part, arrived, checker)
         else:
-            beside = checker if near or cores > _BUSY_CORES else None
-            receive(taken[0], said.check, due, part, arrived, beside)
+            receive(taken[0], said.check, due, part, arrived, beside, size)
     except BaseException:
         if said is not None:
             said.cancel()

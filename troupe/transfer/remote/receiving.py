@@ -9,9 +9,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Final
 
+from troupe.transfer.chunks import Verification, messages_of
 from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.part import Part
 from troupe.transfer.remote.said import Said
@@ -20,7 +22,7 @@ from troupe.transfer.remote.said import Said
 Arrived = Callable[[int, str], None]
 
 # Receives that wait ahead of the owner's sends.
-_WINDOW: Final = 8
+_WINDOW: Final = 16
 _IDLE_SECONDS: Final = 30.0
 
 
@@ -78,25 +80,24 @@ def receive(
     part: Part,
     arrived: Arrived,
     checker: ThreadPoolExecutor | None,
+    message_bytes: int = 0,
 ) -> None:
-    """The chunks of `due`, each with its tag, in order. `check` raises why no more will come.
+    """The chunks of `due`, each with its first tag, in order, in messages of `message_bytes` (0:
+    each in one). `check` raises why no more will come.
 
     Without `checker` this thread verifies, as soon as more is asked for: what comes meanwhile
     waits in the kernel, or at the owner.
     """
-    flying: deque[tuple[int, Any]] = deque()
+    flying: deque[tuple[int, int, Any]] = deque()
     checks = _Checks(part, checker)
-    asked = 0
+    messages = _messages(part, due, message_bytes)
 
     def ask() -> None:
-        nonlocal asked
-        while asked < len(due) and len(flying) < _WINDOW:
-            index, tag = due[asked]
-            flying.append((index, lane.receive(part.chunks[index].of(part.data), tag)))
-            asked += 1
+        for index, upto, memory, tag in islice(messages, _WINDOW - len(flying)):
+            flying.append((index, upto, lane.receive(memory, tag)))
 
     def done() -> bool:
-        return bool(flying[0][1].completed)
+        return bool(flying[0][2].completed)
 
     def lives() -> None:
         # An owner that died ends the stream, whatever UCX has noticed.
@@ -104,13 +105,13 @@ def receive(
             check()
 
     try:
-        while asked < len(due) or flying:
-            ask()
+        ask()
+        while flying:
             lane.wait(done, idle=_IDLE_SECONDS, meanwhile=lives)
-            while flying and flying[0][1].completed:
-                index, _ = flying.popleft()
+            while flying and flying[0][2].completed:
+                index, upto, _ = flying.popleft()
                 ask()
-                checks.begin(index)
+                checks.upto(index, upto)
             for index, damaged in checks.over():
                 arrived(index, damaged)
     finally:
@@ -118,6 +119,16 @@ def receive(
         checks.end()
         for index, damaged in checks.over():
             arrived(index, damaged)
+
+
+def _messages(
+    part: Part, due: Sequence[tuple[int, int]], message_bytes: int
+) -> Iterator[tuple[int, int, memoryview, int]]:
+    """All that will come: its chunk, how much of that is there after it, into what, its tag."""
+    for index, tag in due:
+        memory = part.chunks[index].of(part.data)
+        for number, (at, stop) in enumerate(messages_of(len(memory), message_bytes)):
+            yield index, stop, memory[at:stop], tag + number
 
 
 class _Checks:
@@ -129,16 +140,17 @@ class _Checks:
 
     def __init__(self, part: Part, pool: ThreadPoolExecutor | None) -> None:
         self._part = part
-        self._due: SimpleQueue[int | None] = SimpleQueue()
+        self._due: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self._over: deque[tuple[int, str]] = deque()
+        self._now: tuple[int, Verification] | None = None
         self._task = None if pool is None else pool.submit(self._all)
 
-    def begin(self, index: int) -> None:
-        """The chunk has come."""
+    def upto(self, index: int, nbytes: int) -> None:
+        """The first `nbytes` of the chunk have come."""
         if self._task is None:
-            self._check(index)
+            self._check(index, nbytes)
         else:
-            self._due.put(index)
+            self._due.put((index, nbytes))
 
     def over(self) -> Iterator[tuple[int, str]]:
         """Chunks that were verified since it was last asked, with what is damaged of them."""
@@ -152,11 +164,18 @@ class _Checks:
             self._task.result()
 
     def _all(self) -> None:
-        while (index := self._due.get()) is not None:
-            self._check(index)
+        while (due := self._due.get()) is not None:
+            self._check(*due)
 
-    def _check(self, index: int) -> None:
-        self._over.append((index, self._part.chunks[index].damaged(self._part.data)))
+    def _check(self, index: int, nbytes: int) -> None:
+        chunk = self._part.chunks[index]
+        if self._now is None or self._now[0] != index:
+            self._now = index, Verification(chunk, self._part.data)
+        check = self._now[1]
+        check.upto(nbytes)
+        if nbytes == chunk.nbytes:
+            self._over.append((index, check.damaged))
+            self._now = None
 
 
 def _core() -> int:

@@ -31,7 +31,14 @@ from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.arrivals import Arrivals
 from troupe.transfer.remote.held import Held
 from troupe.transfer.remote.lanes import Lanes
-from troupe.transfer.remote.sending import Arriving, Source, Stored, messages, send
+from troupe.transfer.remote.sending import (
+    UCX_MESSAGE_BYTES,
+    Arriving,
+    Source,
+    Stored,
+    messages,
+    send,
+)
 from troupe.transfer.store import Transfer
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
@@ -84,6 +91,7 @@ class Servicer(rpc.TransferOwnerServicer):
             source=source,
             machine="" if self._why_not else ucx.machine(),
             lanes=0 if self._why_not else MOST_LANES,
+            message_bytes=0 if self._why_not else UCX_MESSAGE_BYTES,
         )
 
     def ReadState(  # noqa: N802
@@ -248,8 +256,21 @@ def _check(request: pb.ReadStateRequest, num_chunks: int) -> None:
             value=len(request.lanes),
             remedy="Ask for no more than the state's description says.",
         )
+    for asked in request.lanes:
+        size = asked.message_bytes
+        if size != request.lanes[0].message_bytes or (size and not _cuts(size)):
+            raise InvalidArgument(
+                f"a chunk comes in messages of at least {UCX_MESSAGE_BYTES} bytes that make it up",
+                field="message_bytes",
+                value=size,
+                remedy="Ask for what the state's description says, in all lanes, or for none.",
+            )
     if beyond := [chunk for chunk in request.chunks if chunk >= num_chunks]:
         raise InvalidArgument(f"the state has {num_chunks} chunks", field="chunks", value=beyond[0])
+
+
+def _cuts(message_bytes: int) -> bool:
+    return message_bytes >= UCX_MESSAGE_BYTES and PIECE_BYTES % message_bytes == 0
 
 
 def _stored(manifest: Manifest) -> pb.StoredState:
