@@ -85,6 +85,11 @@ class _Running:
     aborted: str = ""
     """Why, once it is to be aborted."""
 
+    def cancel(self) -> None:
+        """Cancel its task once that has begun, which it does in this turn of the event loop or the
+        next: none of a task that is cancelled before runs, and nobody would hear of its end."""
+        asyncio.get_running_loop().call_soon(self.task.cancel)
+
     def publish(self, news: _News) -> None:
         if isinstance(news, rollout.TrajectoryEvent):
             self.newest = news
@@ -156,7 +161,7 @@ class Runner:
             found.append(trajectory_id)
             if not running.aborted:
                 running.aborted = reason
-                running.task.cancel()
+                running.cancel()
         return found
 
     async def cancel(self, job_id: str) -> None:
@@ -230,7 +235,7 @@ class Runner:
 
     async def _cancel(self, doomed: Sequence[_Running]) -> None:
         for running in doomed:
-            running.task.cancel()
+            running.cancel()
         await asyncio.gather(*(r.task for r in doomed), return_exceptions=True)
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.rollout import plays
 from tests.rollout.house import House, evaluation, open_house, training
 from tests.rollout.processes import ServiceProcess
-from troupe.rpc import InvalidArgument, new_id
+from troupe.rpc import InvalidArgument, Unavailable, new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import rollout_pb2 as pb
@@ -216,3 +216,36 @@ async def test_who_bounds_staleness_hears_at_once_what_a_trajectory_began_with(
         running = [dict(event.start_versions) for event in events if event.state == RUNNING]
         assert running == (told if endings_only else [{}, *told])
         assert dict(events[-1].start_versions) == {"big": 2, "small": 1}
+
+
+async def test_who_is_aborted_in_the_moment_that_it_is_asked_for_ends_in_the_store_too(
+    house: House,
+) -> None:
+    await house.prepare("waits")
+    await house.open_step()
+    runner = house.service._runner
+    tickets = training(queries=1)
+    listener = runner.listen(house.service._jobs.get(house.job_id), 0, tickets)
+    # In the same turn of the event loop: its task has not begun.
+    assert runner.abort(house.job_id, [tickets[0].trajectory_id], "stale: too old")
+    await until(lambda: len(runner) == 1)
+    assert (await house.step()).ended_trajectory_ids == [tickets[0].trajectory_id]
+    go_on()
+    ended = {}
+    async with asyncio.timeout(20):
+        async for bundle in listener.bundles():
+            ended.update({event.trajectory_id: event.state for event in bundle})
+    assert ended == {tickets[0].trajectory_id: ABORTED, tickets[1].trajectory_id: COMPLETED}
+
+
+async def test_who_listens_to_a_job_that_is_released_at_once_hears_of_it(house: House) -> None:
+    await house.prepare("waits")
+    runner = house.service._runner
+    job = house.service._jobs.get(house.job_id)
+    listener = runner.listen(job, 0, evaluation(2))
+    async with asyncio.timeout(20):
+        await runner.cancel(house.job_id)  # in the same turn of the event loop
+        assert len(runner) == 0  # else whoever asks for them again would wait for ever
+        with pytest.raises(Unavailable, match="was cancelled"):
+            async for _ in listener.bundles():
+                pass
