@@ -86,11 +86,11 @@ class Slot:
 
     async def warm_up(self, function: Function) -> None:
         """Have a worker that has imported `function`, if that works."""
+        self._cancelled = False
         await self._renewed(function)
         await self._warm_up(function)
 
     async def _warm_up(self, function: Function) -> None:
-        self._cancelled = False
         try:
             failed = await self._get_ready(function, None)
         except Lost as lost:
@@ -138,12 +138,15 @@ class Slot:
         Stops early, after an outcome, when the worker is lost: what has no outcome did not begin.
         Those that are `dropped` before they begin are left out.
         """
+        # From here on it may be cancelled, while it waits for the next sandbox too.
+        self._cancelled = False
         await self._renewed(function)
         try:
             async with aclosing(self._run_many(function, calls, lease)) as outcomes:
                 async for found in outcomes:
                     yield found
         finally:
+            self._cancelled = False
             if self._spares and self._cage.level == BUBBLEWRAP and self._process is None:
                 self._renewing = asyncio.create_task(self._warm_up(function))
 
@@ -162,7 +165,6 @@ class Slot:
     async def _run_many(
         self, function: Function, calls: Sequence[Call], lease: Lease | None
     ) -> AsyncGenerator[tuple[int, Outcome]]:
-        self._cancelled = False
         began = time.perf_counter()
         cold = not (self._adopted and self.suits(function) and self.holds(function))
         # The index of each call that the worker has, in their order.

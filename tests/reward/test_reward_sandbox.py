@@ -262,3 +262,19 @@ async def test_who_waits_for_room_can_be_cancelled_and_holds_no_worker() -> None
         waits = asyncio.create_task(client.invoke("where", trajectory_id=second.trajectory))
         assert await first.close() == 1
         assert json.loads((await waits).result_json)["uid"] == 65534
+
+
+async def test_who_waits_for_the_next_sandbox_can_be_cancelled() -> None:
+    settings = {"sandbox": "bubblewrap", "memory_mib": 128, "processes": 16, "disk_mib": 8}
+    async with client_of(reward_workers=1) as client, asyncio.timeout(30):
+        await client.register("naps", entrypoint="reward_functions:sleeps", **settings)
+        await client.invoke("naps", {"seconds": 0})  # uses the sandbox up: the next one starts
+        waits = asyncio.create_task(
+            client.invoke("naps", {"seconds": 60}, invocation_id="cancelled early")
+        )
+        cancel = pb.CancelInvocationRequest(invocation_id="cancelled early")
+        while not (await client.stub.CancelInvocation(cancel)).cancelled:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert (await waits).error.kind == Kind.KIND_CANCELLED
+        # And only that one.
+        assert not (await client.invoke("naps", {"seconds": 0})).HasField("error")
