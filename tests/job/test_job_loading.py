@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from troupe.client.overrides import apply
 from troupe.job import JobSpecError, load_job, parse_job
 
 JOB: dict[str, Any] = {
@@ -104,6 +105,27 @@ def test_aliases_are_welcome_but_not_without_end() -> None:
     laughs = ["x0: &x0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     laughs += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]" for n in range(1, 30)]
     assert "stands for more than 200,000 values" in fault("\n".join(laughs))
+
+
+def test_a_name_given_twice_is_told_where() -> None:
+    twice = yaml.safe_dump(JOB) + "policies:\n  solver: {model: {path: /models/other}}\n"
+    line = yaml.safe_dump(JOB).count("\n") + 1
+    told = f"line {line}, column 1: `policies` is there a second time"
+    assert told in fault(twice)
+    assert told in fault(f"{twice}seed: &a 3\n")
+    with pytest.raises(JobSpecError) as caught:
+        apply(twice, ["seed=3"])
+    assert told in str(caught.value)
+
+
+def test_a_merged_key_may_be_replaced() -> None:
+    text = yaml.safe_dump({k: v for k, v in JOB.items() if k != "agents"}) + (
+        "agents:\n"
+        "  a: &a {policy: solver, sampling: {temperature: 0.5}}\n"
+        "  b: &b {<<: *a, sampling: {temperature: 0.7}}\n"
+        "  c: {<<: *b, sampling: {temperature: 0.9}}\n"
+    )
+    assert [a.sampling.temperature for a in parse_job(text).agents.values()] == [0.5, 0.7, 0.9]
 
 
 def test_a_file_is_named_when_it_cannot_be_read(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import yaml
 
 from troupe.job import JobSpecError, parse_job
 from troupe.job.faults import FieldProblem
+from troupe.job.loading import load_yaml
 
 
 def apply(text: str, assignments: list[str]) -> dict[str, Any]:
@@ -17,7 +18,7 @@ def apply(text: str, assignments: list[str]) -> dict[str, Any]:
     field is refused as it would be in the file. Raises `JobSpecError`.
     """
     try:
-        raw = yaml.safe_load(text)
+        raw = load_yaml(text)
     except yaml.YAMLError:
         parse_job(text)  # raises, saying where
         raise

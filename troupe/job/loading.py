@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
+from yaml.composer import ComposerError
 
 from troupe.job.faults import FieldProblem, explained
 from troupe.job.spec import JobSpec
@@ -67,7 +68,7 @@ def _read(text: str, source: str) -> Any:
                 return json.loads(text)
             except ValueError:
                 pass
-        raw = yaml.safe_load(text)
+        raw = load_yaml(text)
         _count(raw, {}, set(), source)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -81,6 +82,28 @@ def _read(text: str, source: str) -> Any:
     except RecursionError as error:
         raise _unreadable(source, "is nested too deeply") from error
     return raw
+
+
+def load_yaml(text: str) -> Any:
+    """Plain values of YAML `text`. Raises `YAMLError`, also for a key written twice."""
+    return yaml.load(text, Loader=_Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that its mapping has already, of which YAML's own keeps the last value."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Not when it is constructed: by then `<<` has brought in keys that may be there twice.
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in seen:
+                problem = f"`{key.value}` is there a second time; a name stands for one thing"
+                raise ComposerError(None, None, problem, key.start_mark)
+            seen.add((key.tag, key.value))
+        return node
 
 
 def _count(value: Any, known: dict[int, int], open_: set[int], source: str) -> int:
