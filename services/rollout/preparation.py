@@ -91,6 +91,16 @@ class Preparation:
         """
         # What is quick to check comes first: an engine may take minutes to start.
         play = await self._play(spec)
+        try:
+            return await self._make(job_id, spec, refs, play)
+        except BaseException:
+            if play.arena is not None:
+                await asyncio.to_thread(play.arena.close)
+            raise
+
+    async def _make(
+        self, job_id: str, spec: JobSpec, refs: Mapping[str, pb.WeightsRef], play: _Play
+    ) -> PreparedJob:
         functions = JobFunctions(self._rewards, job_id, spec)
         await functions.announce()
         policies = {}

@@ -24,7 +24,7 @@ from troupe.networks.environments.openspiel import histories_of
 from troupe.networks.fragments import SHAPES, Fragment
 from troupe.networks.jobs import environment_of
 from troupe.networks.vector import Spaces
-from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
+from troupe.rpc import FailedPrecondition, InvalidArgument, TroupeError, new_id
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import rollout_pb2 as pb
@@ -320,6 +320,19 @@ async def test_what_cannot_be_played_is_refused_by_name(
         await _prepare(house, _spec(**changes))
     assert caught.value.field == field
     assert caught.value.remedy
+
+
+async def test_a_job_that_cannot_be_prepared_leaves_no_environment_behind(house: House) -> None:
+    spec = _spec("Counted")
+    await _prepare(house, spec)
+    await house.rollout.ReleaseJob(
+        pb.ReleaseJobRequest(request_id=new_id(), job_id=house.job_id), timeout=30
+    )
+    assert arenas.Counted.there == 0
+    other = Spaces(observation=3, state=3, actions=2, steps=2)
+    with pytest.raises(TroupeError):
+        await _prepare(house, spec, other)  # weights of another network
+    assert arenas.Counted.there == 0
 
 
 async def test_a_network_answers_no_prompt(house: House) -> None:

@@ -89,3 +89,17 @@ def _widened(observed: Observed) -> Observed:
     wide = np.zeros((*seen.shape[:2], 8192), np.float32)
     wide[..., : seen.shape[2]] = seen
     return observed._replace(observations=wide)
+
+
+class Counted(Agree):
+    """Says how many of it there are."""
+
+    there = 0
+
+    def __init__(self, copies: int) -> None:
+        super().__init__(copies)
+        Counted.there += 1
+
+    def close(self) -> None:
+        Counted.there -= 1
+        super().close()
