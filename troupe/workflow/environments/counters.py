@@ -7,10 +7,6 @@ from typing import Final, Literal
 
 Event = Literal["resets", "steps", "retries", "faults", "kills", "starts", "illegal_moves"]
 
-EVENTS: Final[tuple[Event, ...]] = (
-    *("resets", "steps", "retries", "faults", "kills", "starts", "illegal_moves"),
-)
-
 
 class Counters:
     """Counts per (event, environment).
