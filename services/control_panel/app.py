@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -52,6 +52,7 @@ def create_app(
         version=__version__,
         description="Submit, watch and steer jobs. Errors are `application/problem+json`.",
         lifespan=lifespan,
+        dependencies=[Depends(problems.known_query)],
         responses={"4XX": {"model": views.Problem}, "5XX": {"model": views.Problem}},
     )
     problems.install(app)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
 import grpc
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from services.control_panel.views import Problem
 from troupe.job.faults import problem_of
-from troupe.rpc.errors import TroupeError
+from troupe.rpc.errors import InvalidArgument, TroupeError
 
 HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 422,
@@ -59,6 +63,8 @@ def install(app: FastAPI) -> None:
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where, *location = first["loc"]
+        if first["type"] == "json_invalid":
+            return answer(_no_json(first))
         found = problem_of(
             first, tuple(location), _body_of(request), "See docs/rest-api.md or /docs."
         )
@@ -95,6 +101,41 @@ def install(app: FastAPI) -> None:
                 detail=f"{request.method} {request.url.path}: {error.detail}",
                 remedy="See /docs for the calls there are.",
             )
+        )
+
+
+def _no_json(fault: Mapping[str, Any]) -> Problem:
+    """The body is not JSON; `fault` has the place in it and the parser's words."""
+    place, why = fault["loc"][-1], fault.get("ctx", {}).get("error", fault["msg"])
+    return Problem(
+        title="invalid_argument",
+        status=422,
+        detail=f"the body is not JSON: {why} at character {place}",
+        field="body",
+        remedy="Mend the JSON syntax there.",
+    )
+
+
+async def known_query(request: Request) -> None:
+    """Refuse parameters that the called address does not take: a misspelt one would do nothing.
+
+    Raises InvalidArgument.
+    """
+    route = request.scope.get("route")
+    if not isinstance(route, APIRoute) or not route.path.startswith("/api/"):
+        return
+    known = sorted(field.alias for field in route.dependant.query_params)
+    for name, value in request.query_params.items():
+        if name in known:
+            continue
+        close = difflib.get_close_matches(name, known, n=1)
+        raise InvalidArgument(
+            "there is no such parameter",
+            field=f"query.{name}",
+            value=value,
+            remedy=f"Did you mean `{close[0]}`?"
+            if close
+            else f"This call takes: {', '.join(known) or 'none'}.",
         )
 
 

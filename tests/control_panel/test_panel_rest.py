@@ -61,6 +61,27 @@ async def test_a_wrong_query_names_its_field(panel: Panel) -> None:
     assert reply.json()["field"] == "query.limit"
 
 
+async def test_a_parameter_that_there_is_not_is_refused(panel: Panel) -> None:
+    reply = await panel.http.post("/api/jobs?jobid=mine", content=SPEC)
+    assert reply.status_code == 422
+    assert (reply.json()["field"], reply.json()["value"]) == ("query.jobid", "mine")
+    assert reply.json()["remedy"] == "Did you mean `job_id`?"
+    assert not panel.orchestrator.requests("SubmitJob")
+    none = await panel.http.get("/api/engines?policy=x")
+    assert none.json()["remedy"] == "This call takes: none."
+
+
+async def test_a_body_that_is_no_json_is_told_where(panel: Panel) -> None:
+    job_id = await panel.submit()
+    path = f"/api/jobs/{job_id}/policies/solver/generate"
+    headers = {"Content-Type": "application/json"}
+    reply = await panel.http.post(path, content='{"messages": [}', headers=headers)
+    problem = reply.json()
+    assert (reply.status_code, problem["field"]) == (422, "body")
+    assert problem["detail"] == "the body is not JSON: Expecting value at character 14"
+    assert "value" not in problem
+
+
 async def test_a_specification_that_is_too_large_is_refused(panel: Panel) -> None:
     reply = await panel.http.post("/api/jobs", content=b"#" * (1 << 20) + b"##")
     assert reply.status_code == 422
