@@ -66,11 +66,12 @@ def create_app(
     async def authorize(
         request: Request, call_next: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        sent = request.headers.get("authorization", "")
+        # As bytes: what a header says need not be ASCII.
+        sent = request.headers.get("authorization", "").encode("latin-1")
         if (
             token
             and request.method not in ("GET", "HEAD", "OPTIONS")
-            and not secrets.compare_digest(sent, f"Bearer {token}")
+            and not secrets.compare_digest(sent, f"Bearer {token}".encode())
         ):
             return problems.answer(
                 views.Problem(

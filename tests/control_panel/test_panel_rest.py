@@ -126,6 +126,9 @@ async def test_a_token_guards_mutating_calls(panel: Panel) -> None:
     refused = await panel.http.post("/api/jobs", content=SPEC)
     assert refused.status_code == 401
     assert "TROUPE_TOKEN" in refused.json()["remedy"]
+    wrong = {"Authorization": "Bearer sécret".encode()}
+    refused = await panel.http.post("/api/jobs", content=SPEC, headers=wrong)
+    assert (refused.status_code, refused.json()["title"]) == (401, "unauthenticated")
     taken = await panel.http.post(
         "/api/jobs", content=SPEC, headers={"Authorization": "Bearer secret"}
     )
