@@ -33,6 +33,7 @@ from troupe.transfer.remote import (
     Owner,
     OwnerProcess,
     Peer,
+    callers,
     host_owner,
     sending,
     serving,
@@ -263,11 +264,11 @@ def test_what_another_host_stores(hosts: list[Host]) -> None:
 
 
 def test_only_its_own_host_has_an_owner_fetch() -> None:
-    assert serving._from_here("ipv4:127.0.0.1:5000")
-    assert serving._from_here("ipv6:%5B::1%5D:5000")
-    assert serving._from_here("unix:/tmp/x")
-    assert not serving._from_here("ipv4:10.0.0.7:5000")
-    assert not serving._from_here("ipv6:%5Bfe80::1%5D:5000")
+    assert callers.from_here("ipv4:127.0.0.1:5000")
+    assert callers.from_here("ipv6:%5B::1%5D:5000")
+    assert callers.from_here("unix:/tmp/x")
+    assert not callers.from_here("ipv4:10.0.0.7:5000")
+    assert not callers.from_here("ipv6:%5Bfe80::1%5D:5000")
 
 
 @pytest.mark.slow

@@ -215,6 +215,35 @@ def test_an_owner_that_is_killed_half_way(tmp_path: Path, monkeypatch: pytest.Mo
         source.close()
 
 
+SENDER = """
+import sys
+from troupe.transfer.remote import lane
+data = memoryview(bytearray(160 << 20))
+with lane.Lane(near=True) as sender:
+    sender.connect(bytes.fromhex(sys.argv[1]))
+    sent = [sender.send(data[n << 23 : n + 1 << 23], n) for n in range(20)]
+    sender.wait(lambda: sent[-1].completed, idle=60)
+"""
+LEFT = """
+import subprocess, sys
+from troupe.transfer.remote import lane
+memory = memoryview(bytearray(160 << 20))
+for _ in range(4):
+    left = lane.Lane(near=True)
+    got = [left.receive(memory[n << 23 : n + 1 << 23], n) for n in range(8)]
+    sender = subprocess.Popen([sys.executable, "-c", sys.argv[1], left.address.hex()])
+    left.wait(lambda: got[1].completed, idle=60)
+    sender.kill()
+    sender.wait()
+    left.abandon()
+del got, left
+"""
+
+
+def test_nearby_a_sender_that_is_killed_takes_nobody_along() -> None:
+    subprocess.run([sys.executable, "-c", LEFT, SENDER], check=True, timeout=120)
+
+
 @pytest.mark.usefixtures("way")
 def test_a_read_that_is_held_up_holds_up_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -274,12 +303,14 @@ READER = """
 import sys, pathlib, os, signal
 from troupe.rpc import ClientSettings
 from troupe.transfer import Transfer
+from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.chunks import Verification
 from troupe.transfer.remote import Peer
 from tests.transfer.remote_host import KEY
 real, calls = Verification.upto, []
 def dying(self, nbytes):
-    calls.append(1)
+    if nbytes == PIECE_BYTES:
+        calls.append(1)
     if len(calls) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     real(self, nbytes)

@@ -61,6 +61,11 @@ def alone(path: Path, deadline: float) -> Iterator[None]:
         file.close()
 
 
+def busy(path: Path) -> bool:
+    """Whether somebody seems to be `alone` for `path` right now."""
+    return _beside(path, "lock").exists()
+
+
 def _locked(lock: Path, deadline: float) -> BinaryIO:
     while True:
         lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

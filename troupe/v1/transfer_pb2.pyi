@@ -79,7 +79,7 @@ class DescribeStateResponse(_message.Message):
     """Workers of one reader that this owner sends to at once; 0 of owners that know one only."""
     message_bytes: _builtins.int
     """Of the smallest messages that a chunk may go through a lane in; 0 of owners that send each as
-    one.
+    one, and that know nothing of `ReadStateRequest.wanted`.
     """
     def __init__(
         self,
@@ -108,6 +108,7 @@ class ReadStateRequest(_message.Message):
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     checksum: _builtins.str
     """Of the state as a whole, from its manifest: another content under the key is refused."""
@@ -121,6 +122,12 @@ class ReadStateRequest(_message.Message):
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___UcxLane]:
         """The n-th chunk asked for goes to the lane n modulo their number."""
 
+    @_builtins.property
+    def wanted(self) -> Global___DescribeStateRequest:
+        """Instead of `key`, `checksum` and `chunks`: all of what this asks for. The answer begins with its
+        description, and ends there if that names another `source`.
+        """
+
     def __init__(
         self,
         *,
@@ -129,10 +136,11 @@ class ReadStateRequest(_message.Message):
         chunk_bytes: _builtins.int = ...,
         chunks: _abc.Iterable[_builtins.int] | None = ...,
         lanes: _abc.Iterable[Global___UcxLane] | None = ...,
+        wanted: Global___DescribeStateRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wanted", b"wanted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_bytes", b"chunk_bytes", "chunks", b"chunks", "key", b"key", "lanes", b"lanes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk_bytes", b"chunk_bytes", "chunks", b"chunks", "key", b"key", "lanes", b"lanes", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,12 +188,17 @@ class StateChunk(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
     chunk: _builtins.int
     checksum: _builtins.str
     """No longer sent: the manifest has the checksums of all pieces."""
     data: _builtins.bytes
     """Bytes of the chunk from `offset`."""
     offset: _builtins.int
+    @_builtins.property
+    def description(self) -> Global___DescribeStateResponse:
+        """The first message's alone, where a description was asked for."""
+
     def __init__(
         self,
         *,
@@ -193,10 +206,11 @@ class StateChunk(_message.Message):
         checksum: _builtins.str = ...,
         data: _builtins.bytes = ...,
         offset: _builtins.int = ...,
+        description: Global___DescribeStateResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk", b"chunk", "data", b"data", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "chunk", b"chunk", "data", b"data", "description", b"description", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final
 
 from troupe.rpc.errors import (
@@ -26,9 +24,8 @@ from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
 from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.lanes import Lanes
 from troupe.transfer.remote.part import Part
-from troupe.transfer.remote.reading import by_lane, by_messages
+from troupe.transfer.remote.reading import LaneRead, Place, by_messages
 from troupe.v1 import transfer_pb2 as pb
-from troupe.v1 import transfer_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
@@ -37,21 +34,6 @@ _MOST_CORRUPT: Final = 3
 # UCX that broke so often without a single chunk between is given up for gRPC.
 _MOST_BROKEN_LANES: Final = 2
 _BACKOFF_SECONDS: Final = (0.05, 2.0)
-
-
-@dataclass(frozen=True)
-class Place:
-    """An owner that has, or is getting, the state."""
-
-    address: str
-    stub: rpc.TransferOwnerStub
-    # Why not through UCX; empty when it can be.
-    why_not_ucx: str
-    near: bool
-    # Workers of this host that it sends to at once.
-    lanes: int = 1
-    # That its chunks may come in; 0: each in one.
-    message_bytes: int = 0
 
 
 # Asks the owner again whom to read from, naming those that failed.
@@ -72,11 +54,12 @@ class Fetch:
         deadline: float,
         lanes: Lanes,
         checker: ThreadPoolExecutor,
+        begun: LaneRead | None = None,
     ) -> None:
-        """From `source`, which `owner` named or is."""
+        """From `source`, which `owner` named or is. `begun`: a read of all of it."""
         self._part, self._owner, self._source = part, owner, source
         self._reroute, self._counters, self._deadline = reroute, counters, deadline
-        self._lanes, self._checker = lanes, checker
+        self._lanes, self._checker, self._begun = lanes, checker, begun
         self._key = part.manifest.key
         self._corrupt: Counter[int] = Counter()
         self._failed: list[str] = []
@@ -117,27 +100,26 @@ class Fetch:
         return Choice("get", "ucx", "other_host")
 
     def _attempt(self, left: float) -> None:
-        source = self._source
+        source, missing = self._source, sorted(self._part.missing)
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            if begun.place == source and len(missing) == len(self._part.chunks):
+                begun.receive(missing, self._part, self._arrived, self._checker)
+                return
+            begun.cancel()
         request = pb.ReadStateRequest(
             key=self._key,
             checksum=self._part.manifest.checksum,
             chunk_bytes=PIECE_BYTES,
-            chunks=sorted(self._part.missing),
+            chunks=missing,
         )
         if source.why_not_ucx:
             words = source.why_not_ucx.replace("_", " ")
             log.warning("get %s: through gRPC from %s (%s)", self._key, source.address, words)
             by_messages(source.stub, request, self._part, self._arrived, left)
             return
-        read = functools.partial(
-            by_lane,
-            lanes=self._lanes,
-            near=source.near,
-            most_lanes=source.lanes,
-            message_bytes=source.message_bytes,
-            checker=self._checker,
-        )
-        read(source.stub, request, self._part, self._arrived, left)
+        read = LaneRead(source, request, self._lanes, left)
+        read.receive(missing, self._part, self._arrived, self._checker)
 
     def _arrived(self, index: int, damaged: str) -> None:
         if not damaged:

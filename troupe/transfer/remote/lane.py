@@ -9,6 +9,7 @@ caller exchanges.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import select
 import time
@@ -18,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+log = logging.getLogger(__name__)
+
 # UCX sends 8 KiB at a time over TCP unless told otherwise: a fifth of the speed.
 _SEGMENTS: Final = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
 # Only these are several times as fast as the loopback, and none of them can tell that its peer
@@ -26,6 +29,8 @@ _NEAR: Final = "sm,self"
 # How often a sleeping loop looks whether the other side still lives.
 _NAP_MS: Final = 20
 _CLOSE_SECONDS: Final = 1.0
+# Of lanes whose peer died; see `Lane.abandon`.
+_abandoned: Final[list[object]] = []
 
 
 class LaneBroken(Exception):
@@ -68,6 +73,8 @@ class Lane:
         if why := missing():
             raise LaneBroken(why)
         self.near = near
+        # Whether anything has come or gone since the lane was taken.
+        self.heard = False
         from ucxx._lib import arr, libucxx
 
         self._ucx, self._array = libucxx, arr.Array
@@ -145,7 +152,7 @@ class Lane:
         # the next comes. There are thousands of them, so nothing else is done for each.
         while not done():
             if self._worker.progress_once():
-                moved = True
+                moved = self.heard = True
                 continue
             self._settle()
             meanwhile()
@@ -174,6 +181,21 @@ class Lane:
         self._flying.clear()
         # In this order: an endpoint outlives neither its worker nor that its context.
         self._endpoint = self._worker = self._context = None
+
+    def abandon(self) -> None:
+        """`close` where the peer may be dead: of what it was about to send UCX touches nothing.
+
+        Nearby it would: to end a worker ucxx receives what nobody asked for, which kills the
+        process when the sender is dead. What was heard from nobody is closed; another one stays,
+        with its few file descriptors, until the process ends.
+        """
+        if not (self.near and self.heard):
+            self.close()
+        elif self._worker is not None:
+            log.warning("a lane of shared memory whose peer died stays open")
+            _abandoned.append((self._worker, self._context, self._endpoint, [*self._flying]))
+            self._flying.clear()
+            self._endpoint = self._worker = self._context = None
 
     def _settle(self) -> None:
         """Forget the requests that are done before all others; raise for one that failed.

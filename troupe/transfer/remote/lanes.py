@@ -28,7 +28,9 @@ class Lanes:
         with self._lock:
             idle = self._idle.get((near, address))
             if idle:
-                return idle.pop()
+                lane = idle.pop()
+                lane.heard = False
+                return lane
         lane = Lane(near=near)
         if address:
             try:

@@ -22,10 +22,11 @@ from troupe.transfer.errors import KeyNotFound
 from troupe.transfer.mappings import Mappings
 from troupe.transfer.places import Wanted
 from troupe.transfer.remote.arrivals import Arrivals
+from troupe.transfer.remote.callers import Bearer, is_loopback
 from troupe.transfer.remote.held import Held
 from troupe.transfer.remote.lanes import Lanes
 from troupe.transfer.remote.peer import Peer
-from troupe.transfer.remote.serving import Bearer, Servicer, is_loopback
+from troupe.transfer.remote.serving import Servicer
 from troupe.transfer.store import Transfer
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc

@@ -113,7 +113,6 @@ class Part:
     def commit(self, address: str) -> None:
         """Show the file under its key, all chunks being there. It came from `address`."""
         assert not self.missing
-        sidecar.clear(self.path)
         self._room.show()
         self._committed = True
         sidecar.mark(self.path, "fetched", address)

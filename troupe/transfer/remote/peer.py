@@ -14,30 +14,29 @@ from typing import Any, Final
 import grpc
 
 from troupe.rpc.channel import connect_sync
-from troupe.rpc.errors import DataLoss, DeadlineExceeded, NotFound, TroupeError, Unavailable
+from troupe.rpc.errors import DeadlineExceeded, NotFound, TroupeError
 from troupe.rpc.settings import ClientSettings
 from troupe.transfer import sidecar
 from troupe.transfer.arguments import known_in
-from troupe.transfer.cast import CAST_OF, cast_key
-from troupe.transfer.checksum import dtype_of
+from troupe.transfer.cast import cast_key
+from troupe.transfer.checksum import PIECE_BYTES, dtype_of
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout, VersionWentBackwards
 from troupe.transfer.manifest import Manifest
 from troupe.transfer.places import Wanted
 from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.arrivals import Arrivals
-from troupe.transfer.remote.fetch import Fetch, Place
+from troupe.transfer.remote.describer import Describer, within
+from troupe.transfer.remote.fetch import Fetch
 from troupe.transfer.remote.lanes import Lanes
 from troupe.transfer.remote.part import Part, part_in
+from troupe.transfer.remote.reading import LaneRead, Place
 from troupe.transfer.shelf import Shelf
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
-_DESCRIBE_SECONDS: Final = 20.0
-# The owner casts it first, or waits for another process that does.
-_CAST_SECONDS: Final = 300.0
 # A reader that was named as source has so long to say that it lives.
 _ALIVE_SECONDS: Final = 5.0
 _NAP_SECONDS: Final = 0.02
@@ -85,6 +84,9 @@ class Peer:
         self._shelves: dict[tuple[Path, ...], Shelf] = {}
         self._channels: dict[str, grpc.Channel] = {}
         self._stub = self._stub_of(address)
+        self._describer = Describer(address, self._stub, serves_at)
+        # How its owner could be read from the last time.
+        self._last: Place | None = None
 
     def close(self) -> None:
         """End the connections."""
@@ -109,9 +111,12 @@ class Peer:
         """
         shelf = self._shelf(tuple(roots))
         key, deadline = wanted.key, wanted.deadline
-        manifest, answer = self._describe(key, deadline, wanted.expected, wanted.cast)
-        path = shelf.paths(manifest.key)[0]
+        begun = self._begin(wanted, shelf)
         try:
+            manifest, answer = self._describer.ask(
+                key, deadline, wanted.expected, wanted.cast, begun=begun
+            )
+            path = shelf.paths(manifest.key)[0]
             with sidecar.alone(path, deadline):
                 if shelf.holds(manifest.key, manifest.checksum):
                     there = shelf.path(manifest.key)
@@ -119,9 +124,12 @@ class Peer:
                 base = wanted.base
                 if base and wanted.cast:  # of which this host has what was cast
                     base = cast_key(base, dtype_of(wanted.cast))
-                return self._fetch(manifest, answer, shelf, counters, deadline, base)
+                return self._fetch(manifest, answer, shelf, counters, deadline, base, begun)
         except TimeoutError:
             raise TransferTimeout(key, "another process of this host still fetches it") from None
+        finally:
+            if begun is not None:
+                begun.cancel()
 
     def keys(self, prefix: str = "", *, timeout: float = 20.0) -> list[str]:
         """Keys that are stored there, sorted."""
@@ -137,7 +145,7 @@ class Peer:
             raise VersionWentBackwards(
                 last.key, f"is the newest version, but {at_least} was there before"
             )
-        return self._describe(last.key, time.monotonic() + timeout, last.checksum, None)[0]
+        return self._describer.ask(last.key, time.monotonic() + timeout, last.checksum, None)[0]
 
     def watch(
         self, prefix: str, *, timeout: float, known: Collection[str] = ()
@@ -162,6 +170,27 @@ class Peer:
         deleted: int = self._stub.DeleteStates(request, timeout=timeout).deleted
         return deleted
 
+    def _begin(self, wanted: Wanted, shelf: Shelf) -> LaneRead | None:
+        """A read of all of it that also asks what it is; None where it may be another host's to
+        send, or is not likely to be needed."""
+        last, key = self._last, wanted.key
+        if last is None or last.why_not_ucx or not last.message_bytes or wanted.base:
+            return None
+        if wanted.cast:
+            key = cast_key(key, dtype_of(wanted.cast))
+        if sidecar.busy(shelf.paths(key)[0]):
+            return None
+        request = pb.ReadStateRequest(
+            chunk_bytes=PIECE_BYTES,
+            wanted=self._describer.request(wanted.key, wanted.expected, wanted.cast),
+        )
+        left = wanted.deadline - time.monotonic()
+        try:
+            return LaneRead(last, request, self._lanes, max(left, 0.001))
+        except ucx.LaneBroken as error:
+            log.info("%s: not at once through UCX: %s", key, error)
+            return None
+
     def _fetch(
         self,
         manifest: Manifest,
@@ -170,12 +199,13 @@ class Peer:
         counters: TransferCounters,
         deadline: float,
         base: str | None,
+        begun: LaneRead | None,
     ) -> Fetched:
         key = manifest.key
-        origin = self._place(self.address, answer)
+        origin = self._last = self._place(self.address, answer)
 
         def reroute(failed: Sequence[str]) -> Place:
-            _, again = self._describe(key, deadline, manifest.checksum, None, failed)
+            _, again = self._describer.ask(key, deadline, manifest.checksum, None, failed)
             return self._source(manifest, again, origin, deadline)
 
         with part_in(shelf, manifest) as part, self._arrivals.coming(part):
@@ -190,6 +220,7 @@ class Peer:
                 deadline=deadline,
                 lanes=self._lanes,
                 checker=self._checker,
+                begun=begun,
             ).run()
             part.commit(self.address)
         shelf.forget_older(key)
@@ -220,7 +251,7 @@ class Peer:
         until = min(deadline, time.monotonic() + _ALIVE_SECONDS)
         while True:
             try:
-                there = stub.DescribeState(request, timeout=_within(until))
+                there = stub.DescribeState(request, timeout=within(until))
             except TroupeError as error:
                 # It may have been asked for the state as lately as this host.
                 if isinstance(error, NotFound) and time.monotonic() < until:
@@ -246,46 +277,6 @@ class Peer:
             message_bytes=answer.message_bytes,
         )
 
-    def _describe(
-        self,
-        key: str,
-        deadline: float,
-        expected: str | None,
-        cast: str | None,
-        failed: Sequence[str] = (),
-    ) -> tuple[Manifest, pb.DescribeStateResponse]:
-        request = pb.DescribeStateRequest(
-            key=key, checksum=expected or "", cast=cast or "", reader=self._serves_at, failed=failed
-        )
-        try:
-            most = _CAST_SECONDS if cast else _DESCRIBE_SECONDS
-            answer = self._stub.DescribeState(request, timeout=_within(deadline, most))
-        except NotFound as error:
-            raise KeyNotFound(key, f"not at {self.address}: {error.message}") from error
-        except DeadlineExceeded as error:
-            if time.monotonic() >= deadline:
-                raise TransferTimeout(key, f"{self.address} did not say what it is") from error
-            # Others may have it.
-            raise Unavailable(
-                f"{self.address} did not describe {key} within {most:g} s: {error.message}",
-                kind="transfer_owner_away",
-                field="owner",
-                value=self.address,
-            ) from error
-        except DataLoss as error:
-            raise Corrupt(key, f"at {self.address}: {error.message}") from error
-        try:
-            manifest = Manifest.from_json(answer.manifest)
-        except ValueError as error:
-            raise Corrupt(key, f"{self.address} describes it wrongly: {error}") from error
-        wanted = cast_key(key, dtype_of(cast)) if cast else key
-        if manifest.key != wanted:
-            raise Corrupt(key, f"{self.address} describes '{manifest.key}' instead")
-        content = manifest.metadata.get(CAST_OF) if cast else manifest.checksum
-        if expected and content != expected:
-            raise KeyNotFound(key, f"{self.address} holds another content")
-        return manifest, answer
-
     def _list(self, prefix: str, timeout: float) -> Sequence[pb.StoredState]:
         request = pb.ListStatesRequest(prefix=prefix)
         states: Sequence[pb.StoredState] = self._stub.ListStates(request, timeout=timeout).states
@@ -302,7 +293,3 @@ class Peer:
             if roots not in self._shelves:
                 self._shelves[roots] = Shelf(roots)
             return self._shelves[roots]
-
-
-def _within(deadline: float, most: float = _DESCRIBE_SECONDS) -> float:
-    return min(most, max(deadline - time.monotonic(), 0.001))

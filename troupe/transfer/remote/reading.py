@@ -6,11 +6,12 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from troupe.rpc.errors import TroupeError, Unavailable
+from troupe.rpc.errors import NotFound, TroupeError, Unavailable
 from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.chunks import Verification
 from troupe.transfer.remote import lane as ucx
@@ -26,6 +27,21 @@ _END_SECONDS: Final = 2.0
 # What TCP takes of one host: who receives, and the kernel's side of it (between two containers of
 # a host, who sends). A third thread that wants a core then only makes all of them wait.
 _BUSY_CORES: Final = 2
+
+
+@dataclass(frozen=True)
+class Place:
+    """An owner that has, or is getting, the state."""
+
+    address: str
+    stub: rpc.TransferOwnerStub = field(compare=False)
+    # Why not through UCX; empty when it can be.
+    why_not_ucx: str
+    near: bool
+    # Workers of this host that it sends to at once.
+    lanes: int = 1
+    # That its chunks may come in; 0: each in one.
+    message_bytes: int = 0
 
 
 def by_messages(
@@ -79,67 +95,100 @@ def _see_end(stream: Any, messages: Iterator[Any]) -> None:
     late.cancel()
 
 
-def by_lane(
-    stub: rpc.TransferOwnerStub,
-    request: pb.ReadStateRequest,
-    part: Part,
-    arrived: Arrived,
-    timeout: float,
-    *,
-    lanes: Lanes,
-    near: bool,
-    most_lanes: int,
-    message_bytes: int,
-    checker: ThreadPoolExecutor,
-) -> None:
-    """The same through UCX, straight into `part`, verified meanwhile.
+class LaneRead:
+    """A read through UCX that has begun: its owner sends as soon as somebody receives.
 
     Nearby it is the receiver's core that copies: two lanes, where the owner sends through so many,
-    each in a thread that receives and verifies every other chunk. `checker` has the second one, or
-    the thread that verifies what one lane brings, where there is a core for it. Without either a
-    chunk comes in messages of `message_bytes` (0 where the owner sends it as one), each verified
-    while it is in the cache.
-
-    Raises TroupeError or LaneBroken.
+    each in a thread that receives and verifies every other chunk. Without them, and without a core
+    for a thread that verifies, a chunk comes in messages, each verified while it is in the cache.
     """
-    cores = _cores()
-    two = near and most_lanes > 1 and cores > 1 and len(request.chunks) > 1
-    taken: list[ucx.Lane] = []
-    said: Said | None = None
-    try:
-        taken.extend(lanes.take(near=near) for _ in range(2 if two else 1))
-        first_tag = secrets.randbits(62)
-        beside = None if two or (cores <= _BUSY_CORES and not near) else checker
-        size = 0 if two or beside is not None else message_bytes
-        request.ClearField("lanes")
-        request.lanes.extend(
-            pb.UcxLane(address=lane.address, first_tag=first_tag, near=near, message_bytes=size)
-            for lane in taken
-        )
-        said = Said(stub.ReadState(request, timeout=timeout))
-        tags = PIECE_BYTES // size if size else 1
-        due = [(index, first_tag + place * tags) for place, index in enumerate(request.chunks)]
-        if two:
-            receive_by_two(taken, said, due, part, arrived, checker)
-        else:
-            receive(taken[0], said.check, due, part, arrived, beside, size)
-    except BaseException:
-        if said is not None:
-            said.cancel()
-        for lane in taken:
-            lane.close()
-        raise
 
-    def back(well: bool) -> None:
+    def __init__(
+        self, place: Place, request: pb.ReadStateRequest, lanes: Lanes, timeout: float
+    ) -> None:
+        """Raises LaneBroken."""
+        self.place, self._lanes = place, lanes
+        near, cores = place.near, _cores()
+        self._two = near and place.lanes > 1 and cores > 1
+        self._beside = not self._two and (near or cores > _BUSY_CORES)
+        self._message_bytes = 0 if self._two or self._beside else place.message_bytes
+        self._taken: list[ucx.Lane] = []
+        self._first_tag = secrets.randbits(62)
+        try:
+            self._taken.extend(lanes.take(near=near) for _ in range(2 if self._two else 1))
+            request.ClearField("lanes")
+            request.lanes.extend(
+                pb.UcxLane(
+                    address=lane.address,
+                    first_tag=self._first_tag,
+                    near=near,
+                    message_bytes=self._message_bytes,
+                )
+                for lane in self._taken
+            )
+            self._said = Said(place.stub.ReadState(request, timeout=timeout))
+        except BaseException:
+            self._give_back(well=False)
+            raise
+
+    def described(self, timeout: float) -> pb.DescribeStateResponse:
+        """What is read, where the request asked for that. Raises TroupeError."""
+        try:
+            first: pb.StateChunk = self._said.begins(timeout)
+        except NotFound:
+            # Nothing was sent.
+            self._give_back(well=True)
+            raise
+        return first.description
+
+    def receive(
+        self, chunks: Sequence[int], part: Part, arrived: Arrived, checker: ThreadPoolExecutor
+    ) -> None:
+        """All of it, which is these chunks, straight into `part`, verified meanwhile. `checker` has
+        the second lane, or verifies what one brings.
+
+        Raises TroupeError or LaneBroken.
+        """
+        size = self._message_bytes
+        tags = PIECE_BYTES // size if size else 1
+        due = [(index, self._first_tag + place * tags) for place, index in enumerate(chunks)]
+        try:
+            if self._two:
+                receive_by_two(self._taken, self._said, due, part, arrived, checker)
+            else:
+                beside = checker if self._beside else None
+                receive(self._taken[0], self._said.check, due, part, arrived, beside, size)
+        except (ucx.LaneBroken, Unavailable):
+            # The owner may be dead.
+            self._said.cancel()
+            taken, self._taken = self._taken, []
+            for lane in taken:
+                lane.abandon()
+            raise
+        except BaseException:
+            self.cancel()
+            raise
+        # All bytes are here and verified. The owner still lets go of its file, which takes a tenth
+        # as long as sending it did: the lanes are free after that, but nobody has to wait for it.
+        taken, self._taken = self._taken, []
+        self._said.then(lambda well: self._end(taken, well=well))
+
+    def cancel(self) -> None:
+        """End it, unless it has ended."""
+        if self._taken:
+            self._said.cancel()
+            self._give_back(well=False)
+
+    def _give_back(self, *, well: bool) -> None:
+        taken, self._taken = self._taken, []
+        self._end(taken, well=well)
+
+    def _end(self, taken: Sequence[ucx.Lane], *, well: bool) -> None:
         for lane in taken:
             if well:
-                lanes.give(lane)
+                self._lanes.give(lane)
             else:
                 lane.close()
-
-    # All bytes are here and verified. The owner still lets go of its file, which takes a tenth as
-    # long as sending it did: the lanes are free after that, but nobody has to wait for it.
-    said.then(back)
 
 
 def _cores() -> int:

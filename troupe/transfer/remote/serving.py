@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NoReturn
+from typing import Final
 
 import grpc
-from pydantic import SecretStr
 
 from troupe.rpc.errors import (
-    DETAILS_KEY,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
     TroupeError,
-    Unauthenticated,
     Unavailable,
-    to_status,
 )
 from troupe.transfer.cast import check_cast
 from troupe.transfer.checksum import PIECE_BYTES
@@ -29,6 +23,7 @@ from troupe.transfer.manifest import Manifest, version_in
 from troupe.transfer.mappings import Mappings
 from troupe.transfer.remote import lane as ucx
 from troupe.transfer.remote.arrivals import Arrivals
+from troupe.transfer.remote.callers import abort, from_here
 from troupe.transfer.remote.held import Held
 from troupe.transfer.remote.lanes import Lanes
 from troupe.transfer.remote.sending import (
@@ -75,29 +70,21 @@ class Servicer(rpc.TransferOwnerServicer):
         self, request: pb.DescribeStateRequest, context: grpc.ServicerContext
     ) -> pb.DescribeStateResponse:
         try:
-            left = context.time_remaining()
-            until = None if left is None else time.monotonic() + left
-            manifest = self._described(request, until)
-            source = ""
-            if request.reader:
-                count = len(chunks_of(manifest))
-                failed = list(request.failed)
-                source = self._held.source_for(manifest, count, request.reader, failed)
+            return self._description(request, context)[1]
         except TroupeError as error:
             abort(context, error)
-        return pb.DescribeStateResponse(
-            manifest=manifest.to_json(),
-            ucx=not self._why_not,
-            source=source,
-            machine="" if self._why_not else ucx.machine(),
-            lanes=0 if self._why_not else MOST_LANES,
-            message_bytes=0 if self._why_not else UCX_MESSAGE_BYTES,
-        )
 
     def ReadState(  # noqa: N802
         self, request: pb.ReadStateRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.StateChunk]:
         try:
+            if request.HasField("wanted"):
+                manifest, description = self._description(request.wanted, context)
+                yield pb.StateChunk(description=description)
+                if description.source:
+                    return
+                request.key, request.checksum = manifest.key, manifest.checksum
+                request.chunks[:] = range(len(chunks_of(manifest)))
             source = self._source(request)
             _check(request, len(source.chunks))
             if request.lanes:
@@ -117,7 +104,7 @@ class Servicer(rpc.TransferOwnerServicer):
         self, request: pb.FetchStateRequest, context: grpc.ServicerContext
     ) -> pb.FetchStateResponse:
         try:
-            if not _from_here(context.peer()):
+            if not from_here(context.peer()):
                 raise FailedPrecondition(
                     "only processes of its own host have an owner fetch",
                     kind="transfer_not_from_here",
@@ -169,6 +156,26 @@ class Servicer(rpc.TransferOwnerServicer):
         except TroupeError as error:
             abort(context, error)
         return pb.DeleteStatesResponse(deleted=deleted)
+
+    def _description(
+        self, request: pb.DescribeStateRequest, context: grpc.ServicerContext
+    ) -> tuple[Manifest, pb.DescribeStateResponse]:
+        left = context.time_remaining()
+        until = None if left is None else time.monotonic() + left
+        manifest = self._described(request, until)
+        source = ""
+        if request.reader:
+            count, failed = len(chunks_of(manifest)), list(request.failed)
+            source = self._held.source_for(manifest, count, request.reader, failed)
+        has_ucx = not self._why_not
+        return manifest, pb.DescribeStateResponse(
+            manifest=manifest.to_json(),
+            ucx=has_ucx,
+            source=source,
+            machine=ucx.machine() if has_ucx else "",
+            lanes=MOST_LANES if has_ucx else 0,
+            message_bytes=UCX_MESSAGE_BYTES if has_ucx else 0,
+        )
 
     def _described(self, request: pb.DescribeStateRequest, deadline: float | None) -> Manifest:
         part = None if request.cast else self._arrivals.find(request.key, request.checksum)
@@ -280,53 +287,3 @@ def _stored(manifest: Manifest) -> pb.StoredState:
         checksum=manifest.checksum,
         num_bytes=manifest.num_bytes,
     )
-
-
-def _from_here(peer: str) -> bool:
-    """Whether gRPC's name of a caller is one of this host's."""
-    kind, _, place = peer.partition(":")
-    if kind == "unix":
-        return True
-    host = place.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0].strip("[]")
-    return is_loopback(host)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` can be reached from this host only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def abort(context: Any, error: TroupeError) -> NoReturn:
-    """End the call with `error`."""
-    status = to_status(error)
-    context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
-    context.abort(error.code, status.message)
-    raise AssertionError("abort raises")
-
-
-class Bearer(grpc.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses callers without the cluster's token."""
-
-    def __init__(self, token: SecretStr) -> None:
-        self._expected = f"Bearer {token.get_secret_value()}".encode()
-
-    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        sent = dict(details.invocation_metadata or ()).get("authorization", "")
-        if hmac.compare_digest(str(sent).encode(), self._expected):
-            return continuation(details)
-        error = Unauthenticated(
-            "the bearer token is wrong" if sent else "a bearer token is required",
-            field="token",
-            remedy="Set TROUPE_TOKEN to the token that the services were started with.",
-        )
-
-        def refuse(request: Any, context: Any) -> Any:
-            abort(context, error)
-
-        handler = continuation(details)
-        if handler is not None and handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(refuse)
-        return grpc.unary_unary_rpc_method_handler(refuse)

@@ -1,0 +1,63 @@
+"""Who calls an owner: whether it may, and how it is told that something failed."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import grpc
+from pydantic import SecretStr
+
+from troupe.rpc.errors import DETAILS_KEY, TroupeError, Unauthenticated, to_status
+
+
+def from_here(peer: str) -> bool:
+    """Whether gRPC's name of a caller is one of this host's."""
+    kind, _, place = peer.partition(":")
+    if kind == "unix":
+        return True
+    host = place.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0].strip("[]")
+    return is_loopback(host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can be reached from this host only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def abort(context: Any, error: TroupeError) -> NoReturn:
+    """End the call with `error`."""
+    status = to_status(error)
+    context.set_trailing_metadata(((DETAILS_KEY, status.SerializeToString()),))
+    context.abort(error.code, status.message)
+    raise AssertionError("abort raises")
+
+
+class Bearer(grpc.ServerInterceptor):  # type: ignore[type-arg]
+    """Refuses callers without the cluster's token."""
+
+    def __init__(self, token: SecretStr) -> None:
+        self._expected = f"Bearer {token.get_secret_value()}".encode()
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        sent = dict(details.invocation_metadata or ()).get("authorization", "")
+        if hmac.compare_digest(str(sent).encode(), self._expected):
+            return continuation(details)
+        error = Unauthenticated(
+            "the bearer token is wrong" if sent else "a bearer token is required",
+            field="token",
+            remedy="Set TROUPE_TOKEN to the token that the services were started with.",
+        )
+
+        def refuse(request: Any, context: Any) -> Any:
+            abort(context, error)
+
+        handler = continuation(details)
+        if handler is not None and handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(refuse)
+        return grpc.unary_unary_rpc_method_handler(refuse)
