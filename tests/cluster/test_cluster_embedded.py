@@ -30,6 +30,7 @@ from troupe.cluster import (
     RedisMissing,
     RedisUnavailable,
     StateUnreadable,
+    embedded,
     read_state,
     running_state,
     start_detached,
@@ -132,6 +133,22 @@ async def test_a_port_in_use_is_named(settings: ClusterSettings) -> None:
 
     assert f"panel_port = {port}" in str(caught.value)
     assert running_state(settings.data_dir) is None
+
+
+async def test_a_panel_that_is_not_at_its_usual_port_is_told_of(
+    settings: ClusterSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    # (Nothing is started: there is no such Redis.)
+    few = {"panel": True, "panel_port": None, "redis_url": "redis://127.0.0.1:9/0"}
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(embedded, "DEFAULT_PANEL_PORT", port)
+        with pytest.raises(RedisUnavailable):
+            await EmbeddedCluster(settings.model_copy(update=few), told.append).start()
+    assert f"port {port} is taken: the panel is at another" in told
 
 
 async def test_a_redis_that_is_not_there_is_named(settings: ClusterSettings) -> None:

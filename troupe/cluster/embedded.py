@@ -212,8 +212,11 @@ class EmbeddedCluster:
             fixed["control_panel"] = require_free(
                 settings.panel_port, field="panel_port", option="--panel-port"
             )
-        elif settings.panel and is_free(DEFAULT_PANEL_PORT):
-            fixed["control_panel"] = DEFAULT_PANEL_PORT
+        elif settings.panel:
+            if is_free(DEFAULT_PANEL_PORT):
+                fixed["control_panel"] = DEFAULT_PANEL_PORT
+            else:
+                self._tell(f"port {DEFAULT_PANEL_PORT} is taken: the panel is at another")
         return fixed
 
     def _child_changed(self, child: Child, event: str) -> None:
