@@ -16,7 +16,7 @@ from services.experience_store.database import Call, Database
 from services.experience_store.keys import JOBS, JobKeys, PolicyKeys
 from services.experience_store.steps import Steps
 from services.experience_store.tables import Tables
-from troupe.rpc import TroupeError
+from troupe.rpc import DeadlineExceeded, TroupeError, Unavailable
 
 log = structlog.get_logger(__name__)
 
@@ -56,21 +56,32 @@ class Sweeper:
                 log.warning("sweep_failed", kind=error.kind, error=str(error))
 
     async def sweep(self) -> None:
-        """One round over all jobs."""
+        """One round over all jobs: one that cannot be swept keeps no other waiting.
+
+        Raises Unavailable and DeadlineExceeded, which are of the database.
+        """
         before, self._decided = self._decided, {}
         for name in await self._database.execute("SMEMBERS", JOBS):
             job = name.decode()
             try:
-                await self._sweep_rosters(job)
+                await self._sweep_job(job, before)
+            except (Unavailable, DeadlineExceeded):
+                raise
+            except Exception as error:
+                log.warning("sweep_failed", job=job, error=repr(error))
+
+    async def _sweep_job(self, job: str, before: dict[tuple[str, int], int]) -> None:
+        try:
+            await self._sweep_rosters(job)
+        except TroupeError as error:
+            if error.kind != "tables_not_found":
+                raise
+        for step in await self._steps.live(job):
+            try:
+                await self._sweep_step(job, step, before.get((job, step), 0))
             except TroupeError as error:
-                if error.kind != "tables_not_found":
+                if error.kind not in ("tables_not_found", "step_not_open"):
                     raise
-            for step in await self._steps.live(job):
-                try:
-                    await self._sweep_step(job, step, before.get((job, step), 0))
-                except TroupeError as error:
-                    if error.kind not in ("tables_not_found", "step_not_open"):
-                        raise
 
     async def _sweep_rosters(self, job: str) -> None:
         """Tell tables of amendments that a crash kept from them."""
