@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,28 @@ def test_who_has_a_base_asks_what_differs(tmp_path: Path, source: tuple[Peer, Co
     here.set("job/solver/base", state(MIB))
     assert whole(here, base="job/solver/base")
     assert counting.calls == ["DescribeState"]
+
+
+def test_an_owner_that_is_away_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    there = Transfer(tmp_path / "there")
+    there.set(KEY, state(MIB))
+    owners = [Owner(there, token=SETTINGS.token)]
+    peer = Peer(owners[0].address, SETTINGS)
+    here = Transfer(tmp_path / "here", peers=[peer])
+    assert whole(here)
+    here.delete(KEY)
+    owners[0].stop(0)
+
+    def come_back() -> None:
+        owners.append(Owner(there, port=owners[0].port, token=SETTINGS.token))
+
+    later = threading.Timer(0.5, come_back)
+    later.start()
+    assert checksum_of(here.get(KEY)[0]) == checksum_of(state(MIB))
+    later.join()
+    assert here.counters.moves() == {BY_UCX: 2}
+    peer.close()
+    owners[-1].stop(0)
 
 
 def test_who_is_named_another_source_takes_nothing_from_the_owner(tmp_path: Path) -> None:

@@ -51,9 +51,8 @@ class Describer:
         try:
             most = _CAST_SECONDS if cast else _DESCRIBE_SECONDS
             left = within(deadline, most)
-            if begun is not None:
-                answer = begun.described(left)
-            else:
+            answer = None if begun is None else begun.described(left)
+            if answer is None:
                 request = self.request(key, expected, cast, failed)
                 answer = self._stub.DescribeState(request, timeout=left)
         except NotFound as error:

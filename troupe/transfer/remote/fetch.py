@@ -102,7 +102,7 @@ class Fetch:
     def _attempt(self, left: float) -> None:
         source, missing = self._source, sorted(self._part.missing)
         begun, self._begun = self._begun, None
-        if begun is not None:
+        if begun is not None and begun.under_way:
             if begun.place == source and len(missing) == len(self._part.chunks):
                 begun.receive(missing, self._part, self._arrived, self._checker)
                 return

@@ -131,14 +131,23 @@ class LaneRead:
             self._give_back(well=False)
             raise
 
-    def described(self, timeout: float) -> pb.DescribeStateResponse:
-        """What is read, where the request asked for that. Raises TroupeError."""
+    @property
+    def under_way(self) -> bool:
+        """Whether it has neither ended nor been cancelled."""
+        return bool(self._taken)
+
+    def described(self, timeout: float) -> pb.DescribeStateResponse | None:
+        """What is read, where the request asked for that; None, and it is cancelled, when the owner
+        could not be reached: a read is not repeated as other calls are. Raises TroupeError."""
         try:
             first: pb.StateChunk = self._said.begins(timeout)
         except NotFound:
             # Nothing was sent.
             self._give_back(well=True)
             raise
+        except Unavailable:
+            self.cancel()
+            return None
         return first.description
 
     def receive(
@@ -158,26 +167,26 @@ class LaneRead:
             else:
                 beside = checker if self._beside else None
                 receive(self._taken[0], self._said.check, due, part, arrived, beside, size)
-        except (ucx.LaneBroken, Unavailable):
-            # The owner may be dead.
-            self._said.cancel()
-            taken, self._taken = self._taken, []
-            for lane in taken:
-                lane.abandon()
-            raise
-        except BaseException:
-            self.cancel()
+        except BaseException as error:
+            self.cancel(owner_lives=not isinstance(error, ucx.LaneBroken | Unavailable))
             raise
         # All bytes are here and verified. The owner still lets go of its file, which takes a tenth
         # as long as sending it did: the lanes are free after that, but nobody has to wait for it.
         taken, self._taken = self._taken, []
         self._said.then(lambda well: self._end(taken, well=well))
 
-    def cancel(self) -> None:
+    def cancel(self, *, owner_lives: bool = True) -> None:
         """End it, unless it has ended."""
-        if self._taken:
-            self._said.cancel()
+        if not self._taken:
+            return
+        owner_lives = owner_lives and self._said.failure is None
+        self._said.cancel()
+        if owner_lives:
             self._give_back(well=False)
+            return
+        taken, self._taken = self._taken, []
+        for lane in taken:
+            lane.abandon()
 
     def _give_back(self, *, well: bool) -> None:
         taken, self._taken = self._taken, []
