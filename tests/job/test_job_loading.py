@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,13 @@ def test_aliases_are_welcome_but_not_without_end() -> None:
     laughs = ["x0: &x0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     laughs += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]" for n in range(1, 30)]
     assert "stands for more than 200,000 values" in fault("\n".join(laughs))
+
+
+def test_a_name_given_twice_in_json_is_told_where() -> None:
+    text = json.dumps(JOB)
+    assert parse_job(text) == parse_job(yaml.safe_dump(JOB))
+    twice = text[:-1] + ', "policies": {"solver": {"model": {"path": "/models/other"}}}}'
+    assert f"line 1, column {len(text) + 2}: `policies` is there a second time" in fault(twice)
 
 
 def test_a_name_given_twice_is_told_where() -> None:

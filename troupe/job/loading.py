@@ -65,7 +65,7 @@ def _read(text: str, source: str) -> Any:
     try:
         if text.lstrip().startswith("{"):
             try:  # what services pass on is JSON; this is a hundred times as fast
-                return json.loads(text)
+                return json.loads(text, object_pairs_hook=_each_once)
             except ValueError:
                 pass
         raw = load_yaml(text)
@@ -82,6 +82,14 @@ def _read(text: str, source: str) -> Any:
     except RecursionError as error:
         raise _unreadable(source, "is nested too deeply") from error
     return raw
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. ValueError for a key that is there twice: read as YAML, it is told where."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key is there twice")
+    return made
 
 
 def load_yaml(text: str) -> Any:
