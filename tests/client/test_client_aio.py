@@ -37,6 +37,15 @@ from troupe.v1 import orchestrator_pb2 as pb
 RUN = (S.JOB_STATE_STARTING, S.JOB_STATE_RUNNING)
 
 
+async def test_a_closed_client_says_so(client: AsyncClient) -> None:
+    await client.close()
+    with pytest.raises(FailedPrecondition, match="connection is closed") as caught:
+        await client.jobs()
+    assert caught.value.kind == "client_closed"
+    with pytest.raises(FailedPrecondition, match="connection is closed"):
+        await anext(aiter(client.job("some").watch()))
+
+
 async def test_a_job_may_be_a_path_a_text_or_a_specification(
     client: AsyncClient, fake: FakeOrchestrator, job_yaml: str, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from troupe.client import (
     MetricsLogged,
     StateChanged,
 )
-from troupe.rpc import DeadlineExceeded, InvalidArgument, NotFound
+from troupe.rpc import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_errors_are_those_of_the_asyncio_client(stage: Stage) -> None:
         troupe.job("nope").info()
     with pytest.raises(InvalidArgument):
         Client("nonsense")
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(FailedPrecondition, match="the client is closed"):
         troupe.jobs()
     troupe.close()
 

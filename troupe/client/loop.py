@@ -9,6 +9,8 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from troupe.rpc import FailedPrecondition
+
 T = TypeVar("T")
 
 
@@ -33,7 +35,11 @@ class LoopThread:
             raise RuntimeError("a blocking call from the client's own event loop would never end")
         if self._loop.is_closed():
             work.close()
-            raise RuntimeError("the client is closed")
+            raise FailedPrecondition(
+                "the client is closed",
+                kind="client_closed",
+                remedy="Call before it is closed, or open another.",
+            )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

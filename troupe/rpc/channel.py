@@ -18,7 +18,7 @@ import grpc
 import structlog
 from opentelemetry import propagate
 
-from troupe.rpc.errors import InvalidArgument, from_rpc_error
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument, from_rpc_error
 from troupe.rpc.faults import Twice, faults_of
 from troupe.rpc.settings import ClientSettings
 
@@ -134,6 +134,14 @@ class _Common:
         return pairs
 
 
+def _closed(target: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"the connection is closed ({target})",
+        kind="client_closed",
+        remedy="Call before it is closed, or open another.",
+    )
+
+
 class _AioUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
     def __init__(self, common: _Common) -> None:
         self._common = common
@@ -159,6 +167,8 @@ class _AioUnary(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
                 raise from_rpc_error(
                     error, target=common.target(details), timeout=timeout
                 ) from None
+            except grpc.aio.UsageError:
+                raise _closed(common.target(details)) from None
             return call
 
         return await common.settings.retry.run(attempt, timeout)
@@ -199,7 +209,10 @@ class _AioReader:
         self, continuation: Callable[[Any, Any], Any], details: Any, request: Any
     ) -> Any:
         metadata = grpc.aio.Metadata(*self._common.metadata(details))
-        call = await continuation(details._replace(metadata=metadata), request)
+        try:
+            call = await continuation(details._replace(metadata=metadata), request)
+        except grpc.aio.UsageError:
+            raise _closed(self._common.target(details)) from None
         return self._read(call, details)
 
     async def _read(self, call: Any, details: Any) -> AsyncIterator[Any]:
