@@ -225,9 +225,10 @@ with lane.Lane(near=True) as sender:
     sender.wait(lambda: sent[-1].completed, idle=60)
 """
 LEFT = """
-import subprocess, sys
+import mmap, subprocess, sys
 from troupe.transfer.remote import lane
-memory = memoryview(bytearray(160 << 20))
+mapped = mmap.mmap(-1, 160 << 20)
+memory = memoryview(mapped)
 for _ in range(4):
     left = lane.Lane(near=True)
     got = [left.receive(memory[n << 23 : n + 1 << 23], n) for n in range(8)]
@@ -236,7 +237,9 @@ for _ in range(4):
     sender.kill()
     sender.wait()
     left.abandon()
-del got, left
+got.clear()
+memory.release()
+mapped.close()  # refused while anybody has it
 """
 
 

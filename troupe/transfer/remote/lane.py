@@ -193,7 +193,8 @@ class Lane:
             self.close()
         elif self._worker is not None:
             log.warning("a lane of shared memory whose peer died stays open")
-            _abandoned.append((self._worker, self._context, self._endpoint, [*self._flying]))
+            # Nothing that was to be received into is kept: who makes no progress writes nowhere.
+            _abandoned.append((self._worker, self._context, self._endpoint))
             self._flying.clear()
             self._endpoint = self._worker = self._context = None
 
