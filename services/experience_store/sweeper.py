@@ -67,7 +67,8 @@ class Sweeper:
                 await self._sweep_job(job, before)
             except (Unavailable, DeadlineExceeded):
                 raise
-            except Exception as error:
+            except (TroupeError, ValueError, LookupError, TypeError) as error:
+                # What the database holds of it is damaged.
                 log.warning("sweep_failed", job=job, error=repr(error))
 
     async def _sweep_job(self, job: str, before: dict[tuple[str, int], int]) -> None:
