@@ -49,7 +49,8 @@ def piece_checksums(data: memoryview) -> tuple[str, ...]:
     if len(data) <= PIECE_BYTES:
         return ()
     return tuple(
-        _hexdigest(data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES)
+        xxhash.xxh3_128_hexdigest(data[start : start + PIECE_BYTES])
+        for start in range(0, len(data), PIECE_BYTES)
     )
 
 
@@ -64,7 +65,7 @@ def bytes_checksum(data: bytes | memoryview) -> str:
     Each piece can so be verified alone as it arrives, with one pass over the bytes.
     """
     if len(data) <= PIECE_BYTES:
-        return _hexdigest(data)
+        return xxhash.xxh3_128_hexdigest(data)
     return whole(piece_checksums(memoryview(data)))
 
 
@@ -93,11 +94,3 @@ def checksum_of(tensors: Mapping[str, torch.Tensor]) -> str:
             for name, t in tensors.items()
         }
     )
-
-
-def _hexdigest(data: bytes | memoryview) -> str:
-    # Not xxhash's function of that name: it holds the interpreter's lock all the while, and who
-    # receives the next piece in another thread stands still.
-    digest = xxhash.xxh3_128()
-    digest.update(data)
-    return digest.hexdigest()
