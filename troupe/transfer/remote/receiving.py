@@ -9,12 +9,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Final
 
 from troupe.transfer.chunks import Verification, messages_of
 from troupe.transfer.remote import lane as ucx
+from troupe.transfer.remote.marks import Marks
 from troupe.transfer.remote.part import Part
 from troupe.transfer.remote.said import Said
 
@@ -85,33 +87,40 @@ def receive(
     """The chunks of `due`, each with its first tag, in order, in messages of `message_bytes` (0:
     each in one). `check` raises why no more will come.
 
-    Without `checker` this thread verifies, as soon as more is asked for: what comes meanwhile
-    waits in the kernel, or at the owner.
+    Without `checker` this thread verifies, nearby each step of what comes while it is in the
+    cache, else each message as soon as more is asked for: what comes meanwhile waits in the kernel,
+    or at the owner.
     """
-    flying: deque[tuple[int, int, Any]] = deque()
+    flying: deque[_Message] = deque()
     checks = _Checks(part, checker)
     messages = _messages(part, due, message_bytes)
+    marked = lane.near and checker is None
 
     def ask() -> None:
         for index, upto, memory, tag in islice(messages, _WINDOW - len(flying)):
-            flying.append((index, upto, lane.receive(memory, tag)))
+            marks = Marks(memory) if marked else None
+            flying.append(
+                _Message(index, upto - len(memory), upto, marks, lane.receive(memory, tag))
+            )
 
-    def done() -> bool:
-        return bool(flying[0][2].completed)
+    def more() -> bool:
+        return flying[0].more()
 
     def lives() -> None:
         # An owner that died ends the stream, whatever UCX has noticed.
-        if not done():
+        if not more():
             check()
 
     try:
         ask()
         while flying:
-            lane.wait(done, idle=_IDLE_SECONDS, meanwhile=lives)
-            while flying and flying[0][2].completed:
-                index, upto, _ = flying.popleft()
+            lane.wait(more, idle=_IDLE_SECONDS, meanwhile=lives)
+            while flying and flying[0].request.completed:
+                message = flying.popleft()
                 ask()
-                checks.upto(index, upto)
+                checks.upto(message.chunk, message.end)
+            if flying and flying[0].more():
+                checks.upto(flying[0].chunk, flying[0].upto())
             for index, damaged in checks.over():
                 arrived(index, damaged)
     finally:
@@ -119,6 +128,26 @@ def receive(
         checks.end()
         for index, damaged in checks.over():
             arrived(index, damaged)
+
+
+@dataclass(slots=True)
+class _Message:
+    """Bytes of a chunk, from `begin` to `end`, that are asked for."""
+
+    chunk: int
+    begin: int
+    end: int
+    # Where it is told how much of it is here before all of it is.
+    marks: Marks | None
+    request: Any
+
+    def more(self) -> bool:
+        """Whether all of it has come, or more than before. Asked after every bit that comes."""
+        return self.request.completed or (self.marks is not None and self.marks.passed)
+
+    def upto(self) -> int:
+        """So many of the chunk's first bytes are here."""
+        return self.begin if self.marks is None else self.begin + self.marks.upto()
 
 
 def _messages(
@@ -174,7 +203,8 @@ class _Checks:
         check = self._now[1]
         check.upto(nbytes)
         if nbytes == chunk.nbytes:
-            self._over.append((index, check.damaged))
+            # Once more as a whole: it may not have come in the order in which it was looked at.
+            self._over.append((index, check.damaged and chunk.damaged(self._part.data)))
             self._now = None
 
 
