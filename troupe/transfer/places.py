@@ -14,6 +14,8 @@ from typing import Protocol
 
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.scratch import memory_root
+from troupe.transfer.cast import cast_key
+from troupe.transfer.checksum import dtype_of
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound
 
@@ -73,6 +75,11 @@ class Wanted:
     base: str | None = None
     # The dtype that its floating-point tensors are wanted in (it is then another key).
     cast: str | None = None
+
+    @property
+    def stored(self) -> str:
+        """The key that it lies under."""
+        return cast_key(self.key, dtype_of(self.cast)) if self.cast else self.key
 
 
 class Source(Protocol):

@@ -77,7 +77,7 @@ class Shelf:
         if checksum is None:
             return any(path.is_file() for path in self.paths(key))
         try:
-            return not self.damaged(key) and self.manifest(key).checksum == checksum
+            return self.manifest(key).checksum == checksum and not self.damaged(key)
         except (KeyNotFound, Corrupt):
             return False
 
@@ -194,12 +194,11 @@ class Shelf:
                     yield key, address
                     break
 
-    def forget_older(self, key: str) -> None:
-        """Delete the versions before `key` that came from other hosts."""
+    def older(self, key: str) -> list[str]:
+        """The versions before `key` that came from other hosts."""
         stem, version = stem_of(key), version_in(key)
-        for other, _ in list(self.fetched(f"{stem}@")):
-            if 0 <= version_in(other) < version:
-                self.delete(other)
+        fetched = (other for other, _ in self.fetched(f"{stem}@"))
+        return [other for other in fetched if 0 <= version_in(other) < version]
 
     def sweep(self) -> None:
         """Remove what was left half way, and spares that nobody uses."""
@@ -226,7 +225,8 @@ class Shelf:
         if manifest.num_bytes < _MARKED_BYTES:
             _verify(manifest, tensors, deadline, threads)
             return
-        if sidecar.note(path, "verified", identity) is not None:
+        # (What was fetched was verified as it came.)
+        if any(sidecar.note(path, kind, identity) is not None for kind in ("verified", "fetched")):
             return
         until = time.monotonic() + _ALONE_SECONDS if deadline is None else deadline
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -109,22 +110,30 @@ class Peer:
         Raises KeyNotFound, Corrupt, StorageFull, TransferTimeout; Unavailable when the owner did
         not answer at all; Unauthenticated.
         """
-        shelf = self._shelf(tuple(roots))
-        key, deadline = wanted.key, wanted.deadline
-        begun = self._begin(wanted, shelf)
+        shelf, key, deadline = self._shelf(tuple(roots)), wanted.key, wanted.deadline
+        path = shelf.paths(wanted.stored)[0]
+        begun = self._begin(wanted, path)
         try:
-            manifest, answer = self._describer.ask(
-                key, deadline, wanted.expected, wanted.cast, begun=begun
-            )
-            path = shelf.paths(manifest.key)[0]
-            with sidecar.alone(path, deadline):
+            with contextlib.ExitStack() as here:
+                if begun is not None:
+                    # While the owner looks it up.
+                    here.enter_context(sidecar.alone(path, deadline))
+                older = shelf.older(wanted.stored)
+                manifest, answer = self._describer.ask(
+                    key, deadline, wanted.expected, wanted.cast, begun=begun
+                )
+                if begun is None:
+                    here.enter_context(sidecar.alone(path, deadline))
                 if shelf.holds(manifest.key, manifest.checksum):
                     there = shelf.path(manifest.key)
                     return Fetched(there, manifest, Choice("get", "shared_memory", "same_host"))
                 base = wanted.base
                 if base and wanted.cast:  # of which this host has what was cast
                     base = cast_key(base, dtype_of(wanted.cast))
-                return self._fetch(manifest, answer, shelf, counters, deadline, base, begun)
+                fetched = self._fetch(manifest, answer, shelf, counters, deadline, base, begun)
+                for old in older:
+                    shelf.delete(old)
+                return fetched
         except TimeoutError:
             raise TransferTimeout(key, "another process of this host still fetches it") from None
         finally:
@@ -170,15 +179,13 @@ class Peer:
         deleted: int = self._stub.DeleteStates(request, timeout=timeout).deleted
         return deleted
 
-    def _begin(self, wanted: Wanted, shelf: Shelf) -> LaneRead | None:
-        """A read of all of it that also asks what it is; None where it may be another host's to
-        send, or is not likely to be needed."""
-        last, key = self._last, wanted.key
+    def _begin(self, wanted: Wanted, path: Path) -> LaneRead | None:
+        """A read of all of it, to lie at `path`, that also asks what it is; None where it may be
+        another host's to send, or is not likely to be needed."""
+        last = self._last
         if last is None or last.why_not_ucx or not last.message_bytes or wanted.base:
             return None
-        if wanted.cast:
-            key = cast_key(key, dtype_of(wanted.cast))
-        if sidecar.busy(shelf.paths(key)[0]):
+        if sidecar.busy(path):
             return None
         request = pb.ReadStateRequest(
             chunk_bytes=PIECE_BYTES,
@@ -188,7 +195,7 @@ class Peer:
         try:
             return LaneRead(last, request, self._lanes, max(left, 0.001))
         except ucx.LaneBroken as error:
-            log.info("%s: not at once through UCX: %s", key, error)
+            log.info("%s: not at once through UCX: %s", wanted.stored, error)
             return None
 
     def _fetch(
@@ -223,7 +230,6 @@ class Peer:
                 begun=begun,
             ).run()
             part.commit(self.address)
-        shelf.forget_older(key)
         if reused:
             log.info("%s: %d of %d bytes were here", key, reused, manifest.num_bytes)
         return Fetched(part.path, manifest, choice)
