@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import xxhash
 
@@ -15,6 +18,8 @@ from troupe.transfer.checksum import PIECE_BYTES, combine, dtype_of, whole
 
 _VERSION = re.compile(r"@(\d+)$")
 _SEAL_BYTES = len(',"seal":""}') + 32
+# Manifests are read several times while their states move.
+_MOST_KNOWN: Final = 8
 
 
 def version_in(key: str) -> int:
@@ -69,6 +74,10 @@ class Manifest:
     nesting: str = ""
     base: str = ""
 
+    def __post_init__(self) -> None:
+        # Who has it may be one of several.
+        object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, without padding."""
@@ -95,6 +104,9 @@ class Manifest:
     @staticmethod
     def from_json(data: bytes) -> Manifest:
         """Inverse of `to_json`; ValueError when `data` is no consistent manifest."""
+        if (known := _known.get(data)) is not None:
+            return known
+        given = data
         data, seal = data[:-_SEAL_BYTES] + b"}", data[-_SEAL_BYTES:]
         try:
             if seal != _seal(data):
@@ -105,7 +117,7 @@ class Manifest:
                 raw["version"],
                 raw["checksum"],
                 tuple(map(_entry, raw["entries"])),
-                dict(raw["metadata"]),
+                raw["metadata"],
                 raw["nesting"],
                 raw["base"],
             )
@@ -118,7 +130,15 @@ class Manifest:
         }
         if combine(parts, manifest.nesting) != manifest.checksum:
             raise ValueError("the manifest's own checksum does not match its entries")
+        _known[given] = manifest
+        with contextlib.suppress(KeyError):  # other threads do so, too
+            while len(_known) > _MOST_KNOWN:
+                _known.popitem(last=False)
         return manifest
+
+
+# The last few that were read, by their JSON.
+_known: Final[OrderedDict[bytes, Manifest]] = OrderedDict()
 
 
 def _seal(text: bytes) -> bytes:

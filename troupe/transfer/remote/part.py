@@ -16,7 +16,7 @@ from troupe.transfer.chunks import chunks_of, spans_of
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull
 from troupe.transfer.manifest import Manifest
 from troupe.transfer.places import in_memory
-from troupe.transfer.room import Room, sweep
+from troupe.transfer.room import Room
 from troupe.transfer.shelf import Shelf
 from troupe.transfer.spares import Spares
 
@@ -143,7 +143,6 @@ def part_in(shelf: Shelf, manifest: Manifest) -> Iterator[Part]:
 def _made(shelf: Shelf, manifest: Manifest) -> Part:
     for root in shelf.roots:
         path = root / manifest.key
-        sweep(path.parent)
         spares = shelf.spares[root] if in_memory(root) else None
         for again in (False, True):
             try:

@@ -17,7 +17,7 @@ import grpc
 from troupe.rpc.channel import connect_sync
 from troupe.rpc.errors import DeadlineExceeded, NotFound, TroupeError
 from troupe.rpc.settings import ClientSettings
-from troupe.transfer import sidecar
+from troupe.transfer import room, sidecar
 from troupe.transfer.arguments import known_in
 from troupe.transfer.cast import cast_key
 from troupe.transfer.checksum import PIECE_BYTES, dtype_of
@@ -119,14 +119,16 @@ class Peer:
                     # While the owner looks it up.
                     here.enter_context(sidecar.alone(path, deadline))
                 older = shelf.older(wanted.stored)
+                for there in shelf.paths(wanted.stored):
+                    room.sweep(there.parent)
                 manifest, answer = self._describer.ask(
                     key, deadline, wanted.expected, wanted.cast, begun=begun
                 )
                 if begun is None:
                     here.enter_context(sidecar.alone(path, deadline))
                 if shelf.holds(manifest.key, manifest.checksum):
-                    there = shelf.path(manifest.key)
-                    return Fetched(there, manifest, Choice("get", "shared_memory", "same_host"))
+                    path = shelf.path(manifest.key)
+                    return Fetched(path, manifest, Choice("get", "shared_memory", "same_host"))
                 base = wanted.base
                 if base and wanted.cast:  # of which this host has what was cast
                     base = cast_key(base, dtype_of(wanted.cast))
