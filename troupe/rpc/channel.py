@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import grpc
 import structlog
+from grpc.experimental import ChannelOptions
 from opentelemetry import propagate
 
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument, from_rpc_error
@@ -46,10 +47,18 @@ def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Ch
     return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
 
 
-def connect_sync(address: str, settings: ClientSettings | None = None) -> grpc.Channel:
-    """`connect` for callers without an event loop. (`stub.Method.future` blocks: it retries.)"""
+def connect_sync(
+    address: str, settings: ClientSettings | None = None, *, no_threads: bool = False
+) -> grpc.Channel:
+    """`connect` for callers without an event loop. (`stub.Method.future` blocks: it retries.)
+
+    `no_threads`: a stream of responses is read by who iterates over it, and no thread of gRPC's
+    is begun for it: half a millisecond.
+    """
     settings = settings or ClientSettings.of_environment()
     options = channel_options(settings.max_message_mib)
+    if no_threads:
+        options.append((ChannelOptions.SingleThreadedUnaryStream, 1))
     if (credentials := _credentials(address, settings)) is not None:
         channel = grpc.secure_channel(address, credentials, options)
     else:

@@ -293,7 +293,7 @@ class Peer:
     def _stub_of(self, address: str) -> rpc.TransferOwnerStub:
         with self._lock:
             if address not in self._channels:
-                self._channels[address] = connect_sync(address, self._settings)
+                self._channels[address] = connect_sync(address, self._settings, no_threads=True)
             return rpc.TransferOwnerStub(self._channels[address])
 
     def _shelf(self, roots: tuple[Path, ...]) -> Shelf:
