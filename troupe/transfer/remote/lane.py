@@ -52,8 +52,11 @@ def missing() -> str:
 def machine() -> str:
     """The same for all processes that run on this kernel; empty when near lanes are of no use."""
     # Who names transports in the environment means them.
-    if "UCX_TLS" in os.environ:
-        return ""
+    return "" if "UCX_TLS" in os.environ else _boot()
+
+
+@functools.cache
+def _boot() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
