@@ -149,9 +149,9 @@ def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
 
 
 def _rounds(size: int) -> int:
-    """Small states are over at once; the largest take long, and differ less. Odd, so that a median
-    is a turn's."""
-    return 25 if size <= 64 * MIB else 13 if size <= TCP_BYTES else 7
+    """Small states are over at once, and differ by a third; the largest take long, and differ less.
+    Odd, so that a median is a turn's."""
+    return 101 if size <= 64 * MIB else 13 if size <= TCP_BYTES else 7
 
 
 def _by_mib(rows: list[Row], rest: Rest) -> dict[str, dict[str, float]]:

@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.transfer.processes import STEM, line, other, state, tell
+from benchmarks.transfer.processes import STEM, cores_of, line, other, state, tell
 from troupe.transfer import Transfer, checksum_of
 from troupe.transfer.remote import lane
 
@@ -180,14 +180,16 @@ def _read(readers: list[subprocess.Popen[str]], how: str) -> tuple[float, int]:
 
 
 def _pair(num_bytes: int, rounds: int, directory: Path, *, near: bool) -> Pair:
-    env = None if near else TCP
-    with (
-        tempfile.TemporaryDirectory(dir=directory) as own,
-        other("receive_raw", own, num_bytes, int(near), env=env) as receiver,
-        other("serve", root := Path(own) / "owner", num_bytes, 1, env=env) as owner,
-        other("send_raw", root, num_bytes, line(receiver), int(near), env=env) as sender,
-        other("fetch", Path(own) / "reader", line(owner), 1, env=env) as reader,
-    ):
+    with tempfile.TemporaryDirectory(dir=directory) as own, ExitStack() as stack:
+
+        def on(host: int, what: str, *arguments: object) -> subprocess.Popen[str]:
+            env, cores = (None, []) if near else (TCP, cores_of(host))
+            return stack.enter_context(other(what, *arguments, env=env, cores=cores))
+
+        receiver = on(1, "receive_raw", own, num_bytes, int(near))
+        owner = on(0, "serve", root := Path(own) / "owner", num_bytes, 1)
+        sender = on(0, "send_raw", root, num_bytes, line(receiver), int(near))
+        reader = on(1, "fetch", Path(own) / "reader", line(owner), 1)
         return in_turns(sender, receiver, owner, [reader], rounds)
 
 

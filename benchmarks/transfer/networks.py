@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.transfer.measure import TCP, Pair, in_turns
-from benchmarks.transfer.processes import line, other, tell
+from benchmarks.transfer.processes import cores_of, line, other, tell
 
 # Of each host's link, either way, where several read: so slow that the links and not the two
 # cores of a small machine are what several readers share.
@@ -77,7 +77,8 @@ def between_two(num_bytes: int, rounds: int, directory: Path) -> Pair:
     with Network(2) as net, ExitStack() as stack:
 
         def on(host: int, what: str, *arguments: object) -> subprocess.Popen[str]:
-            return stack.enter_context(other(what, *arguments, env=TCP, within=net.within(host)))
+            within, cores = net.within(host), cores_of(host)
+            return stack.enter_context(other(what, *arguments, env=TCP, within=within, cores=cores))
 
         near = 0
         receiver = on(1, "receive_raw", directory, num_bytes, near)

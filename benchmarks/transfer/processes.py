@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -211,17 +211,30 @@ def _drive(
 
 @contextmanager
 def other(
-    what: str, *args: object, env: dict[str, str] | None = None, within: Sequence[str] = ()
+    what: str,
+    *args: object,
+    env: dict[str, str] | None = None,
+    within: Sequence[str] = (),
+    cores: Collection[int] = (),
 ) -> Iterator[subprocess.Popen[str]]:
-    """Another process that does `what`; killed at the end. `within`: a command in front of it."""
+    """Another process that does `what`; killed at the end. `within`: a command in front of it.
+    `cores`: that it runs on, where not on all."""
     command = [sys.executable, "-m", "benchmarks.transfer.processes", what, *map(str, args)]
     with subprocess.Popen(
         [*within, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     ) as process:
         try:
+            if cores:
+                os.sched_setaffinity(process.pid, cores)
             yield process
         finally:
             process.kill()
+
+
+def cores_of(host: int) -> list[int]:
+    """Of two that share this machine: no host runs its threads on another one's cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[host::2] if len(cores) > 1 else cores
 
 
 def line(process: subprocess.Popen[str]) -> str:

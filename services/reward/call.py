@@ -46,7 +46,7 @@ class Call:
         query = f"{self.job_id}/{self.query_id}" if self.query_id else ""
         trajectory = f"{self.job_id}/{self.trajectory_id}" if self.trajectory_id else ""
         # Arguments of another job's call may name another job's files.
-        content = xxhash.xxh3_128_hexdigest(f"{self.job_id}/{self.arguments_json}")
+        content = xxhash.xxh3_128_hexdigest(f"{self.job_id}/{self.arguments_json}".encode())
         return Kin(query, trajectory, content)
 
 

@@ -50,7 +50,7 @@ def call_ids(count: int, said: Sequence[int]) -> list[str]:
 
     They follow from `said`, the numbers that tell the response from others of its trajectory.
     """
-    return [xxhash.xxh3_64_hexdigest(f"{said}/{number}")[:9] for number in range(count)]
+    return [xxhash.xxh3_64_hexdigest(f"{said}/{number}".encode())[:9] for number in range(count)]
 
 
 def canonical(arguments: str) -> str:

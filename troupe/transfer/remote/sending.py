@@ -21,9 +21,9 @@ from troupe.v1 import transfer_pb2 as pb
 _WINDOW: Final = 16
 # What gRPC copies several times it copies in small pieces.
 MESSAGE_BYTES: Final = 2 << 20
-# Of a chunk, for readers that verify each as it comes: with what the kernel and UCX copy it
-# through it fits in a core's own cache. (Each costs some 20 us on either side.)
-UCX_MESSAGE_BYTES: Final = 512 << 10
+# Of a chunk, for readers that verify each as it comes: half of a core's own cache. (Each costs
+# some 20 us on either side.)
+UCX_MESSAGE_BYTES: Final = 1 << 20
 # A reader that takes nothing for so long is given up; it asks again if it lives.
 _IDLE_SECONDS: Final = 30.0
 

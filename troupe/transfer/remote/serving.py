@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 # Of one reader: two of its cores copy and verify, and none is left of the smallest hosts.
 MOST_LANES: Final = 2
+# Smaller messages of a chunk would cost more than they gain.
+_LEAST_BYTES: Final = 512 << 10
 # Brings a state of another host here; the key that it is under then, and how it came.
 FetchHere = Callable[[pb.FetchStateRequest, float], pb.FetchStateResponse]
 
@@ -267,7 +269,7 @@ def _check(request: pb.ReadStateRequest, num_chunks: int) -> None:
         size = asked.message_bytes
         if size != request.lanes[0].message_bytes or (size and not _cuts(size)):
             raise InvalidArgument(
-                f"a chunk comes in messages of at least {UCX_MESSAGE_BYTES} bytes that make it up",
+                f"a chunk comes in messages of at least {_LEAST_BYTES} bytes that make it up",
                 field="message_bytes",
                 value=size,
                 remedy="Ask for what the state's description says, in all lanes, or for none.",
@@ -277,7 +279,7 @@ def _check(request: pb.ReadStateRequest, num_chunks: int) -> None:
 
 
 def _cuts(message_bytes: int) -> bool:
-    return message_bytes >= UCX_MESSAGE_BYTES and PIECE_BYTES % message_bytes == 0
+    return message_bytes >= _LEAST_BYTES and PIECE_BYTES % message_bytes == 0
 
 
 def _stored(manifest: Manifest) -> pb.StoredState:
