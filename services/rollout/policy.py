@@ -101,13 +101,13 @@ class ServedPolicy:
         except BaseException:
             await _cancel(tasks)
             raise
+        # Their failures are told, and mended, by who watches them.
+        self._late = left
         for failure in failures:
             if isinstance(failure, BaseException):
                 if not (self._attached and self.serving):
                     raise failure
                 log.warning("an attached engine is missing", policy=self.name, error=str(failure))
-        # Their failures are told, and mended, by who watches them.
-        self._late = left
         for keeper in self._keepers.values():
             keeper.watch()
 

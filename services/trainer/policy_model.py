@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from services.trainer.adapters import adapted_model
 from services.trainer.bases import BASES
 from services.trainer.first_adapter import begin_with
 from troupe.checkpoints.verifying import verify
-from troupe.job import PolicySpec
+from troupe.job import PolicySpec, no_directory
 from troupe.rpc import InvalidArgument
 
 # In the place of a policy's name: random weights that several policies share.
@@ -123,7 +122,7 @@ def load_tokenizer(policy: str, spec: PolicySpec) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
     except Exception as error:
-        missing = _looks_local(source) and not os.path.isdir(source)
+        missing = no_directory(source)
         raise _no_tokenizer(
             policy,
             spec,
@@ -235,7 +234,7 @@ def _no_model(policy: str, model_type: str, error: Exception) -> InvalidArgument
 
 def _explain(policy: str, path: str, error: Exception) -> InvalidArgument:
     kind, message = "model_not_found", f"no model could be loaded: {_first_line(error)}"
-    if _looks_local(path) and not os.path.isdir(path):
+    if no_directory(path):
         message = "there is no such directory"
     elif not isinstance(error, OSError):
         kind, message = "model_unreadable", f"the model cannot be read: {_first_line(error)}"
@@ -247,10 +246,6 @@ def _explain(policy: str, path: str, error: Exception) -> InvalidArgument:
 def _tokenizer_field(policy: str, spec: PolicySpec) -> str:
     leaf = "tokenizer" if spec.language_model.tokenizer is not None else "path"
     return f"policies.{policy}.model.{leaf}"
-
-
-def _looks_local(source: str) -> bool:
-    return source.startswith((".", "/", "~")) or source.count("/") > 1 or Path(source).exists()
 
 
 def _first_line(error: Exception, limit: int = 300) -> str:

@@ -13,6 +13,7 @@ from troupe.job.policy import EngineSpec, ModelSpec, OptimizerSpec, PacedSpec, P
 from troupe.job.pools import Pool, Pools
 from troupe.job.population import LearnerSpec, MatchesSpec, PopulationSpec, StopSpec
 from troupe.job.routing import RoutingSpec
+from troupe.job.section import no_directory
 from troupe.job.sections import (
     AgentSpec,
     CheckpointSpec,
@@ -60,5 +61,6 @@ __all__ = [
     "TasksSpec",
     "TrainerSpec",
     "load_job",
+    "no_directory",
     "parse_job",
 ]

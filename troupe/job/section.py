@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -35,6 +36,13 @@ def check_json(value: Any) -> Any:
     except (ValueError, PydanticSerializationError) as error:
         raise ValueError(f"must consist of JSON values: {error}") from error
     return value
+
+
+def no_directory(source: str) -> bool:
+    """Whether `source` can only be meant as a directory (no hub id looks like it), and is none."""
+    meant = source.startswith((".", "/", "~")) or source.count("/") > 1
+    path = Path(source).expanduser()
+    return (meant or path.exists()) and not path.is_dir()
 
 
 def expand_home(value: str | None) -> str | None:

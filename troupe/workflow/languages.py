@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from troupe.job import JobSpec, ModelSpec
+from troupe.job import JobSpec, ModelSpec, no_directory
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.workflow.backend import Sampling
 from troupe.workflow.conversation import ChatTokenizer
@@ -149,9 +149,7 @@ def _load_config(model: ModelSpec, field: str) -> Any:
 
 def _local(source: str, field: str) -> str:
     """`source`, unless it can only be meant as a directory and is none."""
-    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
-    path = Path(source).expanduser()
-    if looks_local and not path.is_dir():
+    if no_directory(source):
         raise FailedPrecondition(
             "there is no such directory on the rollout worker",
             kind="model_missing",
@@ -159,6 +157,7 @@ def _local(source: str, field: str) -> str:
             value=source,
             remedy="Check the path; relative ones start where the services run.",
         )
+    path = Path(source).expanduser()
     return str(path) if path.is_dir() else source
 
 

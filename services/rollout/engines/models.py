@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import torch
 from transformers import (
@@ -16,7 +15,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from services.rollout.engines.errors import EngineStartFailed
-from troupe.job import ModelSpec
+from troupe.job import ModelSpec, no_directory
 
 # Building a model sets process-wide defaults of torch and transformers for a moment.
 _BUILDING = threading.Lock()
@@ -35,7 +34,7 @@ def load_config(model: ModelSpec, policy: str) -> PretrainedConfig:
                 value=raw.get("model_type"),
                 remedy="Give `model_type` and the fields of that configuration class.",
             ) from error
-    if _looks_local(model.path) and not Path(model.path).is_dir():
+    if no_directory(model.path):
         raise EngineStartFailed(
             "there is no such directory",
             field=f"policies.{policy}.model.path",
@@ -94,7 +93,3 @@ def stop_ids(config: PretrainedConfig, path: str | None, revision: str | None) -
         if source is not None:
             ids.update([source] if isinstance(source, int) else source)
     return frozenset(ids)
-
-
-def _looks_local(path: str) -> bool:
-    return path.startswith(("/", ".", "~")) or path.count("/") > 1

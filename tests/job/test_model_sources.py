@@ -1,0 +1,26 @@
+"""What a model's `path` can mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from troupe.job import no_directory
+
+
+@pytest.mark.parametrize("source", ["/no/such", "./no_such", "~/no_such_troupe", "a/b/c"])
+def test_what_can_only_be_a_directory_is_not_asked_of_the_hub(source: str) -> None:
+    assert no_directory(source)
+
+
+def test_hub_ids_and_directories_are_not_missing(tmp_path: Path) -> None:
+    assert not no_directory("Qwen/Qwen3-0.6B")
+    assert not no_directory("gpt2")
+    assert not no_directory(str(tmp_path))
+
+
+def test_a_file_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.safetensors").touch()
+    assert no_directory("model.safetensors")
