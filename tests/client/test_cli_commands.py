@@ -115,7 +115,8 @@ def test_set_changes_fields_before_validation(run: Run, job_yaml: str, tmp_path:
     status, out, _ = run("job", "validate", str(path), *good)
     assert (status, out) == (
         0,
-        f"{path} is a valid job: 2 agents, trains checker, solver, 7 steps\n",
+        f"{path} is a valid job: 2 agents, trains checker, solver, 7 steps; "
+        "whether its code can be imported: --imports\n",
     )
     for assignment, message in (
         ("pipeline.stps=7", "pipeline.stps = 7: there is no such field"),

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from troupe.client.cli import options
+from troupe.client.cli.imports import try_imports
 from troupe.client.cli.reference import reference
 from troupe.client.overrides import apply
 from troupe.job import JobSpec, load_job, parse_job
@@ -39,13 +40,25 @@ def schema() -> None:
 def validate(
     path: Annotated[Path, typer.Argument(metavar="JOB.yaml", show_default=False)],
     assignments: options.Assignments = None,
+    imports: Annotated[
+        bool,
+        typer.Option(
+            "--imports",
+            help="Import its workflow, tasks, environment, tools and rewards, too. Services import "
+            "them where they run.",
+        ),
+    ] = False,
 ) -> None:
     """Check a job file; every fault is one line, and the exit status is 2."""
     spec = load_with(path, assignments or [])
+    code = "whether its code can be imported: --imports"
+    if imports:
+        tried = ", ".join(try_imports(spec))
+        code = f"{tried} can be imported" if tried else "names no code to import"
     trained = ", ".join(spec.trained_policies)
     Console().print(
         f"{path} is a valid job: {len(spec.agents)} agents, trains {trained}, "
-        f"{spec.pipeline.steps} steps",
+        f"{spec.pipeline.steps} steps; {code}",
         highlight=False,
         soft_wrap=True,
     )

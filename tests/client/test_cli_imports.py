@@ -1,0 +1,54 @@
+"""`troupe job validate --imports`: the code that a job names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.client.conftest import Run
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of the working directory, for this test only."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in [name for name in sys.modules if name.startswith("imported_")]:
+        del sys.modules[name]
+
+
+def job(job_yaml: str, **code: str) -> Path:
+    """The job's file, beside modules of its own."""
+    for name, text in code.items():
+        Path(f"imported_{name}.py").write_text(text)
+    path = Path("job.yaml")
+    text = job_yaml.replace("team:solve", "imported_team:solve")
+    path.write_text(text.replace("tasks:Tasks", "imported_tasks:Tasks"))
+    return path
+
+
+def test_what_can_be_imported_is_named(run: Run, job_yaml: str) -> None:
+    team = "async def solve(query, agents, tools): ..."
+    path = job(job_yaml, team=team, tasks="class Tasks: ...")
+    status, out, err = run("job", "validate", str(path), "--imports")
+    assert (status, err) == (0, "")
+    assert out.endswith("3 steps; workflow, tasks.source can be imported\n")
+
+
+def test_everything_that_cannot_be_imported_is_a_line(run: Run, job_yaml: str) -> None:
+    path = job(job_yaml, team="def solve(query, agents, tools): ...", tasks="import no_such_thing")
+    assert run("job", "validate", str(path))[0] == 0
+    missing = ("--set", "tools.score={entrypoint: 'imported_nowhere:score'}")
+    value = ("--set", "rewards.fair={entrypoint: 'sys:path'}")
+    status, out, err = run("job", "validate", str(path), *missing, *value, "--imports")
+    assert (status, out) == (2, "")
+    told = dict(line.removeprefix("error: ").split(" = ", 1) for line in err.splitlines())
+    assert "must be an async function" in told["workflow"]
+    assert "ModuleNotFoundError: No module named 'no_such_thing'" in told["tasks.source"]
+    assert "does not exist here" in told["tools.score.entrypoint"]
+    assert "cannot be called" in told["rewards.fair.entrypoint"]
+    assert len(told) == 4
