@@ -32,10 +32,15 @@ class Chunk:
     """Invocations in the order in which a place runs them, until each has ended or left."""
 
     def __init__(
-        self, waiting: Sequence[Waiting], place: Place, recall: Callable[[list[Waiting]], None]
+        self,
+        waiting: Sequence[Waiting],
+        place: Place,
+        cancel: Callable[[], None],
+        recall: Callable[[list[Waiting]], None],
     ) -> None:
-        """`recall` is told of those that waited for too long behind another."""
-        self.place = place
+        """`cancel` ends the one that runs; `recall` is told of those that waited for too long
+        behind another."""
+        self.place, self.cancel = place, cancel
         self.calls = [one.call for one in waiting]
         self._waiting: list[Waiting | None] = list(waiting)
         self._left = len(waiting)

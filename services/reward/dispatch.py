@@ -11,6 +11,7 @@ import time
 from collections.abc import Coroutine, Iterable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Protocol
 
 import structlog
@@ -182,7 +183,7 @@ class Dispatcher:
             one.cores, one.host = cores, host.name
             one.charged = one.cost
             self.queues.shares.charge(one.job, one.charged)
-        work = Chunk(several, place, self.again)
+        work = Chunk(several, place, partial(host.cancel, place), self.again)
         for one in several:
             one.chunk = work
         function.chunks.add(work)

@@ -61,6 +61,8 @@ class Host:
         self.stock = stock or Stock({}, plenty=(MEMORY, SANDBOX))
         self._models = models
         self._users: dict[Place, str] = {}
+        # Whether what runs at a place is to end, also before the place knows of it.
+        self._cancels: dict[Place, asyncio.Event] = {}
         self.cores = cores
         # What runs here, as the scheduler knows it, by its first invocation.
         self.running: dict[str, elastic.Running] = {}
@@ -69,6 +71,8 @@ class Host:
         self._idle = list(places)
         # Places that are not its own, where calls run now.
         self._guests: set[Place] = set()
+        # Models that are brought to devices.
+        self._loading: set[asyncio.Task[str]] = set()
         self._min_workers = min_workers
         self._idle_seconds = idle_seconds
         self._clock = clock
@@ -134,6 +138,9 @@ class Host:
     async def stop(self) -> None:
         """End all processes."""
         await asyncio.gather(*(place.stop() for place in self._places))
+        for loading in self._loading:
+            loading.cancel()
+        await asyncio.gather(*self._loading, return_exceptions=True)
         if self._models is not None:
             await self._models.stop()
 
@@ -164,6 +171,7 @@ class Host:
         if model and self.stock.board is not None:
             self.stock.board.begin(model)
         place = guest or self._choose(function)
+        self._cancels[place] = asyncio.Event()
         if model and self.stock.board is not None:
             self._users[place] = model
         if guest is not None:
@@ -181,6 +189,7 @@ class Host:
 
     def give_back(self, place: Place, lease: Lease | None) -> float:
         """The calls have ended; returns the seconds that they had the place."""
+        self._cancels.pop(place, None)
         if lease is not None and self.cores is not None:
             self.cores.give_back(lease)
         if (model := self._users.pop(place, None)) and self.stock.board is not None:
@@ -195,35 +204,53 @@ class Host:
         self._idle.append(place)
         return seconds
 
-    def run_many(
+    def cancel(self, place: Place) -> None:
+        """End the call that runs at a place, or is about to."""
+        if (cancelled := self._cancels.get(place)) is not None:
+            cancelled.set()
+            place.cancel()
+
+    async def run_many(
         self, place: Place, function: Function, calls: Sequence[Call], lease: Lease | None
     ) -> AsyncGenerator[tuple[int, Outcome]]:
         """`place.run_many`, once the model that the calls need is on devices."""
-        if self._models is None or not function.spec.model_service:
-            return place.run_many(function, calls, lease)
-        return self._with_model(self._models, place, function, calls, lease)
-
-    async def _with_model(
-        self,
-        models: ModelManager,
-        place: Place,
-        function: Function,
-        calls: Sequence[Call],
-        lease: Lease | None,
-    ) -> AsyncGenerator[tuple[int, Outcome]]:
-        began = self._clock()
-        try:
-            url = await models.ready(function.spec.model_service)
-        except ModelUnavailable as error:
-            kind = pb.InvocationError.KIND_MODEL_UNAVAILABLE
-            failed = pb.InvocationError(kind=kind, message=str(error))
-            yield 0, Outcome(error=failed, cold_seconds=self._clock() - began)
+        began, cancelled = self._clock(), self._cancels[place]
+        if self._models is not None and (model := function.spec.model_service):
+            try:
+                url = await self._ready(self._models, model, cancelled)
+            except ModelUnavailable as error:
+                kind = pb.InvocationError.KIND_MODEL_UNAVAILABLE
+                failed = pb.InvocationError(kind=kind, message=str(error))
+                yield 0, Outcome(error=failed, cold_seconds=self._clock() - began)
+                return
+            for call in calls:
+                call.environment = {MODEL_URL: url}
+        if cancelled.is_set():
+            kind = pb.InvocationError.KIND_CANCELLED
+            ended = pb.InvocationError(kind=kind, message="cancelled before it ran")
+            yield 0, Outcome(error=ended)
             return
-        for call in calls:
-            call.environment = {MODEL_URL: url}
         async with aclosing(place.run_many(function, calls, lease)) as outcomes:
             async for found in outcomes:
                 yield found
+
+    async def _ready(self, models: ModelManager, name: str, cancelled: asyncio.Event) -> str:
+        """The URL of a model that is on devices; "" once `cancelled`. Raises ModelUnavailable."""
+        # It goes on to where the board says, whoever still waits: others may be next.
+        loading = asyncio.create_task(models.ready(name))
+        self._loading.add(loading)
+        loading.add_done_callback(self._loaded)
+        leaving = asyncio.create_task(cancelled.wait())
+        try:
+            await asyncio.wait((loading, leaving), return_when=asyncio.FIRST_COMPLETED)
+            return await loading if loading.done() else ""
+        finally:
+            leaving.cancel()
+
+    def _loaded(self, loading: asyncio.Task[str]) -> None:
+        self._loading.discard(loading)
+        if not loading.cancelled():
+            loading.exception()  # said to who waited, if anybody did
 
     def warm_for(self, function: Function) -> int:
         """Idle places that have imported `function`."""

@@ -155,7 +155,7 @@ class Runtime:
             return False
         work = waiting.chunk
         if work is not None and work.current is waiting:
-            work.place.cancel()
+            work.cancel()
             return True
         self._take_out(waiting)
         error = pb.InvocationError(kind=Kind.KIND_CANCELLED, message="cancelled before it ran")

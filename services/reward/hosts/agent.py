@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import structlog
@@ -179,7 +180,7 @@ class Agent:
         try:
             function = self._function(request)
             place, lease = await self._take(function, request.cores)
-            run.cancel = place.cancel
+            run.cancel = partial(self._host.cancel, place)
             try:
                 running = self._host.run_many(place, function, run.calls, lease)
                 async with aclosing(running) as outcomes:

@@ -1,0 +1,113 @@
+"""A call that is cancelled before its place has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from services.chassis.telemetry import Telemetry
+from services.reward.call import Call, Outcome
+from services.reward.cpu import Lease
+from services.reward.function import Function
+from services.reward.host import Host
+from services.reward.runtime import Runtime
+from troupe.v1 import reward_pb2 as pb
+
+CANCELLED = pb.InvocationError.KIND_CANCELLED
+
+
+class NappingPlace:
+    """Like a worker's: what it runs ends when it is cancelled, from the first step of that on."""
+
+    name, restarts, lived, warm = "place", 0, 0.0, True
+
+    def __init__(self) -> None:
+        self._cancelled = asyncio.Event()
+        self.ran = 0
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+    async def warm_up(self, function: Function) -> None: ...
+
+    def holds(self, function: Function) -> bool:
+        return True
+
+    def suits(self, function: Function) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    async def run_many(
+        self, function: Function, calls: Sequence[Call], lease: Lease | None = None
+    ) -> AsyncGenerator[tuple[int, Outcome]]:
+        self._cancelled.clear()
+        self.ran += 1
+        await self._cancelled.wait()
+        yield 0, Outcome(error=pb.InvocationError(kind=CANCELLED, message="while it ran"))
+
+
+async def test_in_the_moment_in_which_it_is_given_away() -> None:
+    place = NappingPlace()
+    runtime = Runtime([Host("", [place])], Telemetry())
+    await runtime.start()
+    function = Function(pb.FunctionSpec(name="naps", timeout_seconds=60))
+    (ended,) = runtime.submit([("early", Call("{}"))], function, 0)
+    assert runtime.cancel("early")
+    async with asyncio.timeout(5):
+        assert (await ended).error.kind == CANCELLED
+    assert place.ran == 0
+    # The place is as good as before.
+    (later,) = runtime.submit([("later", Call("{}"))], function, 0)
+    while not place.ran:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert runtime.cancel("later")
+    async with asyncio.timeout(5):
+        assert (await later).error.message == "while it ran"
+    await runtime.stop()
+
+
+class SlowModels:
+    """One that comes to its devices when `there` is set."""
+
+    def __init__(self) -> None:
+        self.there = asyncio.Event()
+        self.loaded = 0
+
+    async def ready(self, name: str) -> str:
+        await self.there.wait()
+        self.loaded += 1
+        return f"http://{name}"
+
+    async def stop(self) -> None: ...
+
+
+async def test_while_its_model_is_brought_to_devices() -> None:
+    place, models = NappingPlace(), SlowModels()
+    as_models: Any = models
+    host = Host("", [place], models=as_models)
+    function = Function(pb.FunctionSpec(name="judges", model_service="judge", timeout_seconds=60))
+    taken, lease = host.take(function, 0)
+
+    async def run() -> list[Outcome]:
+        return [outcome async for _, outcome in host.run_many(taken, function, [Call("{}")], lease)]
+
+    running = asyncio.create_task(run())
+    await asyncio.sleep(0.01)
+    host.cancel(taken)
+    async with asyncio.timeout(5):
+        (outcome,) = await running
+    assert outcome.error is not None
+    assert outcome.error.kind == CANCELLED
+    assert place.ran == 0
+    host.give_back(taken, lease)
+    # Whoever needs the model next finds it.
+    models.there.set()
+    await asyncio.sleep(0.01)
+    assert models.loaded == 1
+    await host.stop()
