@@ -23,6 +23,7 @@ from troupe.rpc.retry import RetryPolicy
 from troupe.transfer import (
     Choice,
     Corrupt,
+    InvalidKey,
     KeyNotFound,
     LayoutMismatch,
     StorageFull,
@@ -120,6 +121,17 @@ def test_a_key_that_nobody_has(here: Transfer) -> None:
     with pytest.raises(TransferTimeout, match="did not appear within"):
         here.get(KEY, timeout=0.4)
     assert time.monotonic() - begin < 10
+
+
+def test_a_key_under_a_state_of_this_host(there: Transfer, here: Transfer) -> None:
+    there.set("job/solver/weights@1", state())
+    here.set("job/solver", state())
+    with pytest.raises(InvalidKey, match="lies under another state"):
+        here.get("job/solver/weights@1")
+    there.set("other", state())
+    here.set("other/weights", state())
+    with pytest.raises(InvalidKey, match="where other states lie"):
+        here.get("other")
 
 
 def test_a_key_that_appears_there_while_waited_for(there: Transfer, here: Transfer) -> None:

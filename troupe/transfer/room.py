@@ -48,7 +48,7 @@ class Room:
         self.file: BinaryIO
         for last in (*[False] * _TRIES, True):
             try:
-                _make_directory(path)
+                make_directory(path)
                 self._open(resume=bool(name))
                 break
             except (FileNotFoundError, FileExistsError):
@@ -185,8 +185,8 @@ def sweep(directory: Path) -> None:
                 temp.unlink()
 
 
-def _make_directory(path: Path) -> None:
-    """The one that `path` is in."""
+def make_directory(path: Path) -> None:
+    """The one that the state at `path` is in. Raises InvalidKey where another state is in the way."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except (FileExistsError, NotADirectoryError):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from troupe.transfer import blob
+from troupe.transfer.room import make_directory
 
 _POLL_SECONDS = 0.005
 
@@ -50,10 +51,11 @@ def clear(path: Path) -> None:
 def alone(path: Path, deadline: float) -> Iterator[None]:
     """Only one thread of one process of this host at a time is here for `path`.
 
-    Raises TimeoutError at `deadline` (of the monotonic clock). A process that dies lets go.
+    Raises TimeoutError at `deadline` (of the monotonic clock), InvalidKey where nothing can be at
+    `path`. A process that dies lets go.
     """
     lock = _beside(path, "lock")
-    file = _locked(lock, deadline)
+    file = _locked(path, lock, deadline)
     try:
         yield
     finally:
@@ -66,9 +68,9 @@ def busy(path: Path) -> bool:
     return _beside(path, "lock").exists()
 
 
-def _locked(lock: Path, deadline: float) -> BinaryIO:
+def _locked(path: Path, lock: Path, deadline: float) -> BinaryIO:
     while True:
-        lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(path)
         with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
             file = stack.enter_context(open(lock, "ab"))
             try:
