@@ -88,7 +88,11 @@ class HighWater:
                 return
             before = self.over
             jobs = [name.decode() for name in await self._database.execute("SMEMBERS", JOBS)]
-            places = [place for job in jobs for place in await self._places(job)]
+            places = list[PolicyKeys]()
+            for job in jobs:
+                # One whose tables are damaged, of which the sweeper tells, keeps no other out.
+                with contextlib.suppress(ValueError, LookupError, TypeError):
+                    places += await self._places(job)
             total = sum((await self._bytes(places)).values())
             self.payload_bytes, self._looked = total, time.monotonic()
         if self.over != before:

@@ -10,8 +10,8 @@ import pytest
 
 from services.chassis.server import RunningServer, serve
 from services.experience_store.database import Database
-from services.experience_store.high_water import MIB
-from services.experience_store.keys import PolicyKeys
+from services.experience_store.high_water import MIB, HighWater
+from services.experience_store.keys import JOBS, JobKeys, PolicyKeys
 from services.experience_store.server import ExperienceStoreService, make_service
 from services.experience_store.settings import StoreSettings
 from services.experience_store.store import Store
@@ -78,6 +78,18 @@ async def test_the_bytes_of_a_table_are_those_of_its_rows(stage: Stage) -> None:
     await stage.store.tables.drop(stage.job)
     await stage.store.high_water.look()
     assert await held(stage) == dict.fromkeys(stage.policies, 0)
+
+
+async def test_a_job_whose_tables_are_damaged_keeps_no_other_out(stage: Stage) -> None:
+    store, broken = stage.store, f"broken-{stage.job}"
+    await stage.append("q0", "q0-s0-t0")
+    await store.database.execute("SADD", JOBS, broken)
+    await store.database.execute("SET", JobKeys(broken).tables, "no table")
+    full = HighWater(store.database, store.tables, store.notices, mark_bytes=MIB)
+    await full.admit(stage.job, 0, 100)
+    assert full.payload_bytes >= sum((await counted(stage)).values()) + 100
+    await store.database.execute("SREM", JOBS, broken)
+    await store.database.execute("DEL", JobKeys(broken).tables)
 
 
 async def test_memory_comes_back_with_the_commit(tmp_path: Path) -> None:
