@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 from services.chassis.app import serve
+from services.reward.hosts.agent import Agent
 from services.reward.hosts.service import RewardHost
 from services.reward.server import RewardService
 from services.reward.settings import RewardSettings
@@ -205,6 +206,25 @@ async def test_a_host_that_leaves_lets_its_calls_end(service: Service) -> None:
         call = asyncio.create_task(service.invoke(spec, {"seconds": 0.2, "tag": "ended"}))
         await service.until(lambda hosts: hosts["leaver"].running == 1)
     assert json.loads((await call).result_json) == "ended"
+
+
+async def test_a_command_that_cannot_be_obeyed_costs_one_attachment(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    obey, failed = Agent._obey, list[str]()
+
+    def stumble(agent: Agent, command: pb.HostCommand) -> None:
+        if command.WhichOneof("command") == "run" and not failed:
+            failed.append(command.run.run_id)
+            raise IndexError("of a call that there is not")
+        obey(agent, command)
+
+    monkeypatch.setattr(Agent, "_obey", stumble)
+    async with service.host("stumbles"):
+        score = await service.register("score", retries=2)
+        answer = await service.invoke(score, {"answer": "a", "expected": "a"})
+        assert json.loads(answer.result_json) == 1.0, answer.error
+    assert failed
 
 
 async def test_a_call_is_cancelled_where_it_runs(service: Service) -> None:

@@ -91,6 +91,9 @@ class Agent:
                 error = Unavailable("the reward service ended the stream")
             except TroupeError as raised:
                 error = raised
+            except Exception as raised:  # a command that nobody foresaw: begin anew
+                log.exception("attached no more", service=self._settings.reward_address)
+                error = Unavailable(f"{type(raised).__name__}: {raised}")
             if self.attached.is_set():
                 attempt = 0
             self.attached.clear()
