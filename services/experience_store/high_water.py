@@ -18,7 +18,7 @@ from services.experience_store.background import Background
 from services.experience_store.database import Database
 from services.experience_store.keys import JOBS, JobKeys, PolicyKeys
 from services.experience_store.notices import Notices
-from services.experience_store.tables import Tables
+from services.experience_store.tables import DAMAGED, Tables
 from troupe.rpc import NotFound, ResourceExhausted, TroupeError
 
 log = structlog.get_logger(__name__)
@@ -91,7 +91,7 @@ class HighWater:
             places = list[PolicyKeys]()
             for job in jobs:
                 # One whose tables are damaged, of which the sweeper tells, keeps no other out.
-                with contextlib.suppress(ValueError, LookupError, TypeError):
+                with contextlib.suppress(*DAMAGED):
                     places += await self._places(job)
             total = sum((await self._bytes(places)).values())
             self.payload_bytes, self._looked = total, time.monotonic()

@@ -12,6 +12,7 @@ from services.experience_store.background import Background
 from services.experience_store.delivery import Delivery
 from services.experience_store.keys import JOBS
 from services.experience_store.store import Store
+from services.experience_store.tables import DAMAGED
 from services.experience_store.trajectories import Append
 from troupe.rpc import TroupeError
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -115,7 +116,7 @@ class Meters:
             job = name.decode()
             # Of jobs that are over nothing changes any more, and there may be many.
             if await store.steps.live(job):
-                with contextlib.suppress(TroupeError):
+                with contextlib.suppress(TroupeError, *DAMAGED):
                     found[job] = await store.descriptions.describe(job)
         for gauge in (self._samples, self._lag, self._oldest, self._table_bytes):
             gauge.clear()

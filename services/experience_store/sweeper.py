@@ -15,7 +15,7 @@ from services.experience_store.background import Background
 from services.experience_store.database import Call, Database
 from services.experience_store.keys import JOBS, JobKeys, PolicyKeys
 from services.experience_store.steps import Steps
-from services.experience_store.tables import Tables
+from services.experience_store.tables import DAMAGED, Tables
 from troupe.rpc import DeadlineExceeded, TroupeError, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -67,8 +67,7 @@ class Sweeper:
                 await self._sweep_job(job, before)
             except (Unavailable, DeadlineExceeded):
                 raise
-            except (TroupeError, ValueError, LookupError, TypeError) as error:
-                # What the database holds of it is damaged.
+            except (TroupeError, *DAMAGED) as error:
                 log.warning("sweep_failed", job=job, error=repr(error))
 
     async def _sweep_job(self, job: str, before: dict[tuple[str, int], int]) -> None:

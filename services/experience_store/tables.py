@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from services.experience_store import notices
 from services.experience_store.database import Database
@@ -12,6 +13,10 @@ from services.experience_store.keys import JOBS, JobKeys, PolicyKeys
 from services.experience_store.log import Log
 from services.experience_store.records import Ending
 from troupe.rpc import AlreadyExists, NotFound
+
+# What is raised where the rows or tables of a job are damaged in the database: what goes over all
+# jobs goes on with the others.
+DAMAGED: Final = (ValueError, LookupError, TypeError)
 
 
 @dataclass(frozen=True)
