@@ -129,8 +129,12 @@ def test_without_evaluation_the_training_rewards_are_compared(job: Job) -> None:
     progress = Progress(job)
     progress.apply(step(1, 5, reward__solver__mean=0.25))
     progress.apply(step(2, 9, reward__solver__mean=0.5))
-    title, rows = scores(replace(job, before={}, after={}), progress)
+    unscored = replace(job, before={}, after={})
+    title, rows = scores(unscored, progress)
     assert (title, rows) == ("training reward", [("solver", 0.25, 0.5)])
+    stream = io.StringIO()
+    print_summary(Console(file=stream, width=60), unscored, [], progress)
+    assert "scored where the job has evaluation.queries" in stream.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,12 @@ from troupe.client.cli.formats import change, duration, score
 from troupe.client.cli.progress import Progress
 from troupe.client.records import Checkpoint, Job
 
+_TRAINING = "training reward"
+_NO_EVALUATION = (
+    "Of the first and the last step; what was not trained on is scored where the job has "
+    "evaluation.queries."
+)
+
 
 def print_summary(
     console: Console,
@@ -40,6 +46,8 @@ def print_summary(
         for name, before, after in rows:
             table.add_row(escape(name), score(before), score(after), change(before, after))
         console.print(table)
+        if title == _TRAINING:
+            console.print(_NO_EVALUATION, highlight=False, soft_wrap=True)
     for name, place in places(job, checkpoints, panel):
         # soft_wrap: a path broken in two cannot be copied.
         console.print(f"{name:<12} {escape(place)}", highlight=False, soft_wrap=True)
@@ -61,7 +69,7 @@ def scores(
     if progress is None:
         return "", []
     rewards = {agent: values for agent, values in progress.rewards.items() if values}
-    return "training reward", [(a, v[0], v[-1]) for a, v in rewards.items()]
+    return _TRAINING, [(a, v[0], v[-1]) for a, v in rewards.items()]
 
 
 def places(job: Job, checkpoints: list[Checkpoint], panel: str) -> list[tuple[str, str]]:
