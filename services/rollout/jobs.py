@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from weakref import WeakValueDictionary
 
 from services.rollout.memory import settle
 from services.rollout.preparation import Preparation, by_policy, parse_spec
@@ -21,7 +22,8 @@ class JobTable:
         self.before_release: Callable[[str], Awaitable[None]] | None = None
         """Called with the id of a job before its engines stop."""
         self._jobs: dict[str, PreparedJob] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        # While somebody has or waits for them: there have been many jobs.
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
 
     def __len__(self) -> int:
         return len(self._jobs)
