@@ -186,7 +186,7 @@ def sweep(directory: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """The one that the state at `path` is in. Raises InvalidKey where another state is in the way."""
+    """The one that `path` is in. Raises InvalidKey where another state is in the way."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except (FileExistsError, NotADirectoryError):
