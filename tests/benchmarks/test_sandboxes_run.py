@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 from tests.benchmarks.quick import quick_run
+from tests.support.needs import BUBBLEWRAP
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@BUBBLEWRAP
 def test_a_quick_run_measures_every_kind_of_call() -> None:
     found = quick_run("sandboxes", seconds=300)
     assert set(found) == {

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
 from tests.client.conftest import QUICK
 from tests.client.test_client_functions import Town, town
+from tests.support.needs import BUBBLEWRAP
 from troupe.client import Client, InvocationFailed
 
 __all__ = ["town"]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
+    BUBBLEWRAP,
 ]
 TEST = "from add import add\n\ndef test_add(): assert add(2, 2) == 4\n"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import yaml
 
 from examples.coding_agent import tiny
 from tests.e2e.conftest import House
+from tests.support.needs import BUBBLEWRAP
 
 JOB = Path(tiny.__file__).with_name("job.yaml")
 BONUS = """
@@ -24,7 +24,7 @@ def bonus(query, turns, rewards) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@BUBBLEWRAP
 async def test_a_coding_team_is_paid_by_tests_and_by_a_deployed_reward(
     house: House, tmp_path: Path
 ) -> None:

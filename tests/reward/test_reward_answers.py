@@ -11,6 +11,7 @@ import pytest_asyncio
 from services.reward.answers import as_reward
 from services.reward.call import Outcome
 from tests.reward.test_reward_service import Client, client_of
+from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import InvalidArgument, new_id
 from troupe.v1 import reward_pb2 as pb
 
@@ -48,7 +49,7 @@ async def test_what_is_no_reward(text: str) -> None:
     assert outcome.error.kind == Kind.KIND_BAD_RESULT
 
 
-@pytest.mark.parametrize("sandbox", ["process", "bubblewrap"])
+@pytest.mark.parametrize("sandbox", ["process", pytest.param("bubblewrap", marks=BUBBLEWRAP)])
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [

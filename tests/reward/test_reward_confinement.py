@@ -14,11 +14,8 @@ from services.reward.confinement import layers
 from services.reward.process import WorkerProcess
 from services.reward.sandbox import Cage
 from services.reward.sandboxes import landlock, seccomp
+from tests.support.needs import BUBBLEWRAP
 
-bubblewrap = pytest.mark.skipif(
-    subprocess.run(["which", "bwrap"], capture_output=True).returncode != 0,
-    reason="bubblewrap is not installed",
-)
 libseccomp = pytest.mark.skipif(seccomp.filter_path() is None, reason="libseccomp is not installed")
 
 # Number on x86-64 and on aarch64, and what makes it do something but for the filter.
@@ -62,7 +59,7 @@ def inside(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-@bubblewrap
+@BUBBLEWRAP
 @libseccomp
 @pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="other numbers")
 def test_what_breaks_sandboxes_is_not_permitted() -> None:
@@ -73,7 +70,7 @@ def test_what_breaks_sandboxes_is_not_permitted() -> None:
 
 
 @pytest.mark.slow
-@bubblewrap
+@BUBBLEWRAP
 @libseccomp
 def test_what_programs_need_goes_on() -> None:
     said = inside(
@@ -135,7 +132,7 @@ async def test_a_process_reaches_the_files_that_it_declares(tmp_path: Path) -> N
     }
 
 
-@bubblewrap
+@BUBBLEWRAP
 def test_the_layers_in_force_are_told() -> None:
     bare = layers(Cage("bubblewrap", memory_mib=128), None)
     assert {"namespaces", "read-only root", "rlimits", "rlimit:as"} <= set(bare)

@@ -22,6 +22,7 @@ from services.reward.hosts.agent import Agent
 from services.reward.hosts.service import RewardHost
 from services.reward.server import RewardService
 from services.reward.settings import RewardSettings
+from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import NO_RETRY, InvalidArgument, Unavailable, connect, new_id
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub
@@ -263,7 +264,11 @@ async def test_uploaded_source_goes_to_the_host_once(service: Service) -> None:
         ({"memory_mib": 4096}, r"takes 4096 of memory_mib, .* more than 1024"),
         ({"model_service": "judge"}, r"takes 1 of model:judge, .* none has more than 0"),
         ({"gpus": 1}, "devices are given to models"),
-        ({"stateful": True, "sandbox": "bubblewrap"}, "on the service's own host"),
+        pytest.param(
+            {"stateful": True, "sandbox": "bubblewrap"},
+            "on the service's own host",
+            marks=BUBBLEWRAP,
+        ),
         ({"quota": "api"}, "no quotas are declared"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -17,13 +16,14 @@ import pytest
 import pytest_asyncio
 
 from tests.reward.test_reward_service import Client, client_of
+from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
 from troupe.v1 import reward_pb2 as pb
 
 Kind = pb.InvocationError
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
+    BUBBLEWRAP,
 ]
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -22,13 +21,14 @@ from services.reward.groups import open_groups
 from services.reward.sandboxes import keeper
 from services.reward.sandboxes.keeper import Limits, Sandboxes
 from services.reward.sandboxes.place import SandboxGone
+from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import InvalidArgument, ResourceExhausted, new_id
 from troupe.v1 import reward_pb2 as pb
 
 Kind = pb.InvocationError
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed"),
+    BUBBLEWRAP,
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import struct
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import pytest_asyncio
 from services.reward.sandboxes.container import _BOOT, _fed
 from services.reward.sources import Sources, digest
 from tests.reward.test_reward_service import Client, client_of
+from tests.support.needs import BUBBLEWRAP
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, new_id
 from troupe.v1 import reward_pb2 as pb
 
@@ -80,7 +80,7 @@ async def test_source_that_nobody_uploaded(client: Client) -> None:
     assert wrong.value.field == "function.source_sha256"
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@BUBBLEWRAP
 async def test_a_sandbox_reads_it_and_cannot_change_it(client: Client) -> None:
     text = (
         "import pathlib\n"

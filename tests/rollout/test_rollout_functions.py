@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +15,7 @@ from services.rollout.clock import TrajectoryClock
 from tests.rollout.house import PLAYS, House, evaluation, open_house
 from tests.rollout.processes import ServiceProcess
 from tests.support.cluster import job_yaml
+from tests.support.needs import BUBBLEWRAP
 from troupe.functions.costs import to_spec
 from troupe.job import parse_job
 from troupe.rpc import connect
@@ -85,7 +85,7 @@ async def test_the_service_is_told_the_query_and_what_the_workflow_expects() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+@BUBBLEWRAP
 async def test_a_trajectory_has_a_sandbox_until_it_ends(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
