@@ -16,6 +16,7 @@ from services.reward.function import Function
 from services.reward.host import Host
 from services.reward.queues import Waiting
 from services.reward.runtime import Runtime
+from tests.support.places import BarePlace
 from troupe.rpc import Unavailable
 from troupe.scheduling.elastic import Discipline
 from troupe.scheduling.elastic.order import FCFS, SHORTEST, Order
@@ -24,40 +25,17 @@ from troupe.v1 import reward_pb2 as pb
 Kind = pb.InvocationError
 
 
-class FragilePlace:
-    """A place without a process behind it, which is lost as often as `draw` says."""
+class FragilePlace(BarePlace):
+    """Is lost as often as `draw` says."""
 
     def __init__(self, name: str, draw: random.Random) -> None:
-        self.name, self.restarts, self.lived = name, 0, 0.0
-        self.warm = False
+        super().__init__(name)
         self._draw = draw
-        self._cancelled = asyncio.Event()
-
-    async def start(self) -> None:
-        self.warm = True
-
-    async def stop(self) -> None:
-        self.warm = False
-
-    def rest(self) -> None:
-        self.warm = False
-
-    async def warm_up(self, function: Function) -> None:
-        self.warm = True
-
-    def holds(self, function: Function) -> bool:
-        return self.warm
-
-    def suits(self, function: Function) -> bool:
-        return True
-
-    def cancel(self) -> None:
-        self._cancelled.set()
 
     async def run_many(
         self, function: Function, calls: Sequence[Call], lease: Lease | None = None
     ) -> AsyncGenerator[tuple[int, Outcome]]:
-        self._cancelled.clear()
+        self.cancelled.clear()
         cold = 0.0 if self.warm else 0.001
         await asyncio.sleep(cold)
         self.warm = True
@@ -67,7 +45,7 @@ class FragilePlace:
             seconds = self._draw.choice([0.0, 0.0, 0.001, 0.3 if self._draw.random() < 0.02 else 0])
             try:
                 async with asyncio.timeout(seconds):
-                    await self._cancelled.wait()
+                    await self.cancelled.wait()
                 kind: Any = Kind.KIND_CANCELLED
             except TimeoutError:
                 kind = self._draw.choices([0, Kind.KIND_RAISED, Kind.KIND_WORKER_DIED], [20, 1, 1])[

@@ -12,43 +12,25 @@ from services.reward.cpu import Lease
 from services.reward.function import Function
 from services.reward.host import Host
 from services.reward.runtime import Runtime
+from tests.support.places import BarePlace
 from troupe.v1 import reward_pb2 as pb
 
 CANCELLED = pb.InvocationError.KIND_CANCELLED
 
 
-class NappingPlace:
+class NappingPlace(BarePlace):
     """Like a worker's: what it runs ends when it is cancelled, from the first step of that on."""
 
-    name, restarts, lived, warm = "place", 0, 0.0, True
-
     def __init__(self) -> None:
-        self._cancelled = asyncio.Event()
+        super().__init__()
         self.ran = 0
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    def rest(self) -> None: ...
-
-    async def warm_up(self, function: Function) -> None: ...
-
-    def holds(self, function: Function) -> bool:
-        return True
-
-    def suits(self, function: Function) -> bool:
-        return True
-
-    def cancel(self) -> None:
-        self._cancelled.set()
 
     async def run_many(
         self, function: Function, calls: Sequence[Call], lease: Lease | None = None
     ) -> AsyncGenerator[tuple[int, Outcome]]:
-        self._cancelled.clear()
+        self.cancelled.clear()
         self.ran += 1
-        await self._cancelled.wait()
+        await self.cancelled.wait()
         yield 0, Outcome(error=pb.InvocationError(kind=CANCELLED, message="while it ran"))
 
 

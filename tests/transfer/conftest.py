@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from troupe.rpc import ClientSettings
+from troupe.rpc.retry import RetryPolicy
 from troupe.transfer import Transfer
-from troupe.transfer.remote import Owner
+from troupe.transfer.remote import Owner, Peer
 
 TOKEN = SecretStr("secret")
+SETTINGS = ClientSettings(token=TOKEN, retry=RetryPolicy(max_attempts=1))
 
 
 @pytest.fixture
@@ -25,3 +28,11 @@ def owner(there: Transfer) -> Iterator[Owner]:
     owner = Owner(there, token=TOKEN, use_ucx=False)
     yield owner
     owner.stop(0)
+
+
+@pytest.fixture
+def here(tmp_path: Path, owner: Owner) -> Iterator[Transfer]:
+    """What this host stores; it knows the other one."""
+    source = Peer(owner.address, SETTINGS, deadline_seconds=20)
+    yield Transfer(tmp_path / "here", peers=[source])
+    source.close()

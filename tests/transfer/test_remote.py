@@ -1,15 +1,11 @@
-"""States of another host, through gRPC: fetched, verified, resumed, refused."""
+"""States of another host, through gRPC: fetched, verified, refused."""
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +13,9 @@ import pytest
 import torch
 from pydantic import SecretStr
 
-from tests.transfer.conftest import TOKEN
+from tests.transfer.conftest import SETTINGS, TOKEN
+from tests.transfer.sent import KEY, corrupting, leftovers, state
 from troupe.rpc import ClientSettings, TroupeError, Unauthenticated, Unavailable, connect_sync
-from troupe.rpc.retry import RetryPolicy
 from troupe.transfer import (
     Choice,
     Corrupt,
@@ -33,37 +29,10 @@ from troupe.transfer import (
 )
 from troupe.transfer import room as room_module
 from troupe.transfer.checksum import PIECE_BYTES
-from troupe.transfer.remote import Owner, Peer, sending
+from troupe.transfer.remote import Owner, Peer
 from troupe.transfer.remote import owner as owner_module
 from troupe.v1 import transfer_pb2 as pb
 from troupe.v1 import transfer_pb2_grpc as rpc
-
-KEY = "job/solver/weights@3"
-SETTINGS = ClientSettings(token=TOKEN, retry=RetryPolicy(max_attempts=1))
-
-
-@pytest.fixture
-def here(tmp_path: Path, owner: Owner) -> Iterator[Transfer]:
-    """What this host stores; it knows the other one."""
-    source = Peer(owner.address, SETTINGS, deadline_seconds=20)
-    yield Transfer(tmp_path / "here", peers=[source])
-    source.close()
-
-
-def state(mib: int = 0) -> dict[str, torch.Tensor]:
-    return {
-        "b": torch.arange(12, dtype=torch.float32).reshape(3, 4),
-        "a": torch.randn(5, 2).to(torch.bfloat16),
-        "empty": torch.empty(0, 3),
-        "large": torch.arange(mib * 2**18, dtype=torch.int32),
-    }
-
-
-def leftovers(transfer: Transfer) -> list[Path]:
-    """Files that take room: states, visible or not."""
-    notes = (".lock", ".fetched", ".verified")
-    files = (path for path in transfer.roots[0].rglob("*") if path.is_file())
-    return [path for path in files if not path.name.endswith(notes)]
 
 
 def test_a_state_of_another_host(
@@ -180,27 +149,6 @@ def test_fetched_versions_are_freed(there: Transfer, here: Transfer) -> None:
     assert got["w"].item() == 3  # who has it mapped keeps it
 
 
-def corrupting(
-    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, bytearray], None]
-) -> list[int]:
-    """Make the owner's bytes change after they were checksummed; the chunks sent, in order."""
-    sent: list[int] = []
-    real = sending._message
-    # Chunks of one message each.
-    monkeypatch.setattr(sending, "MESSAGE_BYTES", PIECE_BYTES)
-
-    def message(chunk: int, offset: int, view: memoryview) -> pb.StateChunk:
-        sent.append(chunk)
-        made = real(chunk, offset, view)
-        data = bytearray(made.data)
-        spoil(len(sent), data)
-        made.data = bytes(data)
-        return made
-
-    monkeypatch.setattr(sending, "_message", message)
-    return sent
-
-
 def test_a_byte_that_changed_on_the_way_is_sent_again(
     there: Transfer, here: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,58 +198,6 @@ def test_a_state_that_is_corrupt_at_its_owner_is_refused(there: Transfer, here: 
     assert not leftovers(here)
 
 
-def test_a_broken_connection_goes_on_where_it_was(
-    there: Transfer, here: Transfer, owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = there.set(KEY, state(mib=26))
-    again: list[Owner] = []
-    port = int(owner.address.rpartition(":")[2])
-
-    def restart() -> None:
-        owner.stop(0)
-        again.append(Owner(there, port=port, token=TOKEN, use_ucx=False))
-
-    restarter = threading.Thread(target=restart)
-
-    def spoil(nth: int, data: bytearray) -> None:
-        if nth == 3:
-            restarter.start()
-            time.sleep(0.3)  # the connection breaks while this chunk is being sent
-
-    sent = corrupting(monkeypatch, spoil)
-    assert checksum_of(here.get(KEY)[0]) == manifest.checksum
-    restarter.join()
-    assert here.counters.retries()["broken_connection"] >= 1
-    assert sent[:3] == [0, 1, 2]
-    assert 0 not in sent[3:]  # what had arrived is not sent again
-    again[0].stop(0)
-
-
-def test_an_owner_that_stays_away_half_way(
-    there: Transfer, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there.set(KEY, state(mib=26))
-    stopper = threading.Thread(target=owner.stop, args=[0])
-
-    def spoil(nth: int, data: bytearray) -> None:
-        if nth == 3:
-            stopper.start()
-            time.sleep(0.3)
-
-    corrupting(monkeypatch, spoil)
-    source = Peer(owner.address, SETTINGS)
-    here = Transfer(tmp_path / "here", peers=[source])
-    into = {name: torch.zeros_like(t) for name, t in state(mib=26).items()}
-    with pytest.raises(TransferTimeout, match="chunks are missing"):
-        here.get(KEY, into, timeout=2)
-    stopper.join()
-    assert not any(t.any() for t in into.values())
-    assert not here.keys()
-    # What has arrived stays for who goes on.
-    assert [path.suffix for path in leftovers(here)] == [".part"]
-    source.close()
-
-
 def test_no_room_here(there: Transfer, here: Transfer, monkeypatch: pytest.MonkeyPatch) -> None:
     there.set(KEY, state())
 
@@ -339,56 +235,6 @@ def test_requests_that_make_no_sense(
         with pytest.raises(TroupeError) as caught:
             list(stub.ReadState(pb.ReadStateRequest(**fields | change), timeout=5))
     assert caught.value.field == field
-
-
-def test_what_a_reader_that_was_killed_had_is_not_fetched_again(
-    there: Transfer, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there.set(KEY, state(mib=26))
-    halfway = threading.Event()
-
-    def spoil(nth: int, data: bytearray) -> None:
-        if nth == 3:
-            halfway.set()
-            time.sleep(0.5)
-
-    sent = corrupting(monkeypatch, spoil)
-    root = tmp_path / "here"
-    code = (
-        "import sys, pathlib\n"
-        "from troupe.rpc import ClientSettings\n"
-        "from troupe.transfer import Transfer\n"
-        "from troupe.transfer.remote import Peer\n"
-        "peer = Peer(sys.argv[1], ClientSettings(token='secret'))\n"
-        "Transfer(pathlib.Path(sys.argv[2]), peers=[peer]).get(sys.argv[3])\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, owner.address, str(root), KEY]) as reader:
-        assert halfway.wait(60)
-        reader.send_signal(signal.SIGKILL)
-    assert [path.suffix for path in leftovers(Transfer(root))] == [".part"]
-    assert not Transfer(root).keys()  # invisible
-    began = len(sent)
-    source = Peer(owner.address, SETTINGS)
-    got, manifest = Transfer(root, peers=[source]).get(KEY)
-    assert checksum_of(got) == manifest.checksum
-    # What had arrived was verified again, and found whole.
-    assert 0 not in sent[began:]
-    assert [path.name for path in leftovers(Transfer(root))] == ["weights@3"]
-    source.close()
-
-
-def test_what_nobody_goes_on_with_is_cleared_away(
-    there: Transfer, here: Transfer, tmp_path: Path
-) -> None:
-    manifest = there.set(KEY, state())
-    part = here.roots[0] / "job/solver" / f".weights@3.{manifest.checksum}.part"
-    part.parent.mkdir(parents=True)
-    part.write_bytes(b"of another size, of no use")
-    old = part.with_name(".weights@1.0000.part")
-    old.write_bytes(b"half")
-    os.utime(old, (1.0, 1.0))
-    here.get(KEY)
-    assert [path.name for path in leftovers(here)] == ["weights@3"]
 
 
 def test_the_port_is_taken(there: Transfer, owner: Owner) -> None:

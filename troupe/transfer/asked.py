@@ -36,7 +36,7 @@ class Asked:
     @property
     def stored(self) -> str:
         """The key that it lies under."""
-        return self.key if self.cast is None else cast_key(self.key, self.cast)
+        return cast_key(self.key, self.cast)
 
     @property
     def wanted(self) -> Wanted:

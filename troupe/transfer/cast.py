@@ -16,8 +16,13 @@ from troupe.transfer.nesting import flatten, unflatten
 CAST_OF = "cast_of"
 
 
-def cast_key(key: str, dtype: torch.dtype) -> str:
-    """Where `key` in `dtype` lies: `job/policy/weights=bfloat16@3`. A version stays last."""
+def cast_key(key: str, dtype: torch.dtype | str | None) -> str:
+    """Where `key` in `dtype` (or what is called so) lies: `job/policy/weights=bfloat16@3`, itself
+    where none is wanted. A version stays last."""
+    if dtype is None:
+        return key
+    if isinstance(dtype, str):
+        dtype = dtype_of(dtype)
     version = version_in(key)
     suffix = "" if version < 0 else f"@{version}"
     return f"{stem_of(key)}={dtype_name(dtype)}{suffix}"

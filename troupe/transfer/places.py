@@ -15,7 +15,6 @@ from typing import Protocol
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.scratch import memory_root
 from troupe.transfer.cast import cast_key
-from troupe.transfer.checksum import dtype_of
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound
 
@@ -79,7 +78,7 @@ class Wanted:
     @property
     def stored(self) -> str:
         """The key that it lies under."""
-        return cast_key(self.key, dtype_of(self.cast)) if self.cast else self.key
+        return cast_key(self.key, self.cast)
 
 
 class Source(Protocol):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
@@ -23,6 +25,13 @@ class Tasks(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def look_here() -> None:
+    """Look for modules in the working directory, too, as `python -m` does."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
 
 
 def load_module(name: str, field: str, value: str) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -37,8 +35,9 @@ def check(
     from troupe.workflow.environments.conformance import check as conform
     from troupe.workflow.environments.opening import open_environment
     from troupe.workflow.errors import EntrypointError, WorkflowError
+    from troupe.workflow.loading import look_here
 
-    sys.path.insert(0, os.getcwd())  # as `python -m` would have it
+    look_here()
     given = _arguments(args or [])
     try:  # what cannot even be made is told as the error that it is
         open_environment(entrypoint, given, "entrypoint").close()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 
 from troupe.job import JobSpec, JobSpecError
 from troupe.job.faults import FieldProblem
 from troupe.workflow.errors import EntrypointError
-from troupe.workflow.loading import load_attribute, load_workflow
+from troupe.workflow.loading import load_attribute, load_workflow, look_here
 
 
 def try_imports(job: JobSpec) -> list[str]:
@@ -18,8 +16,7 @@ def try_imports(job: JobSpec) -> list[str]:
     Modules are looked for in the working directory, too. Raises `JobSpecError` with every one that
     cannot be imported, whatever that raises.
     """
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    look_here()
     tried: list[str] = []
     problems: list[FieldProblem] = []
     for field, entrypoint in _entrypoints(job):

@@ -8,7 +8,6 @@ from typing import Final
 
 from troupe.rpc.errors import DataLoss, DeadlineExceeded, NotFound, Unavailable
 from troupe.transfer.cast import CAST_OF, cast_key
-from troupe.transfer.checksum import dtype_of
 from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout
 from troupe.transfer.manifest import Manifest
 from troupe.transfer.remote.reading import LaneRead
@@ -73,8 +72,7 @@ class Describer:
             manifest = Manifest.from_json(answer.manifest)
         except ValueError as error:
             raise Corrupt(key, f"{self._address} describes it wrongly: {error}") from error
-        wanted = cast_key(key, dtype_of(cast)) if cast else key
-        if manifest.key != wanted:
+        if manifest.key != cast_key(key, cast):
             raise Corrupt(key, f"{self._address} describes '{manifest.key}' instead")
         content = manifest.metadata.get(CAST_OF) if cast else manifest.checksum
         if expected and content != expected:

@@ -20,7 +20,7 @@ from troupe.rpc.settings import ClientSettings
 from troupe.transfer import room, sidecar
 from troupe.transfer.arguments import known_in
 from troupe.transfer.cast import cast_key
-from troupe.transfer.checksum import PIECE_BYTES, dtype_of
+from troupe.transfer.checksum import PIECE_BYTES
 from troupe.transfer.counters import Choice, TransferCounters
 from troupe.transfer.errors import Corrupt, KeyNotFound, TransferTimeout, VersionWentBackwards
 from troupe.transfer.manifest import Manifest
@@ -129,9 +129,8 @@ class Peer:
                 if shelf.holds(manifest.key, manifest.checksum):
                     path = shelf.path(manifest.key)
                     return Fetched(path, manifest, Choice("get", "shared_memory", "same_host"))
-                base = wanted.base
-                if base and wanted.cast:  # of which this host has what was cast
-                    base = cast_key(base, dtype_of(wanted.cast))
+                # Of it this host has what was cast.
+                base = wanted.base and cast_key(wanted.base, wanted.cast)
                 fetched = self._fetch(manifest, answer, shelf, counters, deadline, base, begun)
                 for old in older:
                     shelf.delete(old)

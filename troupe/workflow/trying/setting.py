@@ -26,6 +26,7 @@ from troupe.workflow.loading import (
     load_module,
     load_tasks,
     load_workflow,
+    look_here,
 )
 from troupe.workflow.samples import GroupBy
 from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
@@ -84,8 +85,7 @@ def open_setting(source: str, job: Path | None = None, *, split: str = "train") 
     Modules are looked for where the command runs, too. Raises `JobSpecError`, `InvalidArgument`
     and `EntrypointError`.
     """
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    look_here()
     if Path(source).suffix in JOB_SUFFIXES:
         if job is not None:
             raise InvalidArgument(

@@ -1,0 +1,55 @@
+"""A state of another host, and what of it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from troupe.transfer import (
+    Transfer,
+)
+from troupe.transfer.checksum import PIECE_BYTES
+from troupe.transfer.remote import sending
+from troupe.v1 import transfer_pb2 as pb
+
+KEY = "job/solver/weights@3"
+
+
+def state(mib: int = 0) -> dict[str, torch.Tensor]:
+    return {
+        "b": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+        "a": torch.randn(5, 2).to(torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "large": torch.arange(mib * 2**18, dtype=torch.int32),
+    }
+
+
+def leftovers(transfer: Transfer) -> list[Path]:
+    """Files that take room: states, visible or not."""
+    notes = (".lock", ".fetched", ".verified")
+    files = (path for path in transfer.roots[0].rglob("*") if path.is_file())
+    return [path for path in files if not path.name.endswith(notes)]
+
+
+def corrupting(
+    monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int, bytearray], None]
+) -> list[int]:
+    """Make the owner's bytes change after they were checksummed; the chunks sent, in order."""
+    sent: list[int] = []
+    real = sending._message
+    # Chunks of one message each.
+    monkeypatch.setattr(sending, "MESSAGE_BYTES", PIECE_BYTES)
+
+    def message(chunk: int, offset: int, view: memoryview) -> pb.StateChunk:
+        sent.append(chunk)
+        made = real(chunk, offset, view)
+        data = bytearray(made.data)
+        spoil(len(sent), data)
+        made.data = bytes(data)
+        return made
+
+    monkeypatch.setattr(sending, "_message", message)
+    return sent

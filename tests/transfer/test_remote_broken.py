@@ -1,0 +1,125 @@
+"""Fetches that break off half way: what has come stays for who goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.transfer.conftest import SETTINGS, TOKEN
+from tests.transfer.sent import KEY, corrupting, leftovers, state
+from troupe.transfer import (
+    Transfer,
+    TransferTimeout,
+    checksum_of,
+)
+from troupe.transfer.remote import Owner, Peer
+
+
+def test_a_broken_connection_goes_on_where_it_was(
+    there: Transfer, here: Transfer, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = there.set(KEY, state(mib=26))
+    again: list[Owner] = []
+    port = int(owner.address.rpartition(":")[2])
+
+    def restart() -> None:
+        owner.stop(0)
+        again.append(Owner(there, port=port, token=TOKEN, use_ucx=False))
+
+    restarter = threading.Thread(target=restart)
+
+    def spoil(nth: int, data: bytearray) -> None:
+        if nth == 3:
+            restarter.start()
+            time.sleep(0.3)  # the connection breaks while this chunk is being sent
+
+    sent = corrupting(monkeypatch, spoil)
+    assert checksum_of(here.get(KEY)[0]) == manifest.checksum
+    restarter.join()
+    assert here.counters.retries()["broken_connection"] >= 1
+    assert sent[:3] == [0, 1, 2]
+    assert 0 not in sent[3:]  # what had arrived is not sent again
+    again[0].stop(0)
+
+
+def test_an_owner_that_stays_away_half_way(
+    there: Transfer, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there.set(KEY, state(mib=26))
+    stopper = threading.Thread(target=owner.stop, args=[0])
+
+    def spoil(nth: int, data: bytearray) -> None:
+        if nth == 3:
+            stopper.start()
+            time.sleep(0.3)
+
+    corrupting(monkeypatch, spoil)
+    source = Peer(owner.address, SETTINGS)
+    here = Transfer(tmp_path / "here", peers=[source])
+    into = {name: torch.zeros_like(t) for name, t in state(mib=26).items()}
+    with pytest.raises(TransferTimeout, match="chunks are missing"):
+        here.get(KEY, into, timeout=2)
+    stopper.join()
+    assert not any(t.any() for t in into.values())
+    assert not here.keys()
+    # What has arrived stays for who goes on.
+    assert [path.suffix for path in leftovers(here)] == [".part"]
+    source.close()
+
+
+def test_what_a_reader_that_was_killed_had_is_not_fetched_again(
+    there: Transfer, owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there.set(KEY, state(mib=26))
+    halfway = threading.Event()
+
+    def spoil(nth: int, data: bytearray) -> None:
+        if nth == 3:
+            halfway.set()
+            time.sleep(0.5)
+
+    sent = corrupting(monkeypatch, spoil)
+    root = tmp_path / "here"
+    code = (
+        "import sys, pathlib\n"
+        "from troupe.rpc import ClientSettings\n"
+        "from troupe.transfer import Transfer\n"
+        "from troupe.transfer.remote import Peer\n"
+        "peer = Peer(sys.argv[1], ClientSettings(token='secret'))\n"
+        "Transfer(pathlib.Path(sys.argv[2]), peers=[peer]).get(sys.argv[3])\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, owner.address, str(root), KEY]) as reader:
+        assert halfway.wait(60)
+        reader.send_signal(signal.SIGKILL)
+    assert [path.suffix for path in leftovers(Transfer(root))] == [".part"]
+    assert not Transfer(root).keys()  # invisible
+    began = len(sent)
+    source = Peer(owner.address, SETTINGS)
+    got, manifest = Transfer(root, peers=[source]).get(KEY)
+    assert checksum_of(got) == manifest.checksum
+    # What had arrived was verified again, and found whole.
+    assert 0 not in sent[began:]
+    assert [path.name for path in leftovers(Transfer(root))] == ["weights@3"]
+    source.close()
+
+
+def test_what_nobody_goes_on_with_is_cleared_away(
+    there: Transfer, here: Transfer, tmp_path: Path
+) -> None:
+    manifest = there.set(KEY, state())
+    part = here.roots[0] / "job/solver" / f".weights@3.{manifest.checksum}.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"of another size, of no use")
+    old = part.with_name(".weights@1.0000.part")
+    old.write_bytes(b"half")
+    os.utime(old, (1.0, 1.0))
+    here.get(KEY)
+    assert [path.name for path in leftovers(here)] == ["weights@3"]
