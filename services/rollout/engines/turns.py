@@ -161,7 +161,9 @@ class TurnTable:
 
     def remove(self, turn: Turn) -> None:
         """A turn has ended, however. Repeatable."""
-        if self._turns.pop(turn.request_id, None) is not None:
+        # Another one of the same id, for which this one was refused, is still in hand.
+        if self._turns.get(turn.request_id) is turn:
+            del self._turns[turn.request_id]
             turn.closed = True
             if not self._turns:
                 self._empty.set()

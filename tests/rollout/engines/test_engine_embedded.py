@@ -128,6 +128,18 @@ async def test_bad_turns_are_refused_with_field_and_remedy(engine: EmbeddedEngin
     assert len((await first).token_ids) == 100
 
 
+async def test_a_turn_stays_in_hand_when_another_of_its_id_is_refused(
+    engine: EmbeddedEngine,
+) -> None:
+    first = asyncio.ensure_future(ask(engine, "twice", [1], max_new_tokens=200))
+    await until(lambda: engine.load().generated_tokens > 0)
+    with pytest.raises(BadTurn, match="request_id = twice"):
+        await ask(engine, "twice", [1])
+    assert engine.load().running == 1
+    await engine.abort("twice")
+    assert (await first).finish_reason == "abort"
+
+
 async def test_abort_returns_what_there_is(engine: EmbeddedEngine) -> None:
     task = asyncio.ensure_future(ask(engine, "r", [1, 2, 3], max_new_tokens=200))
     await until(lambda: engine.load().generated_tokens > 0)
