@@ -26,7 +26,7 @@ from services.rollout.engines.errors import (
     WeightsRefused,
 )
 from services.rollout.engines.factory import make_engine
-from services.rollout.engines.sglang import launch, update
+from services.rollout.engines.sglang import launch, proof
 from services.rollout.engines.sglang.engine import SglangEngine
 from tests.rollout.engines.models import (
     CONFIG,
@@ -140,7 +140,7 @@ async def test_one_that_keeps_the_weights_of_the_policy_that_it_left_is_found_ou
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the model is too large for a probe, and the two versions have one number."""
-    monkeypatch.setattr(update, "PROBE_BYTES", 0)
+    monkeypatch.setattr(proof, "_PROBE_BYTES", 0)
     stage.fake.has_cuda = stage.fake.faults.ignore_weights = True
     ref = publish(stage.transfer, make_model(1), 0, policy="checker")
     await stage.engine.drain("moves", deadline_seconds=1)

@@ -1,4 +1,4 @@
-"""Ways to get published tensors into a server, and the proof that they arrived."""
+"""Ways to get published tensors into a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from services.rollout.engines.errors import EngineStartFailed
-from services.rollout.engines.models import skeleton
 from services.rollout.engines.sglang.client import Refused, SglangClient
 from services.rollout.engines.sglang.features import Features
 
@@ -32,13 +31,6 @@ _BUCKET_BYTES: Final = 1 << 30
 _VALUE_BUCKET_BYTES: Final = 128 << 20
 # The newest versions on disk: a server may still read the one before.
 _KEEP: Final = 2
-# Prompt of the proof: long enough that every layer matters, short enough for a CPU forward pass.
-_PROBE_TOKENS: Final = 16
-# Largest difference of a prompt log-prob between the server and a plain forward pass of the same
-# weights. float32 agrees to 1e-5; bfloat16 rounds to 3 digits, and kernels round differently.
-TOLERANCE: Final = {"float32": 2e-3, "bfloat16": 0.5}
-# Above this, reading all weights once for the proof would take seconds.
-PROBE_BYTES: Final = 16 << 30
 
 
 class Loader(Protocol):
@@ -184,29 +176,6 @@ def choose_loader(
         return tensors
     # On this host, but perhaps in a container that does not see our files.
     return EitherLoader(disk, tensors)
-
-
-def probe_ids(vocabulary: int, room: int) -> list[int]:
-    """A fixed prompt that spreads over the vocabulary."""
-    return [(7919 * i + 3) % vocabulary for i in range(min(_PROBE_TOKENS, room))]
-
-
-def expected_logprobs(
-    tensors: Mapping[str, torch.Tensor],
-    config: PretrainedConfig,
-    dtype: str,
-    policy: str,
-    ids: list[int],
-) -> list[float]:
-    """Log-probs of `ids[1:]` by a plain forward pass over `tensors`, without copying them."""
-    model = skeleton(config, dtype, policy)
-    model.load_state_dict(dict(tensors), strict=False, assign=True)
-    model.tie_weights()
-    with torch.no_grad():
-        logits = model(torch.tensor([ids]), use_cache=False).logits[0, :-1].float()
-    table = torch.log_softmax(logits, dim=-1)
-    chosen: list[float] = table.gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1).tolist()
-    return chosen
 
 
 def _buckets(

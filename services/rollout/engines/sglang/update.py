@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -11,17 +10,10 @@ from typing import Final
 import torch
 from transformers import PretrainedConfig
 
-from services.rollout.engines.errors import UpdateFailed
-from services.rollout.engines.sglang.client import BrokenReply, Refused, SglangClient
+from services.rollout.engines.sglang.client import Refused, SglangClient
 from services.rollout.engines.sglang.features import Features
-from services.rollout.engines.sglang.loading import (
-    PROBE_BYTES,
-    TOLERANCE,
-    Loader,
-    expected_logprobs,
-    probe_ids,
-)
-from services.rollout.engines.sglang.replies import prompt_logprobs
+from services.rollout.engines.sglang.loading import Loader
+from services.rollout.engines.sglang.proof import Proof, too_large, update_failed
 from troupe.job import ModelSpec
 from troupe.v1 import common_pb2 as pb
 
@@ -70,7 +62,7 @@ class Updater:
         held back, `gate(True)` lets them go. Raises `UpdateFailed` and the client's errors other
         than `Refused`; the server then generates again, with unknown weights.
         """
-        expected = await asyncio.to_thread(self._expected, tensors)
+        proof = await asyncio.to_thread(self._proof, tensors)
         await self._loader.prepare(tensors, ref.version)
         before = await self._client.weights_digest() if changed else None
         began = time.monotonic()
@@ -87,10 +79,10 @@ class Updater:
                     await self._client.resume()
             paused = time.monotonic() - began
         except Refused as error:
-            raise _failed(ref, str(error)) from error
+            raise update_failed(ref, str(error)) from error
         finally:
             gate(True)
-        await self._verify(ref, expected, before)
+        await self._verify(ref, proof, before)
         return paused
 
     async def _pause(self) -> None:
@@ -113,48 +105,17 @@ class Updater:
                     raise
             await asyncio.sleep(0.05)
 
-    def _expected(self, tensors: Mapping[str, torch.Tensor]) -> tuple[list[int], list[float]]:
-        """The probe and its log-probs; empty for models too large for a forward pass here."""
-        if sum(tensor.nbytes for tensor in tensors.values()) > PROBE_BYTES:
-            return [], []
-        text = self._config.get_text_config()
-        ids = probe_ids(text.vocab_size, getattr(text, "max_position_embeddings", 64) // 2)
-        dtype = self._model.dtype
-        return ids, expected_logprobs(tensors, self._config, dtype, self._policy, ids)
+    def _proof(self, tensors: Mapping[str, torch.Tensor]) -> Proof | None:
+        """None for models too large for a forward pass here."""
+        if too_large(sum(tensor.nbytes for tensor in tensors.values())):
+            return None
+        return Proof.of(tensors, self._config, self._model.dtype, self._policy)
 
-    async def _verify(
-        self, ref: pb.WeightsRef, expected: tuple[list[int], list[float]], before: str | None
-    ) -> None:
+    async def _verify(self, ref: pb.WeightsRef, proof: Proof | None, before: str | None) -> None:
         named = (await self._client.model_info()).get("weight_version")
         if named is not None and named != str(ref.version):
-            raise _failed(ref, f"the server says that it serves version '{named}'")
+            raise update_failed(ref, f"the server says that it serves version '{named}'")
         if before is not None and await self._client.weights_digest() == before:
-            raise _failed(ref, "the server's own checksum of its weights did not change")
-        ids, wanted = expected
-        if not ids:
-            return
-        sampling = {"max_new_tokens": 1, "temperature": 0.0}
-        rid = f"probe-{ref.policy}-{ref.version}-{time.monotonic_ns()}"
-        try:
-            meta = await self._client.generate(rid, ids, sampling, logprobs_from=0)
-        except Refused as error:
-            raise _failed(ref, f"the probe was refused: {error}") from error
-        got = prompt_logprobs(meta)
-        if len(got) != len(wanted):
-            raise BrokenReply(f"{len(got)} log-probs for a probe of {len(ids)} tokens")
-        worst = max(abs(g - w) for g, w in zip(got, wanted, strict=True))
-        if not math.isfinite(worst) or worst > TOLERANCE[self._model.dtype]:
-            raise _failed(
-                ref,
-                f"prompt log-probs differ by {worst:.3g} from those of the published weights "
-                f"(allowed: {TOLERANCE[self._model.dtype]:g})",
-            )
-
-
-def _failed(ref: pb.WeightsRef, reason: str) -> UpdateFailed:
-    return UpdateFailed(
-        f"version {ref.version} did not get into the server: {reason}",
-        field="weights",
-        value=ref.key,
-        remedy="Repeat the update; if it fails again restart the engine.",
-    )
+            raise update_failed(ref, "the server's own checksum of its weights did not change")
+        if proof is not None:
+            await proof.check(self._client, ref)

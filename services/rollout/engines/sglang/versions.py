@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from services.rollout.engines.adapted import Adapted
 from services.rollout.engines.base import Adapter
-from services.rollout.engines.errors import AdapterRefused, UpdateFailed
+from services.rollout.engines.errors import AdapterRefused
 from services.rollout.engines.sglang.adapters import Adapters
-from services.rollout.engines.sglang.client import BrokenReply, Refused
-from services.rollout.engines.sglang.loading import (
-    PROBE_BYTES,
-    TOLERANCE,
-    expected_logprobs,
-    probe_ids,
-)
-from services.rollout.engines.sglang.replies import prompt_logprobs
+from services.rollout.engines.sglang.proof import Proof, too_large, update_failed
 from services.rollout.engines.sglang.server import Server
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as pb
@@ -85,7 +75,7 @@ class AdapterVersions:
         try:
             await self._adapters.load(name, Adapter(content.peft_config(), dict(content.tensors)))
         except AdapterRefused as error:
-            raise _failed(ref, str(error)) from error
+            raise update_failed(ref, str(error)) from error
         self._own.add(name)
         try:
             await self._verify(adapted, ref, name)
@@ -111,42 +101,12 @@ class AdapterVersions:
         del self._turns[name]
 
     async def _verify(self, adapted: Adapted, ref: pb.WeightsRef, name: str) -> None:
-        """Compare prompt log-probs with a plain forward pass over base and adapter, merged."""
-        if adapted.base.ref.num_bytes > PROBE_BYTES:
+        """By base and adapter, merged."""
+        if too_large(adapted.base.ref.num_bytes):
             return
-        ids, wanted = await asyncio.to_thread(self._expected, adapted, ref)
-        sampling: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0.0}
-        rid = f"probe-{name}-{time.monotonic_ns()}"
-        try:
-            meta = await self._server.client.generate(
-                rid, ids, sampling, logprobs_from=0, adapter=name
-            )
-        except Refused as error:
-            raise _failed(ref, f"the probe was refused: {error}") from error
-        got = prompt_logprobs(meta)
-        if len(got) != len(wanted):
-            raise BrokenReply(f"{len(got)} log-probs for a probe of {len(ids)} tokens")
-        worst = max(abs(g - w) for g, w in zip(got, wanted, strict=True))
-        allowed = TOLERANCE[self._model.dtype]
-        if not math.isfinite(worst) or worst > allowed:
-            raise _failed(
-                ref,
-                f"prompt log-probs differ by {worst:.3g} from those of base and adapter (allowed: "
-                f"{allowed:g})",
-            )
+        proof = await asyncio.to_thread(self._proof, adapted, ref)
+        await proof.check(self._server.client, ref, adapter=name)
 
-    def _expected(self, adapted: Adapted, ref: pb.WeightsRef) -> tuple[list[int], list[float]]:
-        config = self._server.layout.config
-        text = config.get_text_config()
-        ids = probe_ids(text.vocab_size, getattr(text, "max_position_embeddings", 64) // 2)
+    def _proof(self, adapted: Adapted, ref: pb.WeightsRef) -> Proof:
         tensors, _ = adapted.merged(ref)
-        return ids, expected_logprobs(tensors, config, self._model.dtype, ref.policy, ids)
-
-
-def _failed(ref: pb.WeightsRef, reason: str) -> UpdateFailed:
-    return UpdateFailed(
-        f"version {ref.version} did not get into the server: {reason}",
-        field="weights",
-        value=ref.key,
-        remedy="Repeat the update; if it fails again restart the engine.",
-    )
+        return Proof.of(tensors, self._server.layout.config, self._model.dtype, ref.policy)
