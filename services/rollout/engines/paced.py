@@ -69,8 +69,10 @@ class PacedEngine(EngineFront):
             self._tick()
             if not future.done():
                 self._draw(turn)
-                self._drop(turn)
+                # Not `_drop`: it looks at the time once more, and the turn may end by itself then.
+                self._batch.remove(request_id)
                 future.set_result(turn.result(aborted=True))
+                self._reschedule()
 
     def load(self) -> EngineLoad:
         """Current load."""

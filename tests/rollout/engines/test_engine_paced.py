@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.rollout.engines import paced
 from services.rollout.engines.base import VersionSpan
 from services.rollout.engines.errors import BadTurn, EngineStale, PromptTooLong
 from services.rollout.engines.factory import make_engine
@@ -148,6 +151,22 @@ async def test_an_aborted_turn_returns_what_it_has(engine: PacedEngine, tmp_path
     assert {span.what for span in spans} == {"load", "generate"}
     busy = [span for span in spans if span.what == "generate"]
     assert 1 < max(span.level for span in busy) <= 2
+
+
+async def test_a_turn_that_would_end_while_it_is_aborted(
+    engine: PacedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn = asyncio.create_task(ask(engine, "t", [1], max_new_tokens=200))  # 0.4 s
+    await until(lambda: engine.load().running == 1)
+    began, looks = time.monotonic(), itertools.count(1)
+    with monkeypatch.context() as patch:
+        # The clock goes on by 0.3 s whenever somebody looks.
+        clock = SimpleNamespace(time=time.time, monotonic=lambda: began + 0.3 * next(looks))
+        patch.setattr(paced, "time", clock)
+        await engine.abort("t")
+    got = await turn
+    assert got.finish_reason == "abort"
+    assert 0 < len(got.token_ids) < 200
 
 
 async def test_a_cancelled_turn_leaves_the_batch(engine: PacedEngine) -> None:
