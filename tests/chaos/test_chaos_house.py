@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.stub_services import write_stub_services
 from troupe.chaos.disturber import POWER_OFF, Disturber
-from troupe.chaos.faults import SlowDisk, Stall, kill
-from troupe.chaos.house import House
+from troupe.chaos.faults import Freeze, SlowDisk, Stall, kill
+from troupe.chaos.house import House, Life
 from troupe.chaos.schedule import Planned
 from troupe.cluster import ClusterSettings
 from troupe.cluster.redis import ping
@@ -118,6 +118,28 @@ async def test_a_stalled_process_does_nothing_and_goes_on(house: House) -> None:
 
     assert await ping(url, 5.0) is None
     await fault.heal(house)  # harmless
+
+
+async def test_a_frozen_service_stands_still_with_all_its_processes(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = psutil.Popen(["sh", "-c", "sleep 60 & wait"])
+    while not (children := parent.children()):  # noqa: ASYNC110 - not ours
+        await asyncio.sleep(0.01)
+    life = Life("trainer-0", parent.pid, parent.create_time())
+    monkeypatch.setattr(house, "life", lambda name: life)
+    fault = Freeze("trainer-0")
+
+    await fault.inject(house)
+    family = [parent, *children]
+    assert {one.status() for one in family} == {psutil.STATUS_STOPPED}
+    await fault.heal(house)
+    assert psutil.STATUS_STOPPED not in {one.status() for one in family}
+
+    for one in family:
+        one.kill()
+    parent.wait()
+    await fault.inject(house)  # nobody is there any more
 
 
 async def test_a_slow_disk_leaves_its_process_alive_and_alone(house: House) -> None:

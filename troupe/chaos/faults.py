@@ -16,7 +16,7 @@ import psutil
 from troupe.chaos.house import House, Life
 from troupe.chaos.network import Pair, wire
 from troupe.chaos.proxy import Link
-from troupe.chaos.schedule import DELAY, FULL_QUEUE, PARTITION, SLOW_DISK, STALL, Planned
+from troupe.chaos.schedule import DELAY, FREEZE, FULL_QUEUE, PARTITION, SLOW_DISK, STALL, Planned
 from troupe.rpc.errors import DeadlineExceeded
 
 _DEATH_SECONDS: Final = 10.0
@@ -81,8 +81,24 @@ class Stall:
 
     def _send(self, number: signal.Signals) -> None:
         if self._life is not None and (process := self._life.process()) is not None:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+            for one in self._those_of(process):
+                with suppress(psutil.NoSuchProcess):
+                    one.send_signal(number)
+
+    def _those_of(self, process: psutil.Process) -> list[psutil.Process]:
+        return [process]
+
+
+class Freeze(Stall):
+    """A service that is taken for dead, and then goes on as if nothing had been: it and all its
+    processes stand still, as on a machine that is paused."""
+
+    kind = FREEZE
+
+    def _those_of(self, process: psutil.Process) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            return [process, *process.children(recursive=True)]
+        return []
 
 
 class SlowDisk:
@@ -199,6 +215,8 @@ def fault_of(planned: Planned) -> Fault:
     """The fault that was planned; kills are no faults of this sort (nobody mends them)."""
     if planned.kind == STALL:
         return Stall(planned.victims[0])
+    if planned.kind == FREEZE:
+        return Freeze(planned.victims[0])
     if planned.kind == SLOW_DISK:
         return SlowDisk(planned.victims[0])
     assert planned.pair is not None, planned

@@ -14,9 +14,10 @@ from typing import Final
 from troupe.chaos.network import Pair
 from troupe.rpc.errors import InvalidArgument
 
-KILL, STALL, SLOW_DISK, PARTITION, DELAY, DUPLICATE, FULL_QUEUE = KINDS = (
+KILL, STALL, FREEZE, SLOW_DISK, PARTITION, DELAY, DUPLICATE, FULL_QUEUE = KINDS = (
     "kill",
     "stall",
+    "freeze",
     "slow_disk",
     "partition",
     "delay",
@@ -24,9 +25,19 @@ KILL, STALL, SLOW_DISK, PARTITION, DELAY, DUPLICATE, FULL_QUEUE = KINDS = (
     "full_queue",
 )
 # Kills are what is counted; of the rest there is one for every two kills or so.
-_WEIGHTS: Final = {KILL: 6, STALL: 1, SLOW_DISK: 1, PARTITION: 1, DELAY: 1, FULL_QUEUE: 1}
+_WEIGHTS: Final = {
+    KILL: 6.0,
+    STALL: 1.0,
+    FREEZE: 0.5,
+    SLOW_DISK: 1.0,
+    PARTITION: 1.0,
+    DELAY: 1.0,
+    FULL_QUEUE: 1.0,
+}
 # How often two processes are killed at once, and how often one is killed while it comes back.
 _TWO_AT_ONCE, _WHILE_RECOVERING = 0.15, 0.15
+# Longer than the orchestrator waits for a worker's beats before it goes on without it (10 s).
+_FROZEN_SECONDS: Final = (12.0, 20.0)
 # Whoever writes to disk before something counts as done.
 _WRITERS: Final = ("redis", "trainer", "orchestrator")
 # Wires on which messages pile up when their receiver reads no more.
@@ -84,6 +95,9 @@ def schedule(
             yield _kill(rng, services, pause)
         elif kind == STALL:
             yield Planned(kind, (rng.choice(services),), None, rng.uniform(1, 5), pause)
+        elif kind == FREEZE:
+            seconds = rng.uniform(*_FROZEN_SECONDS)
+            yield Planned(kind, (rng.choice(services),), None, seconds, pause)
         elif kind == SLOW_DISK:
             yield Planned(kind, (rng.choice(writers),), None, rng.uniform(1, 5), pause)
         elif kind == PARTITION:

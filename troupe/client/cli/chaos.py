@@ -37,7 +37,7 @@ def chaos(
     faults: Annotated[
         str,
         typer.Option(
-            help="Kinds: kill, stall, slow_disk, partition, delay, duplicate, full_queue."
+            help="Kinds: kill, stall, freeze, slow_disk, partition, delay, duplicate, full_queue."
         ),
     ] = "all",
     power_off: Annotated[
