@@ -217,6 +217,8 @@ class Seat:
         self._prefetched.add(worker.worker_id)
         if self.suspended is not None:
             self._spawn(self._prefetch(worker, self.suspended))
+        # It may come while the one before leaves: the worker brings its state first.
+        self._binder.touch()
 
     def retire(self) -> None:
         self._idle_since = time.monotonic()

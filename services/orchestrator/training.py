@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -327,7 +326,6 @@ class PolicyTrainer:
 
         Raises `TroupeError` when the worker broke off.
         """
-        began = time.monotonic()
         request = tr.ResumeRequest(
             request_id=new_id("resume"),
             job_id=self._job.job_id,
@@ -349,7 +347,7 @@ class PolicyTrainer:
             begins = f", step {state.step + 1} begins again" if state.HasField("step") else ""
             await self._job.warn(f"{self.policy} is loaded afresh on {worker}{begins}: {error}")
             return False
-        self._seat.count_swap(time.monotonic() - began)
+        self._seat.count_swap(response.seconds)
         self._seat.was_bound(response.state_bytes)
         return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -78,7 +77,7 @@ class Binding:
         self.half: HalfStep | None = None
         # Where its state is while it holds no device.
         self.suspended: trainer_pb2.SuspendedState | None = None
-        self.swaps, self.swap_seconds = 0, 0.0
+        self.swaps, self.swap_seconds, self.last_swap_seconds = 0, 0.0, 0.0
 
     @property
     def trainable(self) -> bool:
@@ -156,7 +155,6 @@ class Binding:
 
         Raises StorageFull; then it stays as it is.
         """
-        began = time.perf_counter()
         tensors, values = self.learner.suspended()
         packed = self.versions.pack()
         luggage = Luggage(tensors | packed.tensors, {"learner": values} | packed.document)
@@ -164,8 +162,6 @@ class Binding:
         state = self._suspension.store(self.version, luggage, half, lease)
         self._residence.give_back(self.learner.leave())
         self.resumed_from, self.half = "", None
-        self._swapped(began)
-        state.seconds = time.perf_counter() - began
         self.suspended = state
         return state
 
@@ -185,7 +181,6 @@ class Binding:
         DataLoss of kind "suspended_state_changed", FailedPrecondition of kind
         "suspended_state_mismatch"; then nobody can go on from it, and `load` begins afresh.
         """
-        began = time.perf_counter()
         if not self.versions.made:
             self._make_learner()
             self.versions.set_reference()
@@ -209,11 +204,12 @@ class Binding:
         self.half = None if half is None else HalfStep(**half)
         self.resumed_from, self.suspended = state.key, None
         self._note_bytes()
-        self._swapped(began)
 
-    def _swapped(self, began: float) -> None:
+    def swapped(self, seconds: float) -> None:
+        """It left or came, and for so long its device did not compute."""
         self.swaps += 1
-        self.swap_seconds += time.perf_counter() - began
+        self.swap_seconds += seconds
+        self.last_swap_seconds = seconds
 
     def read(
         self, claimed: Sequence[store_pb.ClaimedSample], values: Values

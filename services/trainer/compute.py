@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import functools
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -28,24 +31,39 @@ class Compute:
 
     def __init__(self, threads: int, device: torch.device) -> None:
         self.device = device
-        # Seconds that the thread was at work; of what runs now, not yet.
-        self.busy_seconds = 0.0
+        # Of calls that have ended; and when the one that runs began.
+        self._ended_seconds = 0.0
+        self._began: float | None = None
+        self._clock = threading.Lock()
         self._pool = concurrent.futures.ThreadPoolExecutor(
             1, "compute", initializer=torch.set_num_threads, initargs=(threads,)
         )
 
+    @property
+    def busy_seconds(self) -> float:
+        """How long the thread has computed so far."""
+        with self._clock:
+            running = 0.0 if self._began is None else time.perf_counter() - self._began
+            return self._ended_seconds + running
+
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `call(*args, **kwargs)`."""
-        loop = asyncio.get_running_loop()
 
         def timed() -> T:
-            began = time.perf_counter()
+            began = self._began = time.perf_counter()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.busy_seconds += time.perf_counter() - began
+                with self._clock:
+                    self._ended_seconds += time.perf_counter() - began
+                    self._began = None
 
-        future = loop.run_in_executor(self._pool, timed)
+        return await self.hold(timed)
+
+    async def hold(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `run`, of what keeps the thread from computing."""
+        act = functools.partial(call, *args, **kwargs)
+        future = asyncio.get_running_loop().run_in_executor(self._pool, act)
         # What it raises concerns nobody once its caller was cancelled: asking marks it as seen.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(future)
@@ -53,6 +71,38 @@ class Compute:
     def close(self) -> None:
         """Drop what has not begun; what runs is left to finish."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Standstill:
+    """How long a device computed nothing, for whichever policy, while policies came or went.
+
+    What several that come and go at once kept it from computing is counted once: by the first of
+    them that is done. Of the event loop.
+    """
+
+    def __init__(self, compute: Compute) -> None:
+        self._compute = compute
+        self._open = 0
+        self._since = self._busy = 0.0
+
+    @contextlib.contextmanager
+    def of_swap(self) -> Iterator[Callable[[], float]]:
+        """A swap is under way; asked at its end, the seconds that are its own."""
+        if not self._open:
+            self._mark()
+        self._open += 1
+        try:
+            yield self._take
+        finally:
+            self._open -= 1
+
+    def _take(self) -> float:
+        since, busy = self._since, self._busy
+        self._mark()
+        return max(0.0, self._since - since - (self._busy - busy))
+
+    def _mark(self) -> None:
+        self._since, self._busy = time.perf_counter(), self._compute.busy_seconds
 
 
 class Usage:

@@ -157,7 +157,9 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             request.checksum,
             request.state,
         )
-        return _bound(binding)
+        response = _bound(binding)
+        response.seconds = binding.last_swap_seconds
+        return response
 
     async def Prefetch(
         self, request: trainer_pb2.PrefetchRequest, context: Any

@@ -9,7 +9,7 @@ import structlog
 from services.chassis.telemetry import Telemetry
 from services.trainer.binding import Binding
 from services.trainer.bindings import Bindings, Key
-from services.trainer.compute import Compute
+from services.trainer.compute import Compute, Standstill
 from services.trainer.steps import Steps
 from services.trainer.suspension import HalfStep
 from troupe.job import JobSpec
@@ -27,6 +27,7 @@ class Swaps:
         self, bindings: Bindings, steps: Steps, compute: Compute, telemetry: Telemetry
     ) -> None:
         self._bindings, self._steps, self._compute = bindings, steps, compute
+        self._standstill = Standstill(compute)
         self._seconds = telemetry.counter(
             "troupe_trainer_swap_seconds",
             "Devices kept from computing by policies that come and go.",
@@ -51,7 +52,10 @@ class Swaps:
                 await self._compute.run(binding.versions.reset)
             binding.move(pb.BINDING_STATE_SUSPENDING)
             try:
-                state = await asyncio.to_thread(binding.suspend, half)
+                # Whoever was brought here before computes meanwhile.
+                with self._standstill.of_swap() as seconds:
+                    state = await asyncio.to_thread(binding.suspend, half)
+                    state.seconds = seconds()
             except TroupeError:
                 binding.move(pb.BINDING_STATE_IDLE)
                 if binding.learner.lost:
@@ -86,19 +90,20 @@ class Swaps:
     ) -> Binding:
         """Bind a policy where its suspension stopped. Raises as `Binding.resume`."""
         bindings = self._bindings
-        async with bindings.lock(key):
-            old = bindings.bound.get(key)
-            if old is not None and old.resumed_from == state.key:
-                return old
-            await self._steps.cancel(key)
-            binding = bindings.shell(key, spec, spec_json)
-            binding.move(pb.BINDING_STATE_BINDING)
-            bindings.parked.pop(key, None)
-            before = binding.swap_seconds
-            async with bindings.filling(key, binding, self._compute):
-                await self._compute.run(binding.resume, state, version, checksum)
-            self._count(binding, "resume", binding.swap_seconds - before)
-            return binding
+        # Also while it waits for what was asked for ahead.
+        with self._standstill.of_swap() as seconds:
+            async with bindings.lock(key):
+                old = bindings.bound.get(key)
+                if old is not None and old.resumed_from == state.key:
+                    return old
+                await self._steps.cancel(key)
+                binding = bindings.shell(key, spec, spec_json)
+                binding.move(pb.BINDING_STATE_BINDING)
+                bindings.parked.pop(key, None)
+                async with bindings.filling(key, binding, self._compute):
+                    await self._compute.hold(binding.resume, state, version, checksum)
+                self._count(binding, "resume", seconds())
+                return binding
 
     async def prefetch(
         self, key: Key, spec: JobSpec, spec_json: str, state: trainer_pb2.SuspendedState
@@ -114,5 +119,6 @@ class Swaps:
             await asyncio.to_thread(binding.prefetch, state)
 
     def _count(self, binding: Binding, what: str, seconds: float) -> None:
+        binding.swapped(seconds)
         self._seconds.labels(binding.job_id, binding.policy, what).inc(seconds)
         log.info(what, job_id=binding.job_id, policy=binding.policy, seconds=round(seconds, 4))

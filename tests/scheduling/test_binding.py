@@ -89,8 +89,45 @@ def test_younger_work_gives_way_after_its_quantum_older_work_never() -> None:
     plan = decide(RULES, [young, old], ONE, 100.0)
     assert plan.moves == ()
     assert plan.again == 101.0
-    assert moves([young, old], ONE, 101.0) == [Suspend("young", "old")]
+    assert moves([young, old], ONE, 101.0)[0] == Suspend("young", "old")
     assert moves([young, replace(old, since=60)], ONE, 1000.0) == []
+
+
+def test_who_was_brought_comes_while_the_other_still_leaves() -> None:
+    ready = Policy("ready", work=1, since=1, size=40, prefetched=frozenset({"w0"}))
+    policies = [bound("idle", size=40), ready]
+    assert moves(policies, ONE) == [Suspend("idle", "ready"), Bind("ready", ("w0",))]
+    # Also when it was told to leave before the other had been brought.
+    leaving = [bound("idle", size=40, leaving=True, busy=True), ready]
+    assert moves(leaving, ONE) == [Bind("ready", ("w0",))]
+    # Whose state is not there waits, and so does whose state has no room beside the other's.
+    far = replace(ready, prefetched=frozenset())
+    assert moves([leaving[0], far], ONE) == [Prefetch("ready", ("w0",))]
+    small = [replace(ONE[0], memory=79)]
+    assert moves(policies, small) == [Suspend("idle", "ready")]
+    assert moves(leaving, small) == []
+    # One comes for one that leaves, and a third is not brought where there is room for two.
+    third = Policy("third", work=1, since=2, size=40)
+    taken = [leaving[0], bound("ready", work=1, size=40), third]
+    assert moves(taken, [replace(ONE[0], memory=100)]) == []
+    assert moves([*leaving, third], [replace(ONE[0], memory=100)]) == [Bind("ready", ("w0",))]
+
+
+def test_who_was_brought_to_one_place_is_brought_to_another_that_is_free_sooner() -> None:
+    policies = [
+        bound("busy", "w0", work=1, since=0),
+        bound("idle", "w1"),
+        Policy("next", work=1, since=1, prefetched=frozenset({"w0"})),
+    ]
+    assert moves(policies, TWO) == [Suspend("idle", "next"), Prefetch("next", ("w1",))]
+
+
+def test_a_gang_comes_when_all_of_its_places_were_brought_its_state() -> None:
+    gang = Policy("gang", work=1, since=1, ranks=2, prefetched=frozenset({"w0", "w1"}))
+    leaving = [bound(name, place, leaving=True) for name, place in (("a", "w0"), ("b", "w1"))]
+    assert moves([*leaving, gang], TWO) == [Bind("gang", ("w0", "w1"))]
+    half = replace(gang, prefetched=frozenset({"w0"}))
+    assert moves([*leaving, half], TWO) == []
 
 
 def test_what_steps_or_publishes_is_left_alone() -> None:

@@ -66,7 +66,8 @@ def tables(draw: st.DrawFn) -> tuple[list[Policy], list[Worker]]:
                 accumulating=draw(st.booleans()),
             )
         elif draw(st.booleans()):
-            one = replace(one, near=frozenset({workers[0].worker_id}))
+            there = draw(st.sets(st.sampled_from([worker.worker_id for worker in workers])))
+            one = replace(one, near=frozenset({workers[0].worker_id}), prefetched=frozenset(there))
         policies.append(one)
     return policies, workers
 
@@ -105,15 +106,20 @@ def test_every_plan_is_sound(
         elif isinstance(move, Bind):
             assert not one.bound
             assert len(set(move.workers)) == one.ranks
-    # Capacity holds before anybody that was told to leave has left.
+    # Memory holds before anybody that was told to leave has left, and so do slots, but for those
+    # that are taken by who was brought there before.
     binds = {move.policy: move.workers for move in plan.moves if isinstance(move, Bind)}
+    leave = {move.policy for move in plan.moves if isinstance(move, Suspend)}
     for worker in workers:
         held = [
             one
             for one in policies
             if worker.worker_id in one.bound or worker.worker_id in binds.get(one.policy, ())
         ]
-        assert not worker.slots or len(held) <= worker.slots
+        come = [one for one in held if worker.worker_id in one.prefetched and not one.bound]
+        leavers = [one for one in held if one.leaving or one.policy in leave]
+        handed = min(len(come), len(leavers))
+        assert not worker.slots or len(held) - handed <= worker.slots
         assert not worker.memory or sum(one.share for one in held) <= worker.memory
         assert all(
             one.device in ("", worker.device)

@@ -71,8 +71,9 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.requests: list[tr.RunStepRequest] = []
         # Keys of members in the transfer layer.
         self.published: set[str] = set()
-        # The most policies that were bound at once.
+        # The most policies that were bound at once, but for those that were told to leave.
         self.most = 0
+        self._leaving: set[tuple[str, str]] = set()
         self._steps: dict[tuple[str, str, int], asyncio.Task[es.StepCommit]] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -131,7 +132,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
 
     def _bound(self, request: tr.BindRequest | tr.ResumeRequest, weights: pb.WeightsRef) -> None:
         self.bound[request.job_id, request.policy] = weights
-        self.most = max(self.most, len(self.bound))
+        self.most = max(self.most, len(self.bound.keys() - self._leaving))
 
     async def Suspend(self, request: tr.SuspendRequest, context: Any) -> tr.SuspendResponse:
         """Between two steps: one that runs is finished first."""
@@ -140,7 +141,9 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         if key not in self.bound:
             raise NotFound(f"{request.policy} is not bound here", kind="not_bound")
         running = [task for (*where, _), task in self._steps.items() if tuple(where) == key]
+        self._leaving.add(key)
         await asyncio.gather(*running, return_exceptions=True)
+        self._leaving.discard(key)
         version = self.bound.pop(key).version
         if self.script.lose_gang:
             self.script.lose_gang = False
@@ -161,7 +164,7 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
             raise NotFound("it is gone", kind="suspended_state_gone", field="state.key")
         weights = self._weights(request.job_id, request.policy, request.version)
         self._bound(request, weights)
-        return tr.BindResponse(weights=weights, num_parameters=1)
+        return tr.BindResponse(weights=weights, num_parameters=1, seconds=0.25)
 
     async def Prefetch(self, request: tr.PrefetchRequest, context: Any) -> tr.PrefetchResponse:
         self.calls["Prefetch"] += 1

@@ -139,3 +139,31 @@ async def test_a_step_that_is_given_up_stops_waiting(stage: TrainingStage) -> No
         await trainer.release()
         with pytest.raises(Exception, match="given up"):
             await step
+
+
+async def test_while_another_computes_a_policy_comes_and_goes_at_no_cost(
+    stage: TrainingStage,
+) -> None:
+    spec = paced(stage, "leaves", "stays", backward_tokens_per_second=12, state_bytes=64 << 20)
+    trainer = await stage.trainer()
+    for policy in spec.policies:
+        await trainer.bind(spec, policy)
+    await fill(stage, ("leaves", "stays"))
+    quiet = await trainer.suspend("leaves")
+    await trainer.resume(spec, quiet, policy="leaves")
+    running = asyncio.create_task(trainer.events(0, 0, "stays"))
+    async with asyncio.timeout(5):
+        while all(s.state != pb.BINDING_STATE_ACCUMULATING for s in await trainer.statuses()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+    began = time.monotonic()
+    state = await trainer.suspend("leaves")
+    assert state.seconds < quiet.seconds / 5, "nobody computed then"
+    # It comes when the micro-batch is over; what it waits until then holds nothing up.
+    await trainer.resume(spec, state, policy="leaves")
+    waited = time.monotonic() - began
+    (status,) = [one for one in await trainer.statuses() if one.policy == "leaves"]
+    assert status.swaps == 4
+    assert waited > 1
+    assert status.swap_seconds < waited / 2
+    await running

@@ -10,6 +10,8 @@ something has changed. Its rules:
 * *Nobody without work keeps a device from one that has some*; but a policy stays bound until then.
 * *State moves rarely*: a policy goes where its state is, if there is room, and the state of the
   one that is next is brought while the present one computes.
+* *Devices do not wait for who leaves*: a policy whose state was brought already takes the place of
+  one that is leaving at once, and computes while that one's state moves out, if both find room.
 """
 
 from __future__ import annotations
@@ -186,6 +188,8 @@ class _Seats:
     held: list[Policy] = field(default_factory=list)
     # Taken or kept free in this plan: (bytes, cost) each.
     taken: list[tuple[float, float]] = field(default_factory=list)
+    # Bound in this plan.
+    coming: list[Policy] = field(default_factory=list)
 
     def free(self, policy: Policy, gone: Iterable[str] = ()) -> bool:
         """Whether `policy` has a slot and memory here once those of `gone` have left."""
@@ -195,6 +199,19 @@ class _Seats:
             return False
         used = sum(one.share for one in stay) + sum(size for size, _ in self.taken)
         return not worker.memory or used + policy.share <= worker.memory
+
+    def hands_over(self, policy: Policy, gone: Iterable[str]) -> bool:
+        """Whether `policy` may come while those of `gone` still leave: its state is there."""
+        if self.worker.worker_id not in policy.prefetched or not self.free(policy, gone):
+            return False
+        return self.room_beside(policy)
+
+    def room_beside(self, policy: Policy) -> bool:
+        """Whether its state has room next to all others that are here, or come in this plan."""
+        if not self.worker.memory:
+            return True
+        used = sum(one.share for one in (*self.held, *self.coming))
+        return used + policy.share <= self.worker.memory
 
     @property
     def load(self) -> float:
@@ -252,6 +269,10 @@ class _Table:
                 continue  # there are not so many workers: nothing is kept from the others
             for seats in chosen:
                 self._make_room(policy, seats)
+            if all(seats.hands_over(policy, self._gone(seats)) for seats in chosen):
+                self._bind(policy, chosen)
+                continue
+            for seats in chosen:
                 seats.taken.append((policy.share, policy.cost))
             self._going[policy.policy] = tuple(sorted(seats.worker.worker_id for seats in chosen))
 
@@ -267,10 +288,10 @@ class _Table:
         busy = {w for one in self._policies.values() for w in one.prefetched if not one.bound}
         for policy in self._waiting(with_work=True):
             going = self._going.get(policy.policy, ())
-            if policy.prefetched or not going or busy.intersection(going):
+            if policy.prefetched.issuperset(going) or busy.intersection(going):
                 continue
             # Next to what computes there now, which leaves only when it is told to.
-            if any(not self._fits_beside(policy, self._seats[w]) for w in going):
+            if any(not self._seats[w].room_beside(policy) for w in going):
                 continue
             busy.update(going)
             self.moves.append(Prefetch(policy.policy, going))
@@ -338,7 +359,7 @@ class _Table:
     def _leavers(self, policy: Policy, seats: _Seats) -> list[Policy] | None:
         """Who has to leave for `policy`, besides those that do already: as few as it takes, those
         without work first, of those with work the youngest. None: no one's leaving is enough."""
-        gone = [one.policy for one in seats.held if one.leaving or one.policy in self._suspended]
+        gone = self._gone(seats)
         if seats.free(policy, gone):
             return []
         price = self._price_of(policy)
@@ -351,6 +372,10 @@ class _Table:
             if seats.free(policy, gone):
                 return victims[:count]
         return None
+
+    def _gone(self, seats: _Seats) -> list[str]:
+        """Who is leaving, or was told to in this plan."""
+        return [one.policy for one in seats.held if one.leaving or one.policy in self._suspended]
 
     def _price_of(self, policy: Policy) -> Callable[[Policy], float]:
         """At what price somebody leaves for `policy`. 2: at once, it has no work; 3: at once, its
@@ -377,15 +402,10 @@ class _Table:
     def _bind(self, policy: Policy, chosen: Sequence[_Seats]) -> None:
         for seats in chosen:
             seats.taken.append((policy.share, policy.cost))
+            seats.coming.append(policy)
         self.moves.append(
             Bind(policy.policy, tuple(sorted(seats.worker.worker_id for seats in chosen)))
         )
-
-    def _fits_beside(self, policy: Policy, seats: _Seats) -> bool:
-        if not seats.worker.memory:
-            return True
-        used = sum(one.share for one in seats.held)
-        return used + policy.share <= seats.worker.memory
 
 
 def _age(policy: Policy) -> tuple[float, float, str]:

@@ -64,9 +64,12 @@ class BindResponse(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     num_parameters: _builtins.int
     state_bytes: _builtins.int
     """Of weights, optimizer and gradients on the device."""
+    seconds: _builtins.float
+    """Of Resume: how long the device did not compute for it."""
     @_builtins.property
     def weights(self) -> _common_pb2.WeightsRef: ...
     def __init__(
@@ -75,10 +78,11 @@ class BindResponse(_message.Message):
         weights: _common_pb2.WeightsRef | None = ...,
         num_parameters: _builtins.int = ...,
         state_bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_parameters", b"num_parameters", "state_bytes", b"state_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_parameters", b"num_parameters", "seconds", b"seconds", "state_bytes", b"state_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -118,7 +122,7 @@ class SuspendedState(_message.Message):
     samples: _builtins.int
     lease_seconds: _builtins.float
     seconds: _builtins.float
-    """How long devices were kept from computing by the suspension."""
+    """How long its device computed nothing, for any policy, while it was suspended."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"host:port" of transfer owners that had it when this was written."""

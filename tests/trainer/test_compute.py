@@ -1,0 +1,57 @@
+"""The compute thread's clock, and what policies that come and go take of its time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from services.trainer.compute import Compute, Standstill
+
+LATE = 0.15
+
+
+@pytest.fixture
+async def compute() -> AsyncIterator[Compute]:
+    made = Compute(1, torch.device("cpu"))
+    yield made
+    made.close()
+
+
+async def test_what_runs_counts_already_and_what_only_holds_the_thread_does_not(
+    compute: Compute,
+) -> None:
+    running = asyncio.create_task(compute.run(time.sleep, 0.4))
+    await asyncio.sleep(0.2)
+    assert 0.1 < compute.busy_seconds < 0.2 + LATE
+    await running
+    await compute.hold(time.sleep, 0.2)
+    assert 0.4 <= compute.busy_seconds < 0.4 + LATE
+
+
+async def test_a_device_that_nobody_computes_on_stands_still(compute: Compute) -> None:
+    standstill = Standstill(compute)
+    with standstill.of_swap() as seconds:
+        await compute.hold(time.sleep, 0.2)
+        assert 0.2 <= seconds() < 0.2 + LATE
+    await asyncio.sleep(0.2)  # nobody's
+    with standstill.of_swap() as seconds:
+        await compute.run(time.sleep, 0.3)
+        assert seconds() < LATE
+
+
+async def test_what_two_swaps_wait_for_together_is_counted_once(compute: Compute) -> None:
+    standstill = Standstill(compute)
+    taken = []
+
+    async def swap(before: float, long: float) -> None:
+        await asyncio.sleep(before)
+        with standstill.of_swap() as seconds:
+            await asyncio.sleep(long)
+            taken.append(seconds())
+
+    await asyncio.gather(swap(0.0, 0.4), swap(0.1, 0.2), swap(0.35, 0.25))
+    assert 0.6 <= sum(taken) < 0.6 + LATE
