@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -170,6 +171,36 @@ def test_who_holds_the_lock_is_alone(tmp_path: Path) -> None:
     with sidecar.alone(path, 0.0):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_who_waits_is_let_in_once_there_is_nothing_left_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    done, told = threading.Event(), []
+
+    def wait() -> None:
+        with sidecar.alone(path, time.monotonic() + 60, unless=done.is_set) as first:
+            told.append(first)
+
+    with sidecar.alone(path, 0.0, unless=done.is_set) as first:
+        assert first
+        waiting = [threading.Thread(target=wait) for _ in range(3)]
+        for one in waiting:
+            one.start()
+        done.set()
+        for one in waiting:
+            one.join(30)
+        assert told == [False] * 3, "although the lock is still held"
+    done.clear()
+    wait()
+    assert told[-1]
+
+
+def test_readers_do_not_wait_for_who_has_verified(root: Path) -> None:
+    transfer = Transfer(root)
+    transfer.set(f"{STEM}@0", state(0))
+    Transfer(root).get(f"{STEM}@0")
+    with sidecar.alone(root / f"{STEM}@0", 0.0):
+        assert Transfer(root).get(f"{STEM}@0", timeout=0.0)
 
 
 def test_an_owner_keeps_the_mapping_of_a_file_that_is_filled_again(root: Path) -> None:

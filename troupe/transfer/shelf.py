@@ -225,13 +225,16 @@ class Shelf:
         if manifest.num_bytes < _MARKED_BYTES:
             _verify(manifest, tensors, deadline, threads)
             return
-        # (What was fetched was verified as it came.)
-        if any(sidecar.note(path, kind, identity) is not None for kind in ("verified", "fetched")):
-            return
+
+        def verified() -> bool:
+            # (What was fetched was verified as it came.)
+            kinds = ("verified", "fetched")
+            return any(sidecar.note(path, kind, identity) is not None for kind in kinds)
+
         until = time.monotonic() + _ALONE_SECONDS if deadline is None else deadline
         try:
-            with sidecar.alone(path, until):
-                if sidecar.note(path, "verified", identity) is None:
+            with sidecar.alone(path, until, unless=verified) as first:
+                if first:
                     _verify(manifest, tensors, deadline, threads)
                     sidecar.mark(path, "verified", identity=identity)
         except TimeoutError as error:

@@ -11,14 +11,15 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from troupe.transfer import blob
 from troupe.transfer.room import make_directory
 
-_POLL_SECONDS = 0.005
+# At first, and at the most: what is waited for may take a millisecond, or minutes.
+_POLL_SECONDS = (0.0005, 0.005)
 
 
 def mark(path: Path, kind: str, said: str = "", *, identity: tuple[int, int] | None = None) -> None:
@@ -48,16 +49,22 @@ def clear(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone(path: Path, deadline: float) -> Iterator[None]:
-    """Only one thread of one process of this host at a time is here for `path`.
+def alone(
+    path: Path, deadline: float, *, unless: Callable[[], bool] = lambda: False
+) -> Iterator[bool]:
+    """Only one thread of one process of this host at a time is here for `path`, told True.
 
-    Raises TimeoutError at `deadline` (of the monotonic clock), InvalidKey where nothing can be at
-    `path`. A process that dies lets go.
+    Once what it is here for is done (`unless`), everybody is let in, and told False. Raises
+    TimeoutError at `deadline` (of the monotonic clock), InvalidKey where nothing can be at `path`.
+    A process that dies lets go.
     """
     lock = _beside(path, "lock")
-    file = _locked(path, lock, deadline)
+    file = _locked(path, lock, deadline, unless)
+    if file is None:
+        yield False
+        return
     try:
-        yield
+        yield not unless()
     finally:
         lock.unlink(missing_ok=True)
         file.close()
@@ -68,8 +75,9 @@ def busy(path: Path) -> bool:
     return _beside(path, "lock").exists()
 
 
-def _locked(path: Path, lock: Path, deadline: float) -> BinaryIO:
-    while True:
+def _locked(path: Path, lock: Path, deadline: float, unless: Callable[[], bool]) -> BinaryIO | None:
+    pause, most = _POLL_SECONDS
+    while not unless():
         make_directory(path)
         with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
             file = stack.enter_context(open(lock, "ab"))
@@ -82,7 +90,9 @@ def _locked(path: Path, lock: Path, deadline: float) -> BinaryIO:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"another process works on {lock.name}") from None
-                time.sleep(_POLL_SECONDS)
+                time.sleep(pause)
+                pause = min(2 * pause, most)
+    return None
 
 
 def _beside(path: Path, kind: str) -> Path:
