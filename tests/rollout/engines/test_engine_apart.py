@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -212,6 +213,33 @@ async def test_a_batcher_that_was_stopped_before_it_started_ends_its_process(
         await asyncio.to_thread(batcher.start)
     assert not batcher.alive
     assert processes[0].returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+async def test_turns_that_come_together_are_sent_together(
+    apart: EmbeddedEngine,
+    transfer: Transfer,
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await apart.update_weights(publish(transfer, model, 0), transfer)
+    sent: list[list[str]] = []
+    send = frames.send
+
+    def told(connection: Connection, messages: list[frames.Message]) -> None:
+        sent.append([what for what, *_ in messages])
+        send(connection, messages)
+
+    monkeypatch.setattr(frames, "send", told)
+    asked = [asyncio.create_task(ask(apart, f"r{i}", [3, 4, 5 + i], seed=i)) for i in range(30)]
+    await asyncio.sleep(0)
+    asked[0].cancel()
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(answers[0], asyncio.CancelledError)
+    assert all(not isinstance(answer, BaseException) for answer in answers[1:])
+    with_turns = [some for some in sent if "turn" in some]
+    assert [some.count("turn") for some in with_turns] == [30]
+    assert [some.count("cancel") for some in sent if "cancel" in some] == [1]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -82,6 +82,8 @@ class ApartBatcher:
         self._version = -1
         self._drew, self._exited = drew, exited
         self._numbers = itertools.count()
+        # Of the event loop.
+        self._posts: list[frames.Message] = []
         self._standing = threading.Lock()
         self._state = threading.Condition()
         # Guarded by `_state`.
@@ -148,9 +150,7 @@ class ApartBatcher:
         s = turn.sampling
         how = [s.temperature, s.top_p, s.top_k, s.drawn]
         stops = sorted(turn.stop_ids)
-        self._outbox.put(
-            "turn", number, turn.prompt_ids, how, turn.max_new_tokens, stops, turn.seed
-        )
+        self._post("turn", number, turn.prompt_ids, how, turn.max_new_tokens, stops, turn.seed)
 
     def resubmit(self, turn: Turn, ended: Ended) -> None:
         """As `submit`; nothing calls it, since `swap` keeps its turns."""
@@ -164,7 +164,7 @@ class ApartBatcher:
             if number is None:
                 return
             del self._waiting[number]
-        self._outbox.put("cancel", number)
+        self._post("cancel", number)
 
     def swap(self, change: Callable[[], None], version: int) -> tuple[float, list[Turn]]:
         """Run `change`, which loads weights, between two passes; see `SlotBatcher.swap`."""
@@ -233,6 +233,17 @@ class ApartBatcher:
             raise RuntimeError(f"the serving process has ended or hangs {self._reason}".rstrip())
         if hold.stage != stage:
             raise RuntimeError(hold.problem or "the serving process went on too early")
+
+    def _post(self, *message: Any) -> None:
+        """Have it sent with all else that this turn of the event loop has to say: turns that come
+        together are read in one pass, not the first few of them in one of their own."""
+        if not self._posts:
+            asyncio.get_running_loop().call_soon(self._send_posts)
+        self._posts.append(list(message))
+
+    def _send_posts(self) -> None:
+        posts, self._posts = self._posts, []
+        self._outbox.put_all(posts)
 
     def _read(self) -> None:
         try:

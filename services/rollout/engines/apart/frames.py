@@ -49,13 +49,17 @@ class Outbox:
         """`lost` is called when the other side is gone."""
         self._connection = connection
         self._lost = lost
-        self._queue: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[Message] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True, name="engine-outbox")
         self._thread.start()
 
     def put(self, *message: Any) -> None:
         """Send it, after what was put before."""
-        self._queue.put(list(message))
+        self._queue.put([list(message)])
+
+    def put_all(self, messages: list[Message]) -> None:
+        """Send them together, after what was put before."""
+        self._queue.put(messages)
 
     def close(self, seconds: float) -> None:
         """Send what was put, then end."""
@@ -67,12 +71,12 @@ class Outbox:
             found = [self._queue.get()]
             while not self._queue.empty():
                 found.append(self._queue.get())
-            messages = [message for message in found if message is not None]
+            messages = [message for some in found if some is not None for message in some]
             try:
                 if messages:
                     send(self._connection, messages)
             except OSError:
                 self._lost()
                 return
-            if len(messages) < len(found):
+            if None in found:
                 return
