@@ -264,6 +264,7 @@ class Seat:
             gone = isinstance(error, Unavailable) or not worker.alive
             if not gone and error.kind not in _UNBOUND:
                 self._stuck_until = time.monotonic() + _STUCK_SECONDS
+                self._spawn(self._touch_once_unstuck())
                 _log.warning("not suspended", policy=self.name, error=str(error))
                 return
         finally:
@@ -272,6 +273,10 @@ class Seat:
         if self.worker is worker:
             self.vacate()
             self._wake()
+
+    async def _touch_once_unstuck(self) -> None:
+        await asyncio.sleep(_STUCK_SECONDS)
+        self._binder.touch()
 
     async def _prefetch(self, worker: Worker, state: tr.SuspendedState) -> None:
         request = self._request(tr.PrefetchRequest, spec_json=self._job.spec_json, state=state)

@@ -89,6 +89,18 @@ async def test_a_gang_that_is_gone_when_it_is_suspended_keeps_nobody_waiting(
     await audited(house, job_id)
 
 
+async def test_a_policy_that_could_not_be_suspended_is_asked_again(
+    house: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.orchestrator.seat._STUCK_SECONDS", 0.5)
+    trainer = await house.add_trainer(TrainerScript(slots=1, full_suspensions=2))
+    job_id = await house.submit(job())
+    ended = await house.wait(job_id, seconds=15)
+    assert ended.state == SUCCEEDED, ended.problem
+    assert not trainer.script.full_suspensions
+    await audited(house, job_id)
+
+
 async def test_a_trainer_that_dies_with_suspended_policies_is_replaced(house: Cluster) -> None:
     trainer = await house.add_trainer(TrainerScript(slots=1, seconds=0.3))
     job_id = await house.submit(job())

@@ -53,6 +53,8 @@ class TrainerScript:
     lose_suspended: bool = False
     # A rank has died by the time of the first suspension.
     lose_gang: bool = False
+    # So many suspensions find no room for the state.
+    full_suspensions: int = 0
     # The first version of every policy is gone.
     lose_first: bool = False
 
@@ -140,6 +142,9 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         key = (request.job_id, request.policy)
         if key not in self.bound:
             raise NotFound(f"{request.policy} is not bound here", kind="not_bound")
+        if self.script.full_suspensions:
+            self.script.full_suspensions -= 1
+            raise ResourceExhausted("no room for the state", kind="storage_full")
         running = [task for (*where, _), task in self._steps.items() if tuple(where) == key]
         self._leaving.add(key)
         await asyncio.gather(*running, return_exceptions=True)
