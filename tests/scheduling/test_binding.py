@@ -106,6 +106,10 @@ def test_who_was_brought_comes_while_the_other_still_leaves() -> None:
     small = [replace(ONE[0], memory=79)]
     assert moves(policies, small) == [Suspend("idle", "ready")]
     assert moves(leaving, small) == []
+    # So does who was never bound: nobody knows what it takes.
+    new = replace(ready, size=0)
+    assert moves([leaving[0], new], small) == []
+    assert moves([leaving[0], new], ONE) == [Bind("ready", ("w0",))]
     # One comes for one that leaves, and a third is not brought where there is room for two.
     third = Policy("third", work=1, since=2, size=40)
     taken = [leaving[0], bound("ready", work=1, size=40), third]

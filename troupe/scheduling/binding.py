@@ -210,6 +210,8 @@ class _Seats:
         """Whether its state has room next to all others that are here, or come in this plan."""
         if not self.worker.memory:
             return True
+        if not policy.size:  # it was bound nowhere yet: what it takes shows when it is loaded
+            return not (self.held or self.coming)
         used = sum(one.share for one in (*self.held, *self.coming))
         return used + policy.share <= self.worker.memory
 
