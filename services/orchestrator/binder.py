@@ -8,19 +8,16 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Protocol
 
 import structlog
 
-from services.orchestrator.workers import Worker, WorkerRegistry
+from services.orchestrator.workers import AWAY, Worker, WorkerRegistry
 from troupe.rpc import FailedPrecondition
 from troupe.scheduling import binding
-from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
 _log = structlog.get_logger(__name__)
-# Not bound: states in which a heartbeat's binding holds no device.
-_AWAY: Final = frozenset({pb.BINDING_STATE_RELEASED, pb.BINDING_STATE_SUSPENDED})
 
 
 class Seated(Protocol):
@@ -169,7 +166,7 @@ class Binder:
         for worker in usable.values():
             for status in worker.beat.bindings:
                 name = f"{status.job_id}/{status.policy}"
-                if name not in self._seated and status.state not in _AWAY:
+                if name not in self._seated and status.state not in AWAY:
                     found[f"{name}@{worker.worker_id}"] = (worker.worker_id, status)
         return [
             binding.Policy(

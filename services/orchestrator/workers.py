@@ -14,6 +14,7 @@ import structlog
 from services.orchestrator.faults import Patience
 from services.orchestrator.settings import OrchestratorSettings
 from troupe.rpc import AlreadyExists, ClientSettings, RetryPolicy, Unavailable, connect
+from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2_grpc, trainer_pb2_grpc
 
@@ -22,6 +23,8 @@ _log = structlog.get_logger(__name__)
 _RETRY: Final = RetryPolicy(max_attempts=2)
 # Workers that are gone stay visible for a while.
 _REMEMBER_SECONDS: Final = 120.0
+# Not bound: states in which a heartbeat's binding holds no device.
+AWAY: Final = frozenset({pb.BINDING_STATE_RELEASED, pb.BINDING_STATE_SUSPENDED})
 NAMES: Final = {orch.WORKER_KIND_ROLLOUT: "rollout", orch.WORKER_KIND_TRAINER: "trainer"}
 
 
@@ -74,6 +77,11 @@ class Worker:
         """Whether new work may go there."""
         return self.alive and not self.beat.draining
 
+    @property
+    def holds(self) -> set[tuple[str, str]]:
+        """The policies that are on its device, by job and name, as it told last."""
+        return {(one.job_id, one.policy) for one in self.beat.bindings if one.state not in AWAY}
+
     def __str__(self) -> str:
         return f"{NAMES.get(self.kind, 'unknown')} worker {self.worker_id}"
 
@@ -109,9 +117,9 @@ class WorkerRegistry:
         now = self._clock()
         known = self._workers.get(beat.worker_id)
         if known is not None and known.alive and known.address == beat.address:
-            usable = known.usable
+            before = known.usable, known.holds
             known.beat, known.seen = beat, now
-            if usable != known.usable:
+            if before != (known.usable, known.holds):
                 self._notify()
         else:
             self._refuse_doubles(beat)
@@ -140,8 +148,8 @@ class WorkerRegistry:
         return self._clock() - worker.seen
 
     def change(self) -> Coroutine[Any, Any, object]:
-        """Wait until a worker joins, leaves, or starts draining: from this call on, not only from
-        when it is awaited."""
+        """Wait until a worker joins, leaves, starts draining, or tells of other policies on its
+        device: from this call on, not only from when it is awaited."""
         return self._changed.wait()
 
     async def wait_for(

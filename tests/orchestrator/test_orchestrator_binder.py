@@ -133,13 +133,28 @@ async def test_a_job_that_is_over_leaves_nothing_with_any_trainer(
     assert [one.traces for one in trainers] == [set(), set()]
 
 
+async def test_a_device_that_an_ended_job_held_is_the_next_ones(house: Cluster) -> None:
+    """Its end is told by a heartbeat: nothing else happens that has the binder look again."""
+    trainer = await house.add_trainer(TrainerScript(slots=1, slow={"alice": 60.0}))
+    first = await house.submit(job_yaml("first", policies=("alice",)))
+    async with asyncio.timeout(10):
+        while not trainer.calls["RunStep"]:  # noqa: ASYNC110 - another's
+            await asyncio.sleep(0.02)
+    second = await house.submit(job_yaml("second", policies=("bob",)))
+    await house.until(second, lambda one: "waits for its turn" in one.activity)
+    await asyncio.sleep(0.3)  # the last heartbeat tells of the first one's policy
+    await house.cancel(first)
+    ended = await house.wait(second, seconds=10)
+    assert ended.state == SUCCEEDED, ended.problem
+
+
 async def test_a_copy_that_nobody_will_resume_is_let_go_before_the_next_job(
     house: Cluster,
 ) -> None:
     trainer = await house.add_trainer()
     trainer.fetched.add(("forgotten", "alice"))
     async with asyncio.timeout(10):
-        while not (await house.api.GetCluster(orch.GetClusterRequest())).bindings:
+        while not (await house.api.GetCluster(orch.GetClusterRequest())).bindings:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     ended = await house.wait(await house.submit(job()), seconds=20)
     assert ended.state == SUCCEEDED, ended.problem
