@@ -6,18 +6,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import structlog
 
 from services.orchestrator.workers import AWAY, Worker, WorkerRegistry
-from troupe.rpc import FailedPrecondition
+from troupe.rpc import FailedPrecondition, TroupeError
 from troupe.scheduling import binding
 from troupe.v1 import orchestrator_pb2 as orch
 
 _log = structlog.get_logger(__name__)
+# A worker that did not answer is asked again after so long.
+_AGAIN_SECONDS: Final = 2.0
 
 
 class Seated(Protocol):
@@ -65,6 +67,7 @@ class Binder:
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._planned = 0
+        self._evictions: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begin to decide."""
@@ -75,6 +78,9 @@ class Binder:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._evictions:
+            task.cancel()
+        await asyncio.gather(*self._evictions, return_exceptions=True)
 
     @property
     def wanted(self) -> int:
@@ -91,6 +97,29 @@ class Binder:
         if self._seated.get(policy.name) is policy:
             del self._seated[policy.name]
         self.touch()
+
+    def evict(
+        self, policy: Seated, worker: Worker, release: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Go on to `release` a policy at a worker that did not answer: others wait for its place.
+        Until it is done, or the policy, or its successor, is bound there anew."""
+        task = asyncio.create_task(self._evict(policy, worker, release))
+        self._evictions.add(task)
+        task.add_done_callback(self._evictions.discard)
+
+    async def _evict(
+        self, policy: Seated, worker: Worker, release: Callable[[], Awaitable[object]]
+    ) -> None:
+        while worker.alive:
+            await asyncio.sleep(_AGAIN_SECONDS)
+            now = self._seated.get(policy.name, policy)
+            if now is not policy or now.worker is worker:
+                return
+            try:
+                await release()
+                return
+            except TroupeError as error:
+                _log.warning("not released", policy=policy.name, error=str(error))
 
     def touch(self) -> None:
         """Something has changed: decide anew."""

@@ -162,14 +162,20 @@ class Seat:
         places, self._places = self._places, set()
         self.vacate()
         self.drop()
-        calls = [
-            one.trainer.Release(self._request(tr.ReleaseRequest), timeout=seconds)
-            for one in places
-            if one.alive
-        ]
+        calls = [self._release_at(one, seconds) for one in places if one.alive]
         for ended in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(ended, BaseException):
                 raise ended
+
+    async def _release_at(self, worker: Worker, seconds: float) -> None:
+        async def ask() -> None:
+            await worker.trainer.Release(self._request(tr.ReleaseRequest), timeout=seconds)
+
+        try:
+            await ask()
+        except TroupeError:
+            self._binder.evict(self, worker, ask)
+            raise
 
     def close(self) -> None:
         """Its job has ended."""

@@ -148,6 +148,22 @@ async def test_a_device_that_an_ended_job_held_is_the_next_ones(house: Cluster) 
     assert ended.state == SUCCEEDED, ended.problem
 
 
+async def test_a_trainer_that_was_deaf_when_a_job_ended_is_asked_again(house: Cluster) -> None:
+    """Also if no other job begins: one waits already."""
+    trainer = await house.add_trainer(TrainerScript(slots=1, slow={"alice": 60.0}, deaf_releases=1))
+    first = await house.submit(job_yaml("first", policies=("alice",)))
+    async with asyncio.timeout(10):
+        while not trainer.calls["RunStep"]:  # noqa: ASYNC110 - another's
+            await asyncio.sleep(0.02)
+    second = await house.submit(job_yaml("second", policies=("bob",)))
+    await house.until(second, lambda one: "waits for its turn" in one.activity)
+    await asyncio.sleep(0.3)  # the last heartbeat tells of the first one's policy
+    await house.cancel(first)
+    ended = await house.wait(second, seconds=15)
+    assert ended.state == SUCCEEDED, ended.problem
+    assert trainer.calls["Release"] >= 2
+
+
 async def test_a_copy_that_nobody_will_resume_is_let_go_before_the_next_job(
     house: Cluster,
 ) -> None:

@@ -55,6 +55,8 @@ class TrainerScript:
     lose_gang: bool = False
     # So many suspensions find no room for the state.
     full_suspensions: int = 0
+    # So many releases come too late for who asked: nothing is released.
+    deaf_releases: int = 0
     # The first version of every policy is gone.
     lose_first: bool = False
 
@@ -267,6 +269,9 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
 
     async def Release(self, request: tr.ReleaseRequest, context: Any) -> tr.ReleaseResponse:
         self.calls["Release"] += 1
+        if self.script.deaf_releases:
+            self.script.deaf_releases -= 1
+            await asyncio.sleep(60)
         key = (request.job_id, request.policy)
         self.bound.pop(key, None)
         self.traces.discard(key)
