@@ -79,6 +79,9 @@ class ServiceSettings(BaseSettings):
     """Jobs' directories; shared by the services of a host, or of the cluster."""
     transfer_dir: Path = Field(default_factory=lambda: memory_root() / f"troupe-{os.getuid()}")
     """tmpfs directory through which weights move on this host."""
+    transfer_fallback_dir: Path | None = None
+    """Where they go as files, slower and with a warning, while `transfer_dir` has no room; the same
+    for all services of a host. Without it a full `transfer_dir` is an error."""
     transfer_serve: Literal["auto", "on", "off"] = "auto"
     """Whether other hosts read weights and states from this one, and this one from them; `auto`:
     when `host` is more than loopback."""

@@ -64,7 +64,8 @@ class HostTransfer(Transfer):
         self._exit = contextlib.ExitStack()
         self._directory: Any = None
         peers = [_Others(self, self._client)] if settings.shares_states else []
-        super().__init__(settings.transfer_dir, peers=peers)
+        fallback = settings.transfer_fallback_dir
+        super().__init__(settings.transfer_dir, fallback=fallback, peers=peers)
         telemetry.registry.register(self.counters)
         if settings.shares_states:
             # Clusters that share a machine may share the directory.

@@ -30,6 +30,7 @@ from troupe.cluster import (
     RedisMissing,
     RedisUnavailable,
     StateUnreadable,
+    TransferDirNotWritable,
     embedded,
     read_state,
     running_state,
@@ -203,6 +204,16 @@ async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         running_state(tmp_path / "file")
     with pytest.raises(NotWritable, match="data_dir = /proc/runs"):  # not even root can write there
         start_detached(ClusterSettings(data_dir=Path("/proc/runs")))
+
+
+async def test_a_directory_for_states_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "file", tmp_path / "file" / "sub", Path("/proc/states")):
+        settings = ClusterSettings(data_dir=tmp_path / "runs", transfer_dir=directory)
+        with pytest.raises(TransferDirNotWritable) as caught:
+            await EmbeddedCluster(settings.resolved()).start()
+        assert caught.value.field == "TROUPE_TRANSFER_DIR"
+        assert caught.value.value == str(directory)
 
 
 async def test_a_service_that_cannot_start_ends_the_start(settings: ClusterSettings) -> None:

@@ -13,6 +13,7 @@ import pytest
 from services.trainer.paced import PacedLearner, stand_in
 from tests.trainer.stage import TrainingStage
 from troupe.job import JobSpec
+from troupe.rpc import ResourceExhausted
 from troupe.timeline import busy_within, read_spans
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
@@ -139,6 +140,23 @@ async def test_a_step_that_is_given_up_stops_waiting(stage: TrainingStage) -> No
         await trainer.release()
         with pytest.raises(Exception, match="given up"):
             await step
+
+
+async def test_states_go_to_files_while_shared_memory_has_no_room(
+    stage: TrainingStage, small_disk: Path
+) -> None:
+    spec = paced(stage, "solver", state_bytes=8 << 20)
+    alone = await stage.trainer(transfer_dir=small_disk)
+    await alone.bind(spec)
+    with pytest.raises(ResourceExhausted):
+        await alone.suspend()
+    files = stage.root / "files"
+    trainer = await stage.trainer(transfer_dir=small_disk, transfer_fallback_dir=files)
+    await trainer.bind(spec)
+    state = await trainer.suspend()
+    assert (files / state.key).stat().st_size > 8 << 20
+    await trainer.resume(spec, state)
+    assert not (files / state.key).exists()
 
 
 async def test_while_another_computes_a_policy_comes_and_goes_at_no_cost(

@@ -13,6 +13,7 @@ from troupe.cluster.errors import (
     RedisMissing,
     RedisUnavailable,
     StateUnreadable,
+    TransferDirNotWritable,
 )
 from troupe.cluster.settings import DEFAULT_DATA_DIR, ClusterSettings
 from troupe.cluster.state import ClusterState, ServiceRecord, read_state, running_state
@@ -34,6 +35,7 @@ __all__ = [
     "Router",
     "ServiceRecord",
     "StateUnreadable",
+    "TransferDirNotWritable",
     "read_state",
     "run_until_signal",
     "running_state",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from troupe.cluster.child import Child
 from troupe.cluster.elastic import Binder, ElasticTrainers
-from troupe.cluster.errors import NotWritable
+from troupe.cluster.errors import NotWritable, TransferDirNotWritable
 from troupe.cluster.layout import Routes, plan, port_names
 from troupe.cluster.orphans import end_orphans
 from troupe.cluster.ports import is_free, pick_ports, require_free
@@ -23,6 +25,7 @@ from troupe.cluster.settings import (
     LOOPBACK,
     ClusterSettings,
     default_transfer_dir,
+    transfer_fallback_dir,
 )
 from troupe.cluster.state import (
     ClusterLock,
@@ -74,7 +77,8 @@ class EmbeddedCluster:
         """Start everything and wait until all services are healthy.
 
         Raises `ClusterRunning`, `PortInUse`, `RedisMissing`, `RedisUnavailable`, `NotWritable`,
-        or what keeps a service from starting; nothing is left running then.
+        `TransferDirNotWritable`, or what keeps a service from starting; nothing is left running
+        then.
         """
         data_dir = self.settings.data_dir
         try:
@@ -173,7 +177,7 @@ class EmbeddedCluster:
             orchestrator_address=f"{LOOPBACK}:{ports['orchestrator']}",
             panel_url=panel,
         )
-        settings.transfer_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_transfer_dir(settings.transfer_dir)
         self._supervisor = Supervisor(specs, settings.data_dir / "logs", self._child_changed)
         self._set_phase("starting")
         await self._supervisor.start()
@@ -243,10 +247,14 @@ class EmbeddedCluster:
 
     async def _close(self) -> None:
         await self._settle()
-        own = default_transfer_dir(self.settings.data_dir)
-        if self._state is not None and self._state.transfer_dir == own:
+        data_dir = self.settings.data_dir
+        if self._state is not None:
             # Only copies for the engines: training state is on disk.
-            await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
+            gone = {transfer_fallback_dir(data_dir)}
+            if self._state.transfer_dir == (own := default_transfer_dir(data_dir)):
+                gone.add(own)
+            for directory in gone:
+                await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
         self._supervisor = None
         self._lock.release()
 
@@ -264,3 +272,13 @@ def _record(child: Child) -> ServiceRecord:
         restarts=child.restarts,
         log=child.log,
     )
+
+
+def _make_transfer_dir(directory: Path) -> None:
+    """Raises `TransferDirNotWritable`."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise TransferDirNotWritable(directory, error) from error

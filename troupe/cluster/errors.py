@@ -124,6 +124,21 @@ class ChildNotReady(DeadlineExceeded):
         )
 
 
+class TransferDirNotWritable(FailedPrecondition):
+    """The directory for states cannot be used."""
+
+    default_kind = "transfer_dir_not_writable"
+
+    def __init__(self, transfer_dir: Path, error: OSError) -> None:
+        super().__init__(
+            f"cannot be written: {error.strerror or error}.",
+            field="TROUPE_TRANSFER_DIR",
+            value=transfer_dir,
+            remedy="Set TROUPE_TRANSFER_DIR to a directory that this user may write to, best in "
+            "shared memory; or leave it unset.",
+        )
+
+
 class NotWritable(FailedPrecondition):
     """The data directory cannot be used."""
 

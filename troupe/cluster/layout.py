@@ -15,7 +15,7 @@ from types import MappingProxyType
 from urllib.parse import urlsplit, urlunsplit
 
 from troupe.cluster.probes import Probe, ProbeKind
-from troupe.cluster.settings import LOOPBACK, ClusterSettings
+from troupe.cluster.settings import LOOPBACK, ClusterSettings, transfer_fallback_dir
 
 CORE = ("experience_store", "reward", "orchestrator")
 # In a route: whoever calls. Workers tell their address themselves, to everybody the same one.
@@ -197,6 +197,7 @@ def _shared_environment(
         "TROUPE_REWARD_ADDRESS": f"{LOOPBACK}:{ports['reward']}",
         "TROUPE_DATA_DIR": str(settings.data_dir),
         "TROUPE_TRANSFER_DIR": str(settings.transfer_dir),
+        "TROUPE_TRANSFER_FALLBACK_DIR": str(transfer_fallback_dir(settings.data_dir)),
         "TROUPE_PARENT_PID": str(parent_pid),
         "TROUPE_LOG_FORMAT": settings.log_format,
         "PYTHONPATH": python_path(Path.cwd(), os.environ.get("PYTHONPATH", "")),

@@ -81,10 +81,15 @@ class ClusterSettings(BaseModel):
         )
 
 
+def transfer_fallback_dir(data_dir: Path) -> Path:
+    """Where states go when shared memory is full."""
+    return data_dir / "transfer"
+
+
 def default_transfer_dir(data_dir: Path) -> Path:
     """Shared memory of this user and data directory; on systems without it, plain files."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
-        return data_dir / "transfer"
+        return transfer_fallback_dir(data_dir)
     mark = hashlib.sha256(str(data_dir).encode()).hexdigest()[:8]
     return memory / f"troupe-{os.getuid()}-{mark}"

@@ -111,7 +111,7 @@ def known_in(known: Any) -> frozenset[str]:
 
 
 def roots_in(root: Any, fallback: Any) -> list[Path]:
-    """Those of both that are given. Raises InvalidArgument for what names no directory."""
+    """The given ones, each once. Raises InvalidArgument for what names no directory."""
     given = {name: r for name, r in (("root", root), ("fallback", fallback)) if r is not None}
     for name, place in given.items():
         if not isinstance(place, str | os.PathLike):
@@ -122,7 +122,7 @@ def roots_in(root: Any, fallback: Any) -> list[Path]:
                 value=place,
                 remedy="Give a pathlib.Path, or nothing for the default.",
             )
-    return [Path(place) for place in given.values()]
+    return list(dict.fromkeys(Path(place).absolute() for place in given.values()))
 
 
 def peers_in(peers: Any) -> tuple[Any, ...]:

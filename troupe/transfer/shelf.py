@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import torch
 
-from troupe.rpc.errors import InvalidArgument
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 from troupe.transfer import blob, room, sidecar
 from troupe.transfer.arguments import (
     SEGMENT,
@@ -39,6 +39,8 @@ _POLL_SECONDS = 0.01
 _MARKED_BYTES = 1 << 20
 # Nobody verifies for longer.
 _ALONE_SECONDS = 600.0
+_UNUSABLE = "transfer_root_unusable"
+_ELSEWHERE = "Set TROUPE_TRANSFER_DIR to a directory that this user may write to."
 
 
 class Shelf:
@@ -53,10 +55,10 @@ class Shelf:
         except OSError as error:
             raise InvalidArgument(
                 f"no directory can be made there: {error.strerror}",
-                kind="transfer_root_unusable",
+                kind=_UNUSABLE,
                 field="root",
                 value=self.roots[0],
-                remedy="Set TROUPE_TRANSFER_DIR to a directory that this user may write to.",
+                remedy=_ELSEWHERE,
             ) from error
         self.spares = {root: Spares(root) for root in self.roots}
 
@@ -239,6 +241,17 @@ class Shelf:
                     sidecar.mark(path, "verified", identity=identity)
         except TimeoutError as error:
             raise TransferTimeout(manifest.key, f"not verified in time: {error}") from None
+
+
+def unusable(root: Path, error: OSError) -> FailedPrecondition:
+    """What to raise where `root` can be written to no more."""
+    return FailedPrecondition(
+        f"it cannot be written to: {error.strerror}",
+        kind=_UNUSABLE,
+        field="root",
+        value=root,
+        remedy=_ELSEWHERE,
+    )
 
 
 def _verify(

@@ -26,7 +26,7 @@ from troupe.transfer.manifest import Manifest, Shard
 from troupe.transfer.mappings import Mappings
 from troupe.transfer.nesting import flatten, unflatten
 from troupe.transfer.places import Source, default_root, from_first, in_memory, near
-from troupe.transfer.shelf import Shelf
+from troupe.transfer.shelf import Shelf, unusable
 from troupe.transfer.staging import Bytes, on_device, threads_for
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ class Transfer:
         strings, bools and None as leaves. `base`: a key whose content most of this one equals;
         hosts that have it fetch only what differs. `shards`: of tensors that are parts, by name.
 
-        Raises InvalidKey, InvalidArgument, or StorageFull with the former content intact.
+        Raises InvalidKey, InvalidArgument, FailedPrecondition of kind "transfer_root_unusable", or
+        StorageFull with the former content intact.
         """
         paths, about = self._shelf.paths(key), metadata_of(metadata)  # before hashing anything
         if base is not None:
@@ -113,7 +114,7 @@ class Transfer:
                 manifest = self._write(root, path, draft, views)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
+                    raise unusable(root, error) from error
                 failure = error.with_traceback(None)  # its frames keep the tensors
                 log.warning("%s: no room for %d bytes in %s", key, draft.num_bytes, root)
                 continue
