@@ -137,8 +137,9 @@ def _write_model(folder: Path, model: Any, weights: Mapping[str, torch.Tensor]) 
 
 def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer: Any) -> str:
     """Where the base under an adapter is, written there if it is nowhere else."""
-    if lineage is not None and lineage.base_model:
-        return lineage.base_model
+    if lineage is not None and (base := lineage.base_model):
+        # Who loads the adapter is somewhere else.
+        return str(Path(base).absolute()) if Path(base).is_dir() else base
     place = path.parent.parent / ".base" / adapter.base.checksum
 
     def fill(folder: Path) -> None:

@@ -224,7 +224,8 @@ class StateStore:
                 kind="state_corrupt",
                 field="version",
                 value=version,
-                remedy="Restore the directory, or resume the job from an older version.",
+                remedy="Restore the directory from a copy and resume the job; or begin a new one "
+                "with the newest checkpoint as its policy's `model.path`.",
             ) from error
         return TrainingState(
             version,

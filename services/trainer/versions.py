@@ -182,7 +182,8 @@ class Versions:
                 kind="state_mismatch",
                 field="version",
                 value=commit.weights.version,
-                remedy="Restore the state directory, or resume the job from an older version.",
+                remedy="Restore the directory from a copy and resume the job; or begin a new one "
+                "with the newest checkpoint as its policy's `model.path`.",
             )
 
     def confirm(self, weights: pb.WeightsRef, frontier: Frontier | None) -> None:

@@ -10,7 +10,7 @@ import pytest
 from troupe.checkpoints.lineage import Lineage
 from troupe.checkpoints.stopped import copy_checkpoint
 from troupe.checkpoints.verifying import digests, verify
-from troupe.rpc.errors import DataLoss
+from troupe.rpc.errors import DataLoss, FailedPrecondition
 
 FILES = {"model.safetensors": b"weights" * 100, "config.json": b"{}", "tokenizer.json": b"[1]"}
 
@@ -46,6 +46,26 @@ def test_a_damaged_file_is_named_and_nothing_is_exported(
     assert [one.name for one in tmp_path.iterdir()] == ["v3"]
     if name.endswith(".json"):
         verify(checkpoint, ".safetensors")  # who asks for weights has them
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1}', "\0"])
+def test_a_damaged_description_is_no_older_release(
+    checkpoint: Path, tmp_path: Path, text: str
+) -> None:
+    (checkpoint / "troupe.json").write_text(text)
+    with pytest.raises(DataLoss, match=r"troupe\.json") as caught:
+        copy_checkpoint(checkpoint, tmp_path / "exported")
+    assert (caught.value.kind, caught.value.value) == ("checkpoint_corrupt", "troupe.json")
+    assert str(checkpoint) in caught.value.message, "where it is, not where it was copied to"
+    assert [one.name for one in tmp_path.iterdir()] == ["v3"]
+
+
+def test_a_target_that_cannot_be_written_is_named(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for target in (tmp_path / "file" / "sub", Path("/proc/exported")):
+        with pytest.raises(FailedPrecondition) as caught:
+            copy_checkpoint(checkpoint, target)
+        assert (caught.value.field, caught.value.value) == ("to", str(target))
 
 
 def test_what_is_whole_or_says_nothing_passes(checkpoint: Path, tmp_path: Path) -> None:

@@ -74,6 +74,19 @@ def test_exporting(run: Run, cluster: Stage, tmp_path: Path) -> None:
     assert "is not empty" in err
 
 
+def test_an_export_that_fails_leaves_nothing_in_the_way(
+    run: Run, cluster: Stage, tmp_path: Path
+) -> None:
+    cluster.fake.files = {"config.json": b"{}"}
+    target = tmp_path / "out"
+    arguments = ("export", "mine", str(target), "--policy", "solver")
+    status, _, err = run(*arguments, "--adapter")
+    assert status == 1
+    assert "--adapter: the policy trained all weights" in err
+    assert list(tmp_path.glob("*out*")) == []
+    assert run(*arguments)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
@@ -83,6 +96,9 @@ def test_exporting(run: Run, cluster: Stage, tmp_path: Path) -> None:
         (("frobnicate",), 2, r"No such command 'frobnicate'"),
         (("jobs", "list", "--state", "happy"), 2, r"Invalid value for '--state'"),
         (("train",), 2, r"JOB\.yaml: give either a job file or --resume"),
+        (("train", "--resume", "j", "--set", "a=1"), 2, r"--set = a=1: is of a new job.*--spec"),
+        (("train", "--resume", "j", "--job-id", "k"), 2, r"--job-id = k: is of a new job"),
+        (("export", "mine", "/tmp/x", "--base", "b"), 2, r"--base = b: is of use with --merged"),
         (("train", "nowhere.yaml"), 2, r"nowhere\.yaml: cannot be read.*Check the path"),
         (("up", "--panel-port", "70000"), 2, r"--panel-port = 70000: .*65535"),
     ],

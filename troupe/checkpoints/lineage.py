@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -40,9 +41,17 @@ class Lineage:
     @classmethod
     def read(cls, folder: Path) -> Lineage | None:
         """What `folder` says of itself; None where it says nothing that can be read."""
+        with contextlib.suppress(OSError, ValueError):
+            return cls.parse(folder)
+        return None
+
+    @classmethod
+    def parse(cls, folder: Path) -> Lineage:
+        """What `folder` says of itself. Raises OSError, FileNotFoundError where it says nothing;
+        ValueError for what cannot be read."""
         try:
             values: Mapping[str, Any] = json.loads((folder / LINEAGE).read_text(encoding="utf-8"))
             known = {one.name for one in fields(cls)}
             return cls(**{name: value for name, value in values.items() if name in known})
-        except (OSError, ValueError, TypeError, AttributeError):
-            return None
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"it is no description of a checkpoint: {error}") from error

@@ -26,10 +26,12 @@ def merge_in_place(folder: Path, base: str | Path | None = None) -> None:
 
     `base`: where its base is; default: where the adapter says. The base must be, bit for bit, the
     one that the adapter was trained on. Raises `FailedPrecondition` (kinds "torch_missing",
-    "base_not_found"), `DataLoss` (kind "base_mismatch"); the adapter is left as it was then.
+    "base_not_found"), `DataLoss` (kinds "base_mismatch", "checkpoint_corrupt"); the adapter is
+    left as it was then.
     """
     try:
         import torch
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
         from transformers import AutoModelForCausalLM
     except ImportError as error:
@@ -43,8 +45,17 @@ def merge_in_place(folder: Path, base: str | Path | None = None) -> None:
     from troupe.adapters.named import distinct_tensors
     from troupe.transfer import checksum_of
 
-    config = json.loads((folder / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
-    tensors = load_file(folder / ADAPTER_FILES[1])
+    try:
+        config = json.loads((folder / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
+        tensors = load_file(folder / ADAPTER_FILES[1])
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataLoss(
+            f"the adapter cannot be read: {error}",
+            kind="checkpoint_corrupt",
+            field="file",
+            value=folder,
+            remedy="Export another version.",
+        ) from error
     source = str(base or config.get("base_model_name_or_path") or "")
     dtype = next(iter(tensors.values())).dtype
     try:

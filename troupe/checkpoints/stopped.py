@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
 from troupe.checkpoints.kept import none_such, versions_of_all
 from troupe.checkpoints.verifying import verify
-from troupe.client.export import require_vacant, target_path
+from troupe.client.export import scratch_beside, target_path
 from troupe.rpc.errors import NotFound
 
 
@@ -53,15 +52,14 @@ def only_policy(kept: Collection[str], policy: str | None) -> str:
 def copy_checkpoint(checkpoint: Path, to: str | Path) -> Path:
     """Copy a checkpoint into the new directory `to`, which appears when it is whole.
 
-    Raises `FailedPrecondition` when `to` is taken, `DataLoss` when the checkpoint is damaged.
+    Raises `FailedPrecondition` when `to` is taken or cannot be written, `DataLoss` when the
+    checkpoint is damaged.
     """
     target = target_path(to)
-    require_vacant(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    scratch = scratch_beside(target)
     try:
         shutil.copytree(checkpoint, scratch, dirs_exist_ok=True)
-        verify(scratch)
+        verify(scratch, called=str(checkpoint))
         scratch.chmod(0o755)
         scratch.replace(target)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -19,14 +20,15 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: _digest(path) for path in files}
 
 
-def verify(folder: Path, suffix: str = "") -> None:
+def verify(folder: Path, suffix: str = "", *, called: str = "") -> None:
     """Compare with what its lineage says of the files whose names end so.
 
-    Nothing is said of checkpoints of older releases, nor of files that were added. Raises DataLoss
-    of kind "checkpoint_corrupt", naming the file.
+    Nothing is said of checkpoints of older releases, nor of files that were added. `called`: what
+    the checkpoint is to who reads the error, if not `folder`. Raises DataLoss of kind
+    "checkpoint_corrupt", naming the file.
     """
-    lineage = Lineage.read(folder)
-    for name, wanted in ({} if lineage is None else lineage.files).items():
+    called = called or str(folder)
+    for name, wanted in _files(folder, called).items():
         if not name.endswith(suffix):
             continue
         path = folder / name
@@ -37,12 +39,28 @@ def verify(folder: Path, suffix: str = "") -> None:
         else:
             continue
         raise DataLoss(
-            f"{name} of checkpoint {folder} {problem}",
+            f"{name} of checkpoint {called} {problem}",
             kind="checkpoint_corrupt",
             field="file",
             value=name,
             remedy=f"Use another version; or, if you changed it yourself, remove {LINEAGE} there.",
         )
+
+
+def _files(folder: Path, called: str) -> Mapping[str, str]:
+    try:
+        return Lineage.parse(folder).files
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataLoss(
+            f"{LINEAGE} of checkpoint {called} cannot be read: {error}",
+            kind="checkpoint_corrupt",
+            field="file",
+            value=LINEAGE,
+            remedy=f"Use another version; or, if you know that the rest is whole, remove {LINEAGE} "
+            "there.",
+        ) from error
 
 
 def _digest(path: Path) -> str:

@@ -28,12 +28,10 @@ async def receive(chunks: AsyncIterable[pb.ExportCheckpointResponse], to: str | 
     stream raises.
     """
     to = target_path(to)
-    require_vacant(to)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    scratch = scratch_beside(to)
     try:
         await _receive_into(chunks, scratch)
-        await asyncio.to_thread(verify, scratch)
+        await asyncio.to_thread(verify, scratch, called="that the cluster sent")
         _publish(scratch, to)
     except BaseException:
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
@@ -44,6 +42,23 @@ async def receive(chunks: AsyncIterable[pb.ExportCheckpointResponse], to: str | 
 def target_path(to: str | Path) -> Path:
     """`to` as an absolute path."""
     return Path(to).expanduser().absolute()
+
+
+def scratch_beside(to: Path) -> Path:
+    """A new directory on the disk of `to`, to be renamed to it. Raises `FailedPrecondition` when
+    `to` is taken or its place cannot be written to."""
+    require_vacant(to)
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
+    except OSError as error:
+        raise FailedPrecondition(
+            f"nothing can be written there: {error.strerror}.",
+            kind="target_not_writable",
+            field="to",
+            value=to,
+            remedy="Choose another directory.",
+        ) from error
 
 
 def _publish(scratch: Path, to: Path) -> None:

@@ -83,7 +83,7 @@ class PipelineSpec(Section):
     """Begin the trajectories of the next step while the last one is trained: queries are loaded,
     environments reset and prompts made; the first turn waits for the new weights. Modes `sync` and
     `micro_batch`; not with populations or networks."""
-    micro_batch_samples: int = Field(default=32, ge=1)
+    micro_batch_samples: int = Field(default=32, ge=1, le=65_536)
     """Samples whose gradient is computed at once."""
     micro_batch_tokens: int = Field(default=0, ge=0)
     """Upper bound of tokens in a micro-batch; 0: none."""

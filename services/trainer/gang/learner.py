@@ -129,7 +129,8 @@ class GangLearner:
             raise DataLoss(
                 f"training state {directory} is not of this model: {error}",
                 kind="state_corrupt",
-                remedy="Restore the directory, or resume the job from an older version.",
+                remedy="Restore the directory from a copy and resume the job; or begin a new one "
+                "with the newest checkpoint as its policy's `model.path`.",
             ) from error
 
     # Suspension: all of it, in the middle of a step too.

@@ -141,6 +141,8 @@ def _print_trainers(console: Console, state: ClusterState) -> None:
         slots = f"{one.slots} slots" if one.slots else "any number of policies"
         busy = f"{one.utilization or 0:.0%} busy"
         console.print(f"trainer {one.id}: {slots}, {busy}", highlight=False)
+    if trainers or cluster.wanted_trainers:
+        console.print(f"trainers wanted {cluster.wanted_trainers}", highlight=False)
     if not cluster.bindings:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -158,7 +160,6 @@ def _print_trainers(console: Console, state: ClusterState) -> None:
             f"{binding.swap_seconds:.2f}",
         )
     console.print(table)
-    console.print(f"trainers wanted {cluster.wanted_trainers}", highlight=False)
 
 
 def _as_json(state: ClusterState, reports: list[ServiceReport]) -> dict[str, Any]:

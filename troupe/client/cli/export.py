@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from troupe.client.aio import AsyncClient
 from troupe.client.cli import options
 from troupe.client.cli.connection import call
 from troupe.cluster.state import running_state
-from troupe.rpc.errors import FailedPrecondition
+from troupe.rpc.errors import FailedPrecondition, InvalidArgument
 
 
 def export(
@@ -53,6 +54,13 @@ def export(
 
     From the cluster that runs, or else from the data directory of one that has stopped.
     """
+    if base is not None and not merged:
+        raise InvalidArgument(
+            "is of use with --merged only.",
+            field="--base",
+            value=base,
+            remedy="Add --merged, or leave --base out.",
+        )
     root = data_directory(data_dir)
     if cluster or os.environ.get(ADDRESS_VARIABLE) or running_state(root) is not None:
         target, rewards = _from_cluster(job_id, directory, policy, version, cluster, data_dir)
@@ -66,17 +74,21 @@ def export(
         beside = root / job_id / "checkpoints" / ".base" / lineage.base_checksum
         if base is None and lineage.base_checksum and beside.is_dir():
             base = beside
-    if merged is not None and is_adapter_folder(target):
-        if merged:
+    try:
+        if merged and is_adapter_folder(target):
             merge_in_place(target, base)
-    elif merged is False:
-        raise FailedPrecondition(
-            "the policy trained all weights, it has no adapter",
-            kind="no_adapter",
-            field="--adapter",
-            remedy=f"{target} holds the whole model; leave --adapter out.",
-        )
-    write_card(target, rewards)
+        elif merged is False and not is_adapter_folder(target):
+            raise FailedPrecondition(
+                "the policy trained all weights, it has no adapter",
+                kind="no_adapter",
+                field="--adapter",
+                remedy="Leave --adapter out: the export is the whole model.",
+            )
+        write_card(target, rewards)
+    except BaseException:
+        # Half of what was asked for is nothing, and would be in the way of the next try.
+        shutil.rmtree(target, ignore_errors=True)
+        raise
     name = lineage.policy if lineage is not None else policy or job_id
     Console().print(f"exported {name} to {target}", highlight=False, soft_wrap=True)
 

@@ -73,6 +73,15 @@ def train(
         raise InvalidArgument(
             "give either a job file or --resume JOB_ID.", field="JOB.yaml", value=job
         )
+    unused = {"--set": assignments, "--job-id": job_id}
+    for option, value in unused.items():
+        if resume is not None and value:
+            raise InvalidArgument(
+                "is of a new job; one that is resumed goes on as it was.",
+                field=option,
+                value=value if isinstance(value, str) else value[0],
+                remedy=f"Leave it out, or change the job: troupe jobs resume {resume} --spec FILE.",
+            )
     plan = Plan(
         spec=None if job is None else load_with(job, assignments or []),
         job_id=job_id,
