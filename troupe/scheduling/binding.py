@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from troupe.scheduling.seats import Seats
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,48 +182,6 @@ def _wanted(policies: Iterable[Policy], workers: Iterable[Worker]) -> int:
     return max(max(one.ranks for one in active), -(-sum(one.ranks for one in active) // slots))
 
 
-@dataclass
-class _Seats:
-    """One worker while a plan is made."""
-
-    worker: Worker
-    held: list[Policy] = field(default_factory=list)
-    # Taken or kept free in this plan: (bytes, cost) each.
-    taken: list[tuple[float, float]] = field(default_factory=list)
-    # Bound in this plan.
-    coming: list[Policy] = field(default_factory=list)
-
-    def free(self, policy: Policy, gone: Iterable[str] = ()) -> bool:
-        """Whether `policy` has a slot and memory here once those of `gone` have left."""
-        worker, names = self.worker, set(gone)
-        stay = [one for one in self.held if one.policy not in names]
-        if worker.slots and len(stay) + len(self.taken) >= worker.slots:
-            return False
-        used = sum(one.share for one in stay) + sum(size for size, _ in self.taken)
-        return not worker.memory or used + policy.share <= worker.memory
-
-    def hands_over(self, policy: Policy, gone: Iterable[str]) -> bool:
-        """Whether `policy` may come while those of `gone` still leave: its state is there."""
-        if self.worker.worker_id not in policy.prefetched or not self.free(policy, gone):
-            return False
-        return self.room_beside(policy)
-
-    def room_beside(self, policy: Policy) -> bool:
-        """Whether its state has room next to all others that are here, or come in this plan."""
-        if not self.worker.memory:
-            return True
-        if not policy.size:  # it was bound nowhere yet: what it takes shows when it is loaded
-            return not (self.held or self.coming)
-        used = sum(one.share for one in (*self.held, *self.coming))
-        return used + policy.share <= self.worker.memory
-
-    @property
-    def load(self) -> float:
-        """What it has to do already."""
-        held = sum(one.cost for one in self.held)
-        return self.worker.load + held + sum(cost for _, cost in self.taken)
-
-
 class _Table:
     """The moves of one plan as they are found."""
 
@@ -233,7 +193,7 @@ class _Table:
         # The oldest is 0.
         self._rank = {name: rank for rank, name in enumerate(self._policies)}
         self._seats = {
-            one.worker_id: _Seats(one) for one in sorted(workers, key=lambda w: w.worker_id)
+            one.worker_id: Seats(one) for one in sorted(workers, key=lambda w: w.worker_id)
         }
         if len(self._policies) != len(policies) or len(self._seats) != len(workers):
             raise ValueError("two policies or two workers of one name")
@@ -333,7 +293,7 @@ class _Table:
             or policy.policy in self._suspended
         )
 
-    def _options(self, policy: Policy) -> list[tuple[float, _Seats]]:
+    def _options(self, policy: Policy) -> list[tuple[float, Seats]]:
         """Workers that `policy` can go to, the best first; 0: now, more: when others have left."""
         found = []
         for seats in self._seats.values():
@@ -358,7 +318,7 @@ class _Table:
             case _:
                 return 0.0
 
-    def _leavers(self, policy: Policy, seats: _Seats) -> list[Policy] | None:
+    def _leavers(self, policy: Policy, seats: Seats) -> list[Policy] | None:
         """Who has to leave for `policy`, besides those that do already: as few as it takes, those
         without work first, of those with work the youngest. None: no one's leaving is enough."""
         gone = self._gone(seats)
@@ -375,7 +335,7 @@ class _Table:
                 return victims[:count]
         return None
 
-    def _gone(self, seats: _Seats) -> list[str]:
+    def _gone(self, seats: Seats) -> list[str]:
         """Who is leaving, or was told to in this plan."""
         return [one.policy for one in seats.held if one.leaving or one.policy in self._suspended]
 
@@ -394,14 +354,14 @@ class _Table:
 
         return price
 
-    def _make_room(self, policy: Policy, seats: _Seats) -> None:
+    def _make_room(self, policy: Policy, seats: Seats) -> None:
         price = self._price_of(policy)
         for victim in self._leavers(policy, seats) or ():
             if price(victim) < 4:
                 self._suspended[victim.policy] = policy.policy
                 self.moves.append(Suspend(victim.policy, policy.policy))
 
-    def _bind(self, policy: Policy, chosen: Sequence[_Seats]) -> None:
+    def _bind(self, policy: Policy, chosen: Sequence[Seats]) -> None:
         for seats in chosen:
             seats.taken.append((policy.share, policy.cost))
             seats.coming.append(policy)
