@@ -13,6 +13,7 @@ import structlog
 from troupe import __version__
 from troupe.functions.costs import to_spec
 from troupe.functions.describing import IMPORT_SECONDS, Described
+from troupe.rpc.errors import NotFound
 from troupe.rpc.ids import new_id
 from troupe.v1 import reward_pb2 as pb
 
@@ -25,6 +26,8 @@ _NAME: Final = "troupe/describe"
 _ENTRYPOINT: Final = "troupe.functions.describing:describe"
 # Nothing of a job begins before; it is short beside what waits.
 _PRIORITY: Final = 1_000_000
+# Of the service, between that it is told of a function and that it is asked for it.
+_RESTARTS: Final = 4
 
 
 async def register_describer(stub: RewardAsyncStub) -> None:
@@ -39,9 +42,18 @@ async def register_describer(stub: RewardAsyncStub) -> None:
 async def describe(stub: RewardAsyncStub, entrypoints: Collection[str]) -> dict[str, Described]:
     """What they declare, by entrypoint; of one that cannot be described, nothing: its first call
     says why. Raises `TroupeError` when the service cannot be asked."""
-    await register_describer(stub)
-    found = await asyncio.gather(*(_describe(stub, entrypoint) for entrypoint in entrypoints))
-    return dict(zip(entrypoints, found, strict=True))
+    for left in reversed(range(_RESTARTS + 1)):
+        await register_describer(stub)
+        try:
+            found = await asyncio.gather(*(_describe(stub, one) for one in entrypoints))
+        except NotFound as error:
+            # A service that was restarted since has forgotten it.
+            if error.kind != "function_not_found" or not left:
+                raise
+            log.info("the reward service forgot its functions", error=error.message)
+            continue
+        return dict(zip(entrypoints, found, strict=True))
+    raise AssertionError("the last round returns or raises")
 
 
 async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Described]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.rollout import rewards
+from services.rollout import declared, rewards
 from services.rollout.clock import TrajectoryClock
 from tests.rollout.house import PLAYS, House, evaluation, open_house
 from tests.rollout.processes import ServiceProcess
@@ -65,6 +65,33 @@ async def test_a_job_without_functions_asks_no_reward_service() -> None:
     job = parse_job(job_yaml(tools=tools))
     with pytest.raises(AssertionError, match="RegisterFunction"):
         await rewards.JobFunctions(cast(Any, Stub()), "job", job).announce()
+
+
+async def test_a_service_that_forgets_its_functions_is_told_of_them_again(
+    reward_process: ServiceProcess,
+) -> None:
+    """As one that is restarted after it was told of a function and before it is asked for it."""
+    async with connect(reward_process.address) as channel:
+        stub = RewardStub(channel)
+        forgotten = 0
+
+        class Forgetful:
+            RegisterFunction = stub.RegisterFunction
+
+            async def Invoke(self, request: pb.InvokeRequest, timeout: float) -> pb.InvokeResponse:
+                nonlocal forgotten
+                if forgotten < 2:
+                    forgotten += 1
+                    where = {"name": request.name, "version": request.version}
+                    await stub.DeleteFunction(
+                        pb.DeleteFunctionRequest(request_id=f"forget-{forgotten}", **where)
+                    )
+                response: pb.InvokeResponse = await stub.Invoke(request, timeout=timeout)
+                return response
+
+        found = await declared.describe(cast("Any", Forgetful()), [f"{PLAYS}:add"])
+        assert found[f"{PLAYS}:add"].entrypoint == f"{PLAYS}:add"
+        assert forgotten == 2
 
 
 async def test_the_service_is_told_the_query_and_what_the_workflow_expects() -> None:
