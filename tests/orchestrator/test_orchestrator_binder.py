@@ -11,7 +11,7 @@ import pytest
 from services.orchestrator.readiness import Arrivals, ready_work
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import RolloutScript
-from tests.support.fake_trainer import TrainerScript
+from tests.support.fake_trainer import FakeTrainer, TrainerScript
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
@@ -133,9 +133,8 @@ async def test_a_job_that_is_over_leaves_nothing_with_any_trainer(
     assert [one.traces for one in trainers] == [set(), set()]
 
 
-async def test_a_device_that_an_ended_job_held_is_the_next_ones(house: Cluster) -> None:
-    """Its end is told by a heartbeat: nothing else happens that has the binder look again."""
-    trainer = await house.add_trainer(TrainerScript(slots=1, slow={"alice": 60.0}))
+async def one_that_waits_for_another(house: Cluster, trainer: FakeTrainer) -> str:
+    """A job that waits for the only slot, whose holder is cancelled."""
     first = await house.submit(job_yaml("first", policies=("alice",)))
     async with asyncio.timeout(10):
         while not trainer.calls["RunStep"]:  # noqa: ASYNC110 - another's
@@ -144,6 +143,13 @@ async def test_a_device_that_an_ended_job_held_is_the_next_ones(house: Cluster) 
     await house.until(second, lambda one: "waits for its turn" in one.activity)
     await asyncio.sleep(0.3)  # the last heartbeat tells of the first one's policy
     await house.cancel(first)
+    return second
+
+
+async def test_a_device_that_an_ended_job_held_is_the_next_ones(house: Cluster) -> None:
+    """Its end is told by a heartbeat: nothing else happens that has the binder look again."""
+    trainer = await house.add_trainer(TrainerScript(slots=1, slow={"alice": 60.0}))
+    second = await one_that_waits_for_another(house, trainer)
     ended = await house.wait(second, seconds=10)
     assert ended.state == SUCCEEDED, ended.problem
 
@@ -151,14 +157,7 @@ async def test_a_device_that_an_ended_job_held_is_the_next_ones(house: Cluster) 
 async def test_a_trainer_that_was_deaf_when_a_job_ended_is_asked_again(house: Cluster) -> None:
     """Also if no other job begins: one waits already."""
     trainer = await house.add_trainer(TrainerScript(slots=1, slow={"alice": 60.0}, deaf_releases=1))
-    first = await house.submit(job_yaml("first", policies=("alice",)))
-    async with asyncio.timeout(10):
-        while not trainer.calls["RunStep"]:  # noqa: ASYNC110 - another's
-            await asyncio.sleep(0.02)
-    second = await house.submit(job_yaml("second", policies=("bob",)))
-    await house.until(second, lambda one: "waits for its turn" in one.activity)
-    await asyncio.sleep(0.3)  # the last heartbeat tells of the first one's policy
-    await house.cancel(first)
+    second = await one_that_waits_for_another(house, trainer)
     ended = await house.wait(second, seconds=15)
     assert ended.state == SUCCEEDED, ended.problem
     assert trainer.calls["Release"] >= 2

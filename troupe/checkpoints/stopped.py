@@ -8,7 +8,7 @@ from pathlib import Path
 
 from troupe.checkpoints.kept import none_such, versions_of_all
 from troupe.checkpoints.verifying import verify
-from troupe.client.export import scratch_beside, target_path
+from troupe.client.export import publish, scratch_beside, target_path
 from troupe.rpc.errors import NotFound
 
 
@@ -60,8 +60,7 @@ def copy_checkpoint(checkpoint: Path, to: str | Path) -> Path:
     try:
         shutil.copytree(checkpoint, scratch, dirs_exist_ok=True)
         verify(scratch, called=str(checkpoint))
-        scratch.chmod(0o755)
-        scratch.replace(target)
+        publish(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target

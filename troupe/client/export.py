@@ -32,7 +32,7 @@ async def receive(chunks: AsyncIterable[pb.ExportCheckpointResponse], to: str | 
     try:
         await _receive_into(chunks, scratch)
         await asyncio.to_thread(verify, scratch, called="that the cluster sent")
-        _publish(scratch, to)
+        publish(scratch, to)
     except BaseException:
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
         raise
@@ -61,7 +61,8 @@ def scratch_beside(to: Path) -> Path:
         ) from error
 
 
-def _publish(scratch: Path, to: Path) -> None:
+def publish(scratch: Path, to: Path) -> None:
+    """Make what `scratch_beside` gave, filled, the directory `to`."""
     # mkdtemp's directory is closed to others; a checkpoint is for whoever may read `to`.
     scratch.chmod(0o755)
     scratch.replace(to)
