@@ -33,21 +33,22 @@ class Attempts:
         self.made = 0
         """Attempts that failed and were followed by another."""
 
-    async def again(self, error: WorkflowError) -> None:
-        """Pause before the next attempt. Raises `error`, saying how often it was tried, when it is
-        not the environment's, and when attempts or time are spent."""
+    async def again(self, error: WorkflowError) -> bool:
+        """Pause before the next attempt. There is none when `error` is not the environment's, and
+        when attempts or time are spent; then it says how often it was tried."""
         if not is_environments(error):
-            raise error
+            return False
         pause = _BACKOFF.backoff(self.made + 1, Unavailable(error.message), self._jitter)
         if self._left == 0 or pause >= self._clock.left:
             if self.made:
                 error.message += f" (tried {self.made + 1} times)"
-            raise error
+            return False
         self._left -= 1
         self.made += 1
         log.info("a trajectory begins anew", attempt=self.made + 1, reason=str(error))
         with self._clock.elsewhere():
             await asyncio.sleep(pause)
+        return True
 
 
 def is_environments(error: WorkflowError) -> bool:

@@ -8,12 +8,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class _Pause:
-    """Time that passes while at least one branch is in it, by a clock of the caller's."""
+    """Time that passes while at least one branch is in it, `without` what another one takes."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+    def __init__(self, time: Callable[[], float], without: _Pause | None = None) -> None:
+        self._time, self._without = time, without
         self._inside = 0
         self._since = self._over = 0.0
+
+    def now(self) -> float:
+        """The time by which it is measured."""
+        return self._time() - (self._without.total if self._without else 0.0)
 
     @property
     def on(self) -> bool:
@@ -23,19 +27,19 @@ class _Pause:
     @property
     def total(self) -> float:
         """Seconds so far."""
-        return self._over + (self._now() - self._since if self._inside else 0.0)
+        return self._over + (self.now() - self._since if self._inside else 0.0)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         if not self._inside:
-            self._since = self._now()
+            self._since = self.now()
         self._inside += 1
         try:
             yield
         finally:
             self._inside -= 1
             if not self._inside:
-                self._over += self._now() - self._since
+                self._over += self.now() - self._since
 
 
 class TrajectoryClock:
@@ -47,17 +51,13 @@ class TrajectoryClock:
     """
 
     def __init__(self, seconds: float, *, longest: float, patient: bool) -> None:
-        self._time = asyncio.get_running_loop().time
-        self.began = self._time()
+        time = asyncio.get_running_loop().time
+        self.began = time()
         self._seconds = seconds
         self._longest = max(seconds, longest)
         self._patient = patient
-        self._still = _Pause(self._time)
-        self._away = _Pause(self._now)
-
-    def _now(self) -> float:
-        """The loop's time without what was `still`."""
-        return self._time() - self._still.total
+        self._still = _Pause(time)
+        self._away = _Pause(time, without=self._still)
 
     def still(self) -> AbstractContextManager[None]:
         """Nothing counts, to no limit; branches may be at once."""
@@ -66,7 +66,7 @@ class TrajectoryClock:
     @property
     def left(self) -> float:
         """Seconds until the trajectory is late, as it looks now; at most 0 when it is."""
-        now = self._now()
+        now = self._away.now()  # without what was `still`
         end = self._longest
         if not self._away.on:
             end = min(end, self._seconds + self._away.total)
@@ -75,7 +75,7 @@ class TrajectoryClock:
     def bound(self, seconds: float) -> float:
         """How long one wait for the infrastructure may take, whose own limit is `seconds`."""
         if self._patient:
-            return self.began + self._longest - self._now()
+            return self.began + self._longest - self._away.now()
         return min(seconds, self.left)
 
     def elsewhere(self) -> AbstractContextManager[None]:

@@ -142,7 +142,8 @@ class Trajectory:
             try:
                 return await self._attempt(clock, attempts.made)
             except WorkflowError as error:
-                await attempts.again(error)
+                if not await attempts.again(error):
+                    raise
             finally:
                 if limits.trajectory_retries:
                     self._metrics = self._metrics | {RETRIES: float(attempts.made)}

@@ -95,11 +95,17 @@ async def bounded(
         if not task.done():
             task.cancel()
             await _let_go(task)
-    if error is not None:
-        raise error
-    if task.cancelled():  # by itself: we have not
-        raise WorkflowError("CancelledError: the workflow cancelled itself", kind="workflow_raised")
-    return task.result()
+    try:
+        if error is not None:
+            raise error
+        if task.cancelled():  # by itself: we have not
+            message = "CancelledError: the workflow cancelled itself"
+            raise WorkflowError(message, kind="workflow_raised")
+        return task.result()
+    finally:
+        # What is raised refers to this frame; the other way round, too, and all that was said would
+        # be there until the collector comes.
+        del task, error
 
 
 async def _let_go(task: asyncio.Future[Any]) -> None:

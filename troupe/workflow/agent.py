@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from troupe.workflow import numbering
 from troupe.workflow.backend import Endpoint, EndpointBackend
@@ -19,13 +19,11 @@ from troupe.workflow.messages import (
     parse_tools,
     plain,
 )
+from troupe.workflow.record import Record
 from troupe.workflow.reply import Reply
 from troupe.workflow.stopping import cut_at, with_stop_tokens
 from troupe.workflow.toolcalls import PARSERS, ToolCall, call_ids
 from troupe.workflow.turns import Role, Turn
-
-if TYPE_CHECKING:
-    from troupe.workflow.agents import Agents
 
 Messages = str | Sequence[Mapping[str, Any] | Reply]
 """What `chat` takes: a string (one user message) or messages; a reply may stand among them."""
@@ -38,9 +36,9 @@ Offered = Sequence[Mapping[str, Any]] | None
 class Agent:
     """One agent in one trajectory."""
 
-    def __init__(self, role: Role, agents: Agents) -> None:
+    def __init__(self, role: Role, record: Record) -> None:
         self._role = role
-        self._agents = agents
+        self._record = record
         self._memory = ConversationMemory(role.tokenizer)
 
     @property
@@ -140,8 +138,8 @@ class Agent:
         `lenient` left to the model. Raises `WorkflowError` of kind `no_endpoint` where none is
         served, and `TurnError` when the trajectory has ended.
         """
-        self._agents.check_open(self.name)
-        backend = self._agents.backend
+        self._record.check_open(self.name)
+        backend = self._record.backend
         if not isinstance(backend, EndpointBackend):
             raise WorkflowError(
                 "there is no endpoint here: the workflow runs without a rollout service",
@@ -154,7 +152,7 @@ class Agent:
 
     def draw_seed(self, purpose: str, prompt_ids: tuple[int, ...]) -> int:
         """A seed for a choice of the workflow's own, as repeatable as those of its turns."""
-        return self._agents.draw_seed(f"{self.name}/{purpose}", prompt_ids)
+        return self._record.draw_seed(f"{self.name}/{purpose}", prompt_ids)
 
     def _begin(
         self,
@@ -177,7 +175,7 @@ class Agent:
             stops = with_stop_tokens(sampling, role.tokenizer)
             sampling = replace(sampling, stop_token_ids=stops)
         shown = tuple(plain(message) for message in messages)
-        turns = self._agents.begin(role, shown, prompt, sampling, n)
+        turns = self._record.begin(role, shown, prompt, sampling, n)
         finishing = [self._finish(turn, messages, tools) for turn in turns]
         return finishing[0] if n is None else self._finish_all(turns, finishing)
 
@@ -202,7 +200,7 @@ class Agent:
     async def _finish(self, turn: Turn, messages: tuple[AnyMessage, ...], tools: ToolSet) -> Reply:
         role, tokenizer = self._role, self._role.tokenizer
         with numbering.outside():
-            generation = await self._agents.backend.generate(
+            generation = await self._record.backend.generate(
                 role.name, turn.prompt_ids, turn.sampling
             )
         cut = cut_at(generation, turn.sampling.stop_strings, tokenizer)
@@ -238,7 +236,7 @@ class Agent:
                 calls=calls,
             )
         turn.reply, turn.generation = reply, generation
-        turn.answered = self._agents.tick()
+        turn.answered = self._record.tick()
         return reply
 
     def _read(

@@ -24,12 +24,17 @@ Path = tuple[int, ...]
 class Branch:
     """One line of control of a workflow: a task, or the workflow itself."""
 
-    __slots__ = ("path", "root", "steps")
+    __slots__ = ("_root", "path", "steps")
 
     def __init__(self, path: Path = (), root: Branch | None = None) -> None:
         self.path = path
-        self.root = root or self
+        self._root = root  # None: itself, but without a cycle for each trajectory
         self.steps = 0
+
+    @property
+    def root(self) -> Branch:
+        """Where it grows from; a root from itself."""
+        return self._root or self
 
     def step(self) -> Path:
         """The path of what begins next in this branch."""

@@ -195,7 +195,7 @@ class _OpenAgents(Agents):
 
     def __getitem__(self, name: str) -> Agent:
         if name not in self._agents:
-            self._agents[name] = Agent(make_role(name), self)
+            self._agents[name] = Agent(make_role(name), self._record)
         return self._agents[name]
 
     def __contains__(self, name: object) -> bool:

@@ -1,0 +1,79 @@
+"""What a trajectory leaves behind: nothing that only the garbage collector could free.
+
+A cycle keeps all that was said until the collector comes, which then walks the conversations of
+thousands of trajectories, for tenths of a second in which no turn goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout.house import PLAYS, House, evaluation, open_house, training
+from tests.rollout.processes import ServiceProcess
+
+OURS = ("troupe.workflow", "services.rollout")
+TRAJECTORIES = 8
+
+
+@pytest.fixture
+async def house(
+    tmp_path: Path, store_process: ServiceProcess, reward_process: ServiceProcess
+) -> AsyncIterator[House]:
+    async with open_house(
+        tmp_path, store=store_process.address, reward=reward_process.address
+    ) as house:
+        yield house
+
+
+@contextmanager
+def leftovers() -> Iterator[Counter[str]]:
+    """What each trajectory left meanwhile that nobody can reach and that is not freed, by type."""
+    found: Counter[str] = Counter()
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kinds: list[Any] = [type(each) for each in gc.garbage]
+        counts = Counter(
+            f"{kind.__module__}.{kind.__qualname__}"
+            for kind in kinds
+            if kind.__module__.startswith(OURS)
+        )
+        # Calls and the services of earlier tests leave cycles, too, but few.
+        found.update({name: n for name, n in counts.items() if n >= TRAJECTORIES})
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+# Not those that draw several replies at once: a reply knows its siblings, and they know it.
+@pytest.mark.parametrize("workflow", ["team", "branches", "one_turn", "uses_tool", "raises"])
+async def test_a_trajectory_is_freed_when_it_ends(house: House, workflow: str) -> None:
+    tools = {"add": {"entrypoint": f"{PLAYS}:add"}} if workflow == "uses_tool" else {}
+    await house.prepare(workflow, tools=tools)
+    await house.run(evaluation(1, index=7))  # what is made once for a job
+    with leftovers() as found:
+        endings = await house.run(evaluation(TRAJECTORIES))
+        await asyncio.sleep(0.1)  # the call's own ending
+    assert len(endings) == TRAJECTORIES
+    assert not found
+
+
+async def test_so_is_one_that_is_stored(house: House) -> None:
+    await house.prepare("team")
+    await house.open_step(queries=TRAJECTORIES // 2)
+    with leftovers() as found:
+        await house.run(training(queries=TRAJECTORIES // 2))
+        await asyncio.sleep(0.1)
+    assert not found
