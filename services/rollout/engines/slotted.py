@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from services.rollout.engines import attention
 from services.rollout.engines.continuous import PASS_SECONDS, STEP_TOKENS, Ended
+from services.rollout.engines.endings import tell
 from services.rollout.engines.gate import PromptGate
 from services.rollout.engines.ragged import NAME, RaggedCache
 from services.rollout.engines.sampling import Draw, draw
@@ -315,12 +316,7 @@ class SlotBatcher:
                 if (waiting := self._ended.pop(id(turn), None)) is not None:
                     told.setdefault(waiting[0], []).append((waiting[1], turn))
         for loop, some in told.items():
-            loop.call_soon_threadsafe(_tell, some)
-
-
-def _tell(ended: Sequence[tuple[Ended, Turn]]) -> None:
-    for tell, turn in ended:
-        tell(turn, None)
+            loop.call_soon_threadsafe(tell, some)
 
 
 def fits_slots(model: PreTrainedModel, max_running: int, max_context: int) -> bool:

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from services.rollout.engines.apart import frames, memory
 from services.rollout.engines.continuous import PASS_SECONDS, Ended
+from services.rollout.engines.endings import tell
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.turns import Turn
 from troupe.job import ModelSpec
@@ -275,7 +276,7 @@ class ApartBatcher:
         began: list[tuple[int, int, float]],
         over: list[int],
     ) -> None:
-        told: dict[asyncio.AbstractEventLoop, list[_Waiting]] = {}
+        told: dict[asyncio.AbstractEventLoop, list[tuple[Ended, Turn]]] = {}
         with self._state:
             # Cancelled ones are not there any more.
             for number, read, at in began:
@@ -287,11 +288,11 @@ class ApartBatcher:
             for number in over:
                 if (waiting := self._waiting.pop(number, None)) is not None:
                     del self._by_turn[id(waiting.turn)]
-                    told.setdefault(waiting.loop, []).append(waiting)
+                    told.setdefault(waiting.loop, []).append((waiting.ended, waiting.turn))
         self._drew(len(tokens))
         for loop, some in told.items():
             with contextlib.suppress(RuntimeError):  # the loop has ended before us
-                loop.call_soon_threadsafe(_tell, some)
+                loop.call_soon_threadsafe(tell, some)
 
     def _lost(self) -> None:
         """The process is gone, or nobody can talk to it."""
@@ -301,8 +302,3 @@ class ApartBatcher:
             self._state.notify_all()
         if first and ready and not stopping:
             self._exited(self._reason or "its process ended")
-
-
-def _tell(ended: list[_Waiting]) -> None:
-    for one in ended:
-        one.ended(one.turn, None)
