@@ -35,6 +35,8 @@ HANDED_OUT: Final = "TROUPE_REWARD_CORES"
 
 _NOBODY: Final = 65534
 _FILES: Final = 256
+# Mounted for each sandbox anew; nothing of the host's may cover them.
+_PRIVATE: Final = ("/proc", "/dev", "/tmp")
 # What programs find at the root of a Linux system, beside the interpreter's own folders.
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _CONFIGURATION: Final = (
@@ -110,9 +112,11 @@ class Cage:
             *(["--seccomp", "9"] if filtered else []),
             *_namespaces(),
             *(["--as-pid-1"] if first else []),
+            # The private places first: an interpreter below the host's /tmp would be covered.
+            *self._private(),
             *_root([*files, *_imports()]),
             *(["--ro-bind", self.source, SOURCE] if self.source else []),
-            *self._private(),
+            *("--remount-ro", "/", "--chdir", "/tmp"),
             *(sys.executable, "-P", *program),
             *(f"--{name}={value}" for name, value in self.limits().items()),
         ]
@@ -128,7 +132,6 @@ class Cage:
             *("--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/tmp"),
             # Shared memory is a disk too.
             *("--size", size, "--tmpfs", "/dev/shm"),
-            *("--remount-ro", "/", "--chdir", "/tmp"),
         ]
 
 
@@ -172,10 +175,15 @@ def _root(paths: Sequence[str]) -> list[str]:
     # Where links lead to, too; the outer before the inner, which would be covered by it.
     every = {place(entry) for entry in wanted for place in (os.path.abspath, os.path.realpath)}
     for path in sorted(every, key=lambda path: (path.count(os.sep), path)):
-        if not _inside(path, binds):
+        if not _inside(path, binds) and not _covers_private(path):
             binds[path] = ["--ro-bind-try", path, path]
     return [word for words in binds.values() for word in words]
 
 
 def _inside(path: str, binds: Mapping[str, object]) -> bool:
     return any(path == bound or path.startswith(bound + os.sep) for bound in binds)
+
+
+def _covers_private(path: str) -> bool:
+    """An import path may be /tmp itself, or the root, where the service was started there."""
+    return any(f"{private}/".startswith(path.rstrip("/") + "/") for private in _PRIVATE)
