@@ -20,6 +20,7 @@ from services.orchestrator.redis_access import RedisUnavailable
 from services.orchestrator.room import drop_tables
 from services.orchestrator.runner import JobRunner
 from troupe.job import JobSpec, JobSpecError, parse_job
+from troupe.job.advice import advice
 from troupe.job.compatibility import Difference, differences, incompatible
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
@@ -89,6 +90,7 @@ class Jobs:
                 found = await self._shared.store.get(job_id)
                 same_submission(found, record)
                 return found
+            await self._advise(job_id, spec)
             self.launch(job_id)
         return record
 
@@ -139,6 +141,7 @@ class Jobs:
                     orch.Notice.SEVERITY_INFO,
                     f"goes on under another specification: {text}",
                 )
+                await self._advise(job_id, record.spec())
             await self._runner_before(job_id)
             self.launch(job_id)
             return record
@@ -225,6 +228,10 @@ class Jobs:
         """Wait for the runner that wrote the job's last state; it has nothing left to do."""
         if (task := self._tasks.get(job_id)) is not None:
             await asyncio.gather(task, return_exceptions=True)
+
+    async def _advise(self, job_id: str, spec: JobSpec) -> None:
+        for line in advice(spec):
+            await self._shared.log.notice(job_id, orch.Notice.SEVERITY_WARNING, line)
 
     async def _wait_for_redis(self) -> None:
         while True:

@@ -134,6 +134,9 @@ def test_set_changes_fields_before_validation(run: Run, job_yaml: str, tmp_path:
         f"{path} is a valid job: 2 agents, trains checker, solver, 7 steps; "
         "whether its code can be imported: --imports\n",
     )
+    status, out, _ = run("job", "validate", str(path), *good, "--set", "pipeline.alpha=3")
+    assert (status, out.count("\n")) == (0, 2)
+    assert out.splitlines()[1].startswith("note: pipeline.alpha = 3: without effect in mode `")
     for assignment, message in (
         ("pipeline.stps=7", "pipeline.stps = 7: there is no such field"),
         ("pipeline", "--set = 'pipeline': is not of the form key.path=value"),

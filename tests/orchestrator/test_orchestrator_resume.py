@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.cluster import Cluster, job_yaml
-from troupe.rpc import FailedPrecondition, InvalidArgument
+from troupe.rpc import FailedPrecondition, InvalidArgument, new_id
 from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
 
 POLICIES = ("checker", "solver")
 
@@ -24,7 +25,7 @@ async def paused(cluster: Cluster) -> str:
 
 async def test_a_job_may_go_on_for_longer(cluster: Cluster) -> None:
     job_id = await paused(cluster)
-    changed = job_yaml(pipeline__steps=4, limits__turn_seconds=7)
+    changed = job_yaml(pipeline__steps=4, pipeline__alpha=3, limits__turn_seconds=7)
     job = await cluster.resume(job_id, changed)
     assert job.total_steps == 4
     await cluster.resume(job_id, changed)  # repeated: the same
@@ -35,6 +36,16 @@ async def test_a_job_may_go_on_for_longer(cluster: Cluster) -> None:
     assert "steps: 4" in (cluster.directory / job_id / "job.yaml").read_text()
     notices = await cluster.notices(job_id)
     assert any("pipeline.steps: 2 -> 4" in text for text in notices)
+    assert sum("pipeline.alpha = 3: without effect" in text for text in notices) == 1
+
+
+async def test_what_is_without_effect_is_told_once_when_it_is_submitted(cluster: Cluster) -> None:
+    request = orch.SubmitJobRequest(request_id=new_id(), spec=job_yaml(pipeline__alpha=3))
+    job_id = (await cluster.api.SubmitJob(request)).job.job_id
+    await cluster.api.SubmitJob(request)
+    told = [text for text in await cluster.notices(job_id) if "without effect" in text]
+    assert [text.partition(":")[0] for text in told] == ["pipeline.alpha = 3"]
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
 
 
 async def test_another_job_is_refused_with_the_difference(cluster: Cluster) -> None:

@@ -14,6 +14,7 @@ from troupe.client.cli.imports import try_imports
 from troupe.client.cli.reference import reference
 from troupe.client.overrides import apply
 from troupe.job import JobSpec, load_job, parse_job
+from troupe.job.advice import advice
 
 app = typer.Typer(
     help="The job specification: schema, validation, reference.", no_args_is_help=True
@@ -49,7 +50,8 @@ def validate(
         ),
     ] = False,
 ) -> None:
-    """Check a job file; every fault is one line, and the exit status is 2."""
+    """Check a job file; every fault is one line, and the exit status is 2. So is what has no
+    effect, which is no fault."""
     spec = load_with(path, assignments or [])
     code = "whether its code can be imported: --imports"
     if imports:
@@ -62,6 +64,8 @@ def validate(
         highlight=False,
         soft_wrap=True,
     )
+    for line in advice(spec):
+        Console().print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(name="reference")

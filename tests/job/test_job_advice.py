@@ -1,0 +1,68 @@
+"""What a valid job says that is without effect is told, by its path; the rest is let be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import job_yaml
+from troupe.job import JobSpec, parse_job
+from troupe.job.advice import advice
+
+
+def told(**over: Any) -> list[str]:
+    """Paths and values that advice is given about."""
+    spec = parse_job(job_yaml(**over))
+    # As the orchestrator keeps it, every default written out, it is the same job.
+    assert advice(JobSpec.model_validate_json(spec.model_dump_json())) == advice(spec)
+    return [line.partition(":")[0] for line in advice(spec)]
+
+
+@pytest.mark.parametrize(
+    ("over", "line"),
+    [
+        ({"pipeline__alpha": 3}, "pipeline.alpha = 3"),
+        ({"pipeline__max_refills": 3}, "pipeline.max_refills = 3"),
+        ({"pipeline__group_size": 1}, "pipeline.group_size = 1"),
+        ({"policies__solver__alpha": 1}, "policies.solver.alpha = 1"),
+        (
+            {"policies__solver__optimizer": {"warmup_steps": 2}},
+            "policies.solver.optimizer.warmup_steps = 2",
+        ),
+        (
+            {"policies__solver__trainable": False, "policies__solver__trainer": {"gang": 2}},
+            "policies.solver.trainer.gang = 2",
+        ),
+        (
+            {"policies__solver__trainable": False, "policies__solver__optimizer": {"lr": 0.5}},
+            "policies.solver.optimizer.lr = 0.5",
+        ),
+        (
+            {"policies__solver__engine": {"launch": ["--tp", "2"]}},
+            "policies.solver.engine.launch = ['--tp', '2']",
+        ),
+        (
+            {"policies__solver__engine": {"kind": "sglang", "own_process": True}},
+            "policies.solver.engine.own_process = True",
+        ),
+    ],
+)
+def test_what_is_without_effect_is_told(over: dict[str, Any], line: str) -> None:
+    assert told(**over) == [line]
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {},
+        {"pipeline__mode": "async", "pipeline__alpha": 3, "policies__solver__alpha": 2},
+        {"pipeline__dynamic_sampling": True, "pipeline__max_refills": 3},
+        {"pipeline__group_size": 1, "algorithm__advantage": "rae"},
+        {"policies__solver__optimizer": {"warmup_steps": 1}},
+        {"policies__solver__trainable": False},
+        {"policies__solver__engine": {"kind": "sglang", "launch": ["--tp", "2"]}},
+    ],
+)
+def test_what_has_its_effect_is_not(over: dict[str, Any]) -> None:
+    assert told(**over) == []
