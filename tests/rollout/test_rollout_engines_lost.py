@@ -201,7 +201,7 @@ async def test_an_update_that_fails_everywhere_is_reported_and_can_be_repeated(
     ref = house.publish("big", 1)
     request = pb.UpdateWeightsRequest(request_id="u1", weights=ref)
     with pytest.raises(Unavailable, match="the link broke"):
-        await house.rollout.UpdateWeights(request, timeout=1)
+        await house.rollout.UpdateWeights(request, timeout=3)
     assert (await house.run_one()).state == COMPLETED
     engine.failing_updates = 0
     await house.update(ref)
