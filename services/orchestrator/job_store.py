@@ -150,19 +150,15 @@ class JobStore:
         update = {"evaluated": str(step), **fields}
         return await self._record(job_id, epoch, ("evaluated", str(previous)), step, values, update)
 
-    async def note_checkpoint(
+    async def note_checkpoints(
         self, job_id: str, epoch: int, step: int, problem: pb.Problem | None
     ) -> None:
-        """The checkpoint after `step` steps was written, or could not be because of `problem`."""
+        """The checkpoints after `step` steps were written; or could not be, because of `problem`:
+        whoever takes the job over at this step tries again."""
         await self.check_epoch(job_id, epoch)
-        await self._redis.call(
-            "HSET",
-            JobKeys(job_id).record,
-            "checkpointed",
-            str(step),
-            "checkpoint_problem",
-            problem_field(problem),
-        )
+        done = () if problem else ("checkpointed", str(step))
+        fields = (*done, "checkpoint_problem", problem_field(problem))
+        await self._redis.call("HSET", JobKeys(job_id).record, *fields)
 
     async def check_epoch(self, job_id: str, epoch: int) -> None:
         """Raise `Superseded` unless `epoch` is the newest."""

@@ -43,11 +43,6 @@ class Progress:
         complete = self._population is not None and self._population.stopped
         return complete or self._record.step >= self._job.spec.pipeline.steps
 
-    @property
-    def checkpoint_problem(self) -> pb.Problem | None:
-        """Why the newest checkpoint is missing, if it is."""
-        return self._record.checkpoint_problem
-
     async def advance(self) -> None:
         """Do all steps up to the next one after which something is due, or those that are open
         after `close`."""
@@ -82,7 +77,11 @@ class Progress:
         return min([spec.pipeline.steps, *due])
 
     async def catch_up(self) -> bool:
-        """Do what is due at this step and not done yet: a checkpoint, an evaluation. True."""
+        """Do what is due at this step and not done yet: a checkpoint, an evaluation. True.
+
+        Raises why the last checkpoint is missing, if it is: without it nobody gets what was
+        learned. A resumed job tries it again.
+        """
         spec, step = self._job.spec, self._record.step
         if self._population is not None:
             began = self._record.started_at or self._record.created_at
@@ -95,6 +94,8 @@ class Progress:
         due = step == 0 or self._due(spec.evaluation.every)
         if due and spec.evaluation.queries > 0 and self._record.evaluated != step:
             await self._evaluate()
+        if self.finished and (problem := self._record.checkpoint_problem) is not None:
+            raise TroupeError.from_problem(problem)
         return True
 
     def _due(self, every: int) -> bool:
@@ -113,7 +114,8 @@ class Progress:
         await self._copy(orch.MetricsLogged(step=record.step, values=values))
 
     async def _checkpoint(self) -> None:
-        """Save every trained policy. One that cannot be saved costs its checkpoint, not the job."""
+        """Save every trained policy. Before the last step one that cannot be saved costs its
+        checkpoint, not the job."""
         job, step = self._job, self._record.step
         job.show(f"saving checkpoints after step {step}", step=step)
         policies = job.spec.trained_policies
@@ -136,7 +138,7 @@ class Progress:
                 await job.info(f"{what}: {result.path}")
         if len(saved) == len(policies):
             await self._write_manifest(saved)
-        await job.shared.store.note_checkpoint(job.job_id, job.epoch, step, problem)
+        await job.shared.store.note_checkpoints(job.job_id, job.epoch, step, problem)
         self._record = replace(self._record, checkpointed=step, checkpoint_problem=problem)
 
     async def _write_manifest(self, saved: Mapping[str, tr.SaveCheckpointResponse]) -> None:

@@ -172,7 +172,7 @@ class JobRunner:
         # Engines stay up, so that people can generate, until another job needs the room.
         await self._let_members_go()
         await trainers.release(self._shared.settings.cleanup_seconds)
-        await self._move(pb.JOB_STATE_SUCCEEDED, progress.checkpoint_problem)
+        await self._move(pb.JOB_STATE_SUCCEEDED)
         if self._job.spec.pipeline.max_uses > 1:
             await free_tables(self._shared, self._job_id)
         return self._shared.log.forget(self._job_id)

@@ -47,7 +47,9 @@ def on_disk(*directories: Path) -> int:
     return sum(4096 * (1 + file.stat().st_size // 4096) for file in files)
 
 
-async def test_a_full_disk_costs_the_newest_checkpoint_only(cluster: Standing) -> None:
+async def test_a_full_disk_costs_the_newest_checkpoint_until_there_is_room(
+    cluster: Standing,
+) -> None:
     saved = on_disk(cluster.models / "solver", cluster.models / "checker")
     text = cluster.yaml(**{"checkpoint.every": 1, "checkpoint.keep": 3})
     # Room for what is saved after the first step, not for what comes after the second.
@@ -59,7 +61,7 @@ async def test_a_full_disk_costs_the_newest_checkpoint_only(cluster: Standing) -
         for one in left:
             AutoModelForCausalLM.from_pretrained(one.path)
             AutoTokenizer.from_pretrained(one.path)
-    assert end.job.state == JobState.SUCCEEDED
+    assert end.job.state == JobState.FAILED
     assert end.job.versions == {"solver": 2, "checker": 2}
     assert (end.problem.kind, end.problem.field) == ("storage_full", "data_dir")
     assert "no checkpoint of" in str(end.problem)
@@ -68,6 +70,13 @@ async def test_a_full_disk_costs_the_newest_checkpoint_only(cluster: Standing) -
         re.match(r"no checkpoint of \w+ after step 2: .*no room for a checkpoint in", text)
         for text in end.notices
     )
+    async with cluster.client() as client:
+        handle = client.job("full")
+        await handle.resume()
+        end = await ended(handle)
+        assert (end.job.state, end.job.step) == (JobState.SUCCEEDED, 2)
+        left = await handle.checkpoints()
+    assert {(one.policy, one.version) for one in left} == {("solver", 2), ("checker", 2)}
 
 
 async def test_a_full_disk_for_training_state_fails_the_job_until_there_is_room(

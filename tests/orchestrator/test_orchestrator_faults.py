@@ -9,6 +9,7 @@ from tests.support.fake_rollout import RolloutScript
 from tests.support.fake_trainer import TrainerScript
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
 
 POLICIES = ("checker", "solver")
 RUNNING = (pb.JOB_STATE_RUNNING,)
@@ -217,14 +218,24 @@ async def test_a_tokenizer_that_does_not_match_fails_the_job(cluster: Cluster) -
     assert job.problem.kind == "tokenizer_mismatch"
 
 
-async def test_a_full_disk_costs_the_checkpoint_only(cluster: Cluster) -> None:
+async def test_a_job_whose_last_checkpoint_is_missing_fails_and_resumed_writes_it(
+    cluster: Cluster,
+) -> None:
     cluster.trainers[0].script.disk_full = True
-    job_id = await cluster.submit(job_yaml(checkpoint__every=1))
-    problem = await finish(cluster, job_id)
-    assert problem.kind == "disk_full"
-    assert "no checkpoint of" in problem.message
+    job_id = await cluster.submit(job_yaml(checkpoint__every=1, evaluation__queries=1))
+    job = await cluster.wait(job_id)
+    assert (job.state, job.step, job.problem.kind) == (pb.JOB_STATE_FAILED, 2, "disk_full")
+    assert "no checkpoint of" in job.problem.message
+    assert (job.problem.field, job.problem.remedy) == ("data_dir", "Free some space.")
     texts = await cluster.notices(job_id)
     assert any("no checkpoint of solver after step 1" in text for text in texts)
+    assert job.after  # it was evaluated all the same
+    cluster.trainers[0].script.disk_full = False
+    await cluster.resume(job_id)
+    assert not (await finish(cluster, job_id)).kind
+    request = orch.ListCheckpointsRequest(job_id=job_id)
+    saved = (await cluster.api.ListCheckpoints(request)).checkpoints
+    assert {(one.policy, one.version) for one in saved} == {("solver", 2), ("checker", 2)}
 
 
 async def test_a_checkpoint_that_works_again_clears_the_problem(cluster: Cluster) -> None:
