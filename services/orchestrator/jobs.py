@@ -20,7 +20,6 @@ from services.orchestrator.redis_access import RedisUnavailable
 from services.orchestrator.room import drop_tables
 from services.orchestrator.runner import JobRunner
 from troupe.job import JobSpec, JobSpecError, parse_job
-from troupe.job.advice import advice
 from troupe.job.compatibility import Difference, differences, incompatible
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
@@ -89,8 +88,8 @@ class Jobs:
             if not await self._shared.store.create(record):
                 found = await self._shared.store.get(job_id)
                 same_submission(found, record)
+                self._launch_if_left(found)
                 return found
-            await self._advise(job_id, spec)
             self.launch(job_id)
         return record
 
@@ -127,6 +126,7 @@ class Jobs:
                         value=changes[0].path,
                         remedy="Pause the job, then resume it with the new specification.",
                     )
+                self._launch_if_left(record)
                 return record
             record = await self._shared.store.move(
                 job_id,
@@ -141,7 +141,6 @@ class Jobs:
                     orch.Notice.SEVERITY_INFO,
                     f"goes on under another specification: {text}",
                 )
-                await self._advise(job_id, record.spec())
             await self._runner_before(job_id)
             self.launch(job_id)
             return record
@@ -229,9 +228,10 @@ class Jobs:
         if (task := self._tasks.get(job_id)) is not None:
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _advise(self, job_id: str, spec: JobSpec) -> None:
-        for line in advice(spec):
-            await self._shared.log.notice(job_id, orch.Notice.SEVERITY_WARNING, line)
+    def _launch_if_left(self, record: JobRecord) -> None:
+        """Run a job whose submission, or resume, was cut off before it was launched."""
+        if record.state == pb.JOB_STATE_SUBMITTED and record.job_id not in self._tasks:
+            self.launch(record.job_id)
 
     async def _wait_for_redis(self) -> None:
         while True:

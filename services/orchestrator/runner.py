@@ -32,6 +32,7 @@ from services.orchestrator.sinks import Sinks, make_directory
 from services.orchestrator.step_rollout import Crew
 from services.orchestrator.table_watch import TableWatch
 from services.orchestrator.training import Trainers
+from troupe.job.advice import advice
 from troupe.rpc import FailedPrecondition, Internal, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
@@ -180,6 +181,9 @@ class JobRunner:
     async def _bind(self) -> Trainers:
         """Wait for workers, declare the tables, bind every policy at the ledger's version."""
         job, shared = self._job, self._shared
+        if self._record.state == pb.JOB_STATE_SUBMITTED:
+            for line in advice(job.spec):
+                await job.warn(line)
         await self._move(pb.JOB_STATE_STARTING)
         await make_directory(job.directory, job.spec)
         self._sinks = Sinks(job.spec, self._job_id, job.directory)

@@ -4,6 +4,9 @@ import asyncio
 
 import pytest
 
+from services.orchestrator.job_store import JobStore
+from services.orchestrator.records import JobRecord
+from services.orchestrator.redis_access import RedisUnavailable
 from services.orchestrator.room import make_room
 from tests.support.cluster import Cluster, job_yaml
 from troupe.rpc import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, new_id
@@ -26,6 +29,21 @@ async def test_submitting_again_finds_the_same_job(cluster: Cluster) -> None:
     assert again.job_id == first.job_id
     assert len((await cluster.api.ListJobs(orch.ListJobsRequest())).jobs) >= 1
     await cluster.wait(first.job_id)
+
+
+async def test_a_submission_that_was_cut_off_is_carried_out_when_it_is_repeated(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = JobStore.create
+
+    async def cut_off(self: JobStore, record: JobRecord) -> bool:
+        if await create(self, record):
+            raise RedisUnavailable("gone for a moment")
+        return False
+
+    monkeypatch.setattr(JobStore, "create", cut_off)
+    job_id = await cluster.submit(job_yaml())  # clients repeat what was unavailable
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
 
 
 async def test_an_id_of_another_job_is_refused(cluster: Cluster) -> None:
