@@ -36,7 +36,7 @@ HANDED_OUT: Final = "TROUPE_REWARD_CORES"
 _NOBODY: Final = 65534
 _FILES: Final = 256
 # Mounted for each sandbox anew; nothing of the host's may cover them.
-_PRIVATE: Final = ("/proc", "/dev", "/tmp")
+_PRIVATE: Final = ("/proc", "/dev", "/dev/shm", "/tmp")
 # What programs find at the root of a Linux system, beside the interpreter's own folders.
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _CONFIGURATION: Final = (
@@ -80,7 +80,7 @@ class Cage:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(imports)}
             command = [sys.executable, "-P", worker.__file__, str(os.getpid())]
             if self.reads or self.writes:
-                programs = [sys.base_prefix, sys.prefix, worker.__file__, *imports]
+                programs = [sys.base_prefix, sys.prefix, worker.__file__, *filter(_shown, imports)]
                 command.append(f"--landlock={json.dumps([self.reads, self.writes, programs])}")
             return command, environment
         return self.wrap([worker.__file__, "0"])
@@ -94,6 +94,7 @@ class Cage:
         Raises FailedPrecondition ("no_sandbox").
         """
         files = [word for word in program if os.path.isabs(word)]
+        imports = [entry for entry in _imports() if _shown(entry)]
         environment = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": "/tmp",
@@ -101,7 +102,7 @@ class Cage:
             "OMP_NUM_THREADS": "1",
             # Whether the cores that a call finds are its own, or everybody's.
             HANDED_OUT: os.environ.get(HANDED_OUT, "0"),
-            "PYTHONPATH": os.pathsep.join([*([SOURCE] if self.source else []), *_imports()]),
+            "PYTHONPATH": os.pathsep.join([*([SOURCE] if self.source else []), *imports]),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         filtered = filter_path()
@@ -114,7 +115,7 @@ class Cage:
             *(["--as-pid-1"] if first else []),
             # The private places first: an interpreter below the host's /tmp would be covered.
             *self._private(),
-            *_root([*files, *_imports()]),
+            *_root([*files, *imports]),
             *(["--ro-bind", self.source, SOURCE] if self.source else []),
             *("--remount-ro", "/", "--chdir", "/tmp"),
             *(sys.executable, "-P", *program),
@@ -172,10 +173,10 @@ def _root(paths: Sequence[str]) -> list[str]:
     for path in _CONFIGURATION:
         binds[path] = ["--ro-bind-try", path, path]
     wanted = [sys.base_prefix, sys.prefix, *paths]
-    # Where links lead to, too; the outer before the inner, which would be covered by it.
-    every = {place(entry) for entry in wanted for place in (os.path.abspath, os.path.realpath)}
+    # The outer before the inner, which would be covered by it.
+    every = {place for entry in wanted for place in _places(entry)}
     for path in sorted(every, key=lambda path: (path.count(os.sep), path)):
-        if not _inside(path, binds) and not _covers_private(path):
+        if not _inside(path, binds):
             binds[path] = ["--ro-bind-try", path, path]
     return [word for words in binds.values() for word in words]
 
@@ -184,6 +185,14 @@ def _inside(path: str, binds: Mapping[str, object]) -> bool:
     return any(path == bound or path.startswith(bound + os.sep) for bound in binds)
 
 
-def _covers_private(path: str) -> bool:
-    """An import path may be /tmp itself, or the root, where the service was started there."""
-    return any(f"{private}/".startswith(path.rstrip("/") + "/") for private in _PRIVATE)
+def _places(path: str) -> set[str]:
+    """Where it is, and where links lead to; POSIX lets a path begin with two slashes."""
+    return {"/" + place(path).lstrip("/") for place in (os.path.abspath, os.path.realpath)}
+
+
+def _shown(path: str) -> bool:
+    """Whether a sandbox may see all of an import path: not /tmp itself, nor the root, where the
+    service was started there."""
+    private = {place for entry in _PRIVATE for place in _places(entry)}
+    above = [place.rstrip("/") + "/" for place in _places(path)]
+    return not any(f"{place}/".startswith(one) for place in private for one in above)

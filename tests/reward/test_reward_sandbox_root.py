@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,30 +29,77 @@ except OSError as error:
 open("/tmp/mine", "w").close()
 os.remove("/tmp/mine")
 tmp, host = os.listdir("/tmp"), os.path.exists("/etc/passwd")
-print(json.dumps({"prefix": sys.prefix, "tmp": tmp, "host": host, "written": written}))
+shared = os.listdir("/dev/shm")
+print(
+    json.dumps(
+        {
+            "prefix": sys.prefix,
+            "tmp": tmp,
+            "host": host,
+            "written": written,
+            "shared": shared,
+        }
+    )
+)
 """
 
 
-def test_what_lies_below_tmp_is_seen_and_imports_from_tmp_or_the_root_uncover_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shown = shown_below_tmp()
+@pytest.fixture
+def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        venv, program = Path(folder, "venv"), Path(folder, "imports", "program.py")
-        subprocess.run(
-            [sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60
-        )
-        program.parent.mkdir()
-        program.write_text(_TELLS_WHAT_IT_SEES)
-        monkeypatch.setattr(sys, "path", ["/", "/tmp", str(program.parent), *sys.path])
-        monkeypatch.setattr(sys, "executable", str(venv / "bin" / "python"))
-        monkeypatch.setattr(sys, "prefix", str(venv))
-        command, environment = Cage(LEVEL, processes=8, disk_mib=8).wrap([str(program)])
-        run = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True, timeout=60
-        )
-    seen = json.loads(run.stdout)
+        yield Path(folder)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A file in the host's shared memory."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        yield Path(file.name)
+
+
+def ran(command: list[str], environment: Mapping[str, str]) -> str:
+    """What a program printed."""
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    return run.stdout
+
+
+@pytest.mark.parametrize(
+    "outer", ["/", "//", "/tmp", "//tmp", "/tmp/", "/dev/shm", "//dev", "LINK"]
+)
+def test_what_lies_below_tmp_is_seen_and_an_import_path_uncovers_nothing(
+    outer: str, folder: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below = shown_below_tmp()
+    venv, program = folder / "venv", folder / "imports" / "program.py"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    program.parent.mkdir()
+    program.write_text(_TELLS_WHAT_IT_SEES)
+    if outer == "LINK":
+        outer = str(folder / "link")
+        Path(outer).symlink_to("/tmp")
+    monkeypatch.setattr(sys, "path", [outer, str(program.parent), *sys.path])
+    monkeypatch.setattr(sys, "executable", str(venv / "bin" / "python"))
+    monkeypatch.setattr(sys, "prefix", str(venv))
+    cage = Cage(LEVEL, processes=8, disk_mib=8)
+    command, environment = cage.wrap([str(program)])
+    assert outer not in environment["PYTHONPATH"].split(os.pathsep)
+    seen = json.loads(ran(command, environment))
     assert seen["prefix"] == str(venv)
-    assert set(seen["tmp"]) == {Path(folder).name} | shown
+    assert set(seen["tmp"]) == {folder.name} | below
     assert seen["host"] is False
     assert seen["written"] == "EROFS"
+    assert shared.exists()
+    assert seen["shared"] == []
+
+
+@pytest.mark.parametrize("outer", ["/", "//tmp"])
+def test_what_a_process_may_read_is_no_more_for_where_the_service_was_started(
+    outer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [outer, *sys.path])
+    command, _ = Cage(reads=("/models",)).launch()
+    _, _, programs = json.loads(command[-1].removeprefix("--landlock="))
+    assert outer not in programs
+    assert sys.prefix in programs
