@@ -60,8 +60,6 @@ class TurnBackend:
     ) -> Generation:
         """One turn, within the turn's and the trajectory's time. Raises `TurnError`."""
         policy = self._policies[agent]
-        task = asyncio.current_task()
-        assert task is not None
         await self._ahead.wait(policy.name, self._clock)
         seconds = self._clock.bound(self._turn_seconds)
         if seconds <= 0:
@@ -75,6 +73,8 @@ class TurnBackend:
             home = self._homes[policy.name] = Home()
         request_id = f"{self._trajectory_id}/{self._asked}"
         self._asked += 1
+        task = asyncio.current_task()
+        assert task is not None
         self._pending[task] = agent
         try:
             with self._clock.elsewhere():
@@ -91,6 +91,8 @@ class TurnBackend:
                 )
         finally:
             self._pending.pop(task, None)
+            # An error's traceback keeps this frame, and the task its error: no cycle of the two.
+            del task
         if generation.versions:
             self._began(policy.name, generation.versions[0].version)
         return generation

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from troupe.workflow.columns import Columns
@@ -14,14 +16,15 @@ class Reply:
     """One generation, as the workflow sees it."""
 
     __slots__ = (
+        "__weakref__",
         "_reward",
+        "_siblings",
         "agent",
         "columns",
         "content",
         "finish_reason",
         "logprobs",
         "prompt_ids",
-        "siblings",
         "text",
         "token_ids",
         "tool_calls",
@@ -55,11 +58,24 @@ class Reply:
         """The text apart from `tool_calls`."""
         self.tool_calls = tool_calls
         """Calls that it makes of the tools that it was offered."""
-        self.siblings: tuple[Reply, ...] = ()
-        """All replies of its `chat(n=...)`, itself among them; none when it was drawn alone."""
+        self._siblings: tuple[weakref.ref[Reply], ...] = ()
         self.columns = Columns(f"{agent}[{turn}]", len(token_ids))
         """Further values that are stored with this turn's sample: `reply.columns[name] = value`."""
         self._reward: float | None = None
+
+    @property
+    def siblings(self) -> tuple[Reply, ...]:
+        """All replies of its `chat(n=...)`, itself among them; none when it was drawn alone.
+
+        Their trajectory keeps them. Without it those are left that somebody else keeps.
+        """
+        found = (reply() for reply in self._siblings)
+        return tuple(reply for reply in found if reply is not None)
+
+    @siblings.setter
+    def siblings(self, replies: Sequence[Reply]) -> None:
+        # Replies that kept each other would stay until the garbage collector comes.
+        self._siblings = tuple(weakref.ref(reply) for reply in replies)
 
     @property
     def message(self) -> dict[str, Any]:

@@ -187,9 +187,14 @@ class EmbeddedEngine(EngineFront):
     def _fail_turns(self, error: Exception) -> None:
         for turn in self._turns:
             future = self._waiting.get(turn.request_id)
-            if future is not None and not future.done():
-                self._drop(turn)
+            if future is None or future.done():
+                continue
+            self._drop(turn)
+            generation = turn.result(aborted=True)
+            if generation.finish_reason == "abort":
                 future.set_exception(error)
+            else:  # it has its last token, and would have been told soon (`endings`)
+                future.set_result(generation)
 
     async def _release(self, tags: frozenset[Memory]) -> None:
         batcher, self._batcher = self._batcher, None

@@ -22,14 +22,18 @@ GROUP: Final = 64
 STEPS: Final = 12
 
 
-def tell(ended: Sequence[tuple[Ended, Turn]], steps: int = 0) -> None:
-    """Call every `ended` for its turn, in their order, the first in `steps` steps of the running
-    loop."""
-    loop = asyncio.get_running_loop()
-    if steps:
-        loop.call_soon(tell, ended, steps - 1)
-        return
+def tell(ended: Sequence[tuple[Ended, Turn]]) -> None:
+    """Call every `ended` for its turn, in their order: the first `GROUP` now, others soon."""
     for call, turn in ended[:GROUP]:
         call(turn, None)
     if len(ended) > GROUP:
-        loop.call_soon(tell, ended[GROUP:], STEPS - 1)
+        _after(STEPS, ended[GROUP:])
+
+
+def _after(steps: int, ended: Sequence[tuple[Ended, Turn]]) -> None:
+    """`tell` in `steps` steps of the running loop."""
+    loop = asyncio.get_running_loop()
+    if steps > 1:
+        loop.call_soon(_after, steps - 1, ended)
+    else:
+        loop.call_soon(tell, ended)

@@ -6,9 +6,14 @@ import asyncio
 
 import pytest
 
-from services.rollout.engines.base import SamplingParams
+from services.rollout.engines.base import Generation, SamplingParams
+from services.rollout.engines.continuous import Ended
+from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.endings import GROUP, STEPS, tell
+from services.rollout.engines.errors import TurnReturned
 from services.rollout.engines.turns import Turn
+from troupe.job import PolicySpec
+from troupe.v1 import common_pb2 as pb
 
 
 def turns(count: int) -> list[Turn]:
@@ -16,6 +21,44 @@ def turns(count: int) -> list[Turn]:
     return [
         Turn(str(n), [1], how, max_new_tokens=1, stop_ids=frozenset(), seed=n) for n in range(count)
     ]
+
+
+class Idle:
+    """A batcher in which nothing happens by itself."""
+
+    alive = True
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[Ended, Turn]] = []
+
+    def submit(self, turn: Turn, ended: Ended) -> None:
+        self.submitted.append((ended, turn))
+
+    def cancel(self, turn: Turn) -> None:
+        turn.closed = True
+
+
+async def generating(
+    count: int,
+) -> tuple[EmbeddedEngine, list[asyncio.Task[Generation]], list[tuple[Ended, Turn]]]:
+    """An engine that has begun so many turns of one token, its calls, and what its batcher has."""
+    model = {"config": {"model_type": "qwen3"}, "tokenizer": "nowhere"}
+    how = {"in_flight": "restart", "max_running": count}
+    spec = PolicySpec.model_validate({"model": model, "engine": how})
+    engine, batcher = EmbeddedEngine("e", "p", spec), Idle()
+    engine.max_context = 100
+    engine._batcher = batcher  # type: ignore[assignment]
+    engine._life.started()
+    engine._life.updating(1)
+    engine._life.verified(1, "")
+    asked = SamplingParams(max_new_tokens=1, seed=0)
+    calls = [
+        asyncio.create_task(engine.generate(str(n), [1], asked, deadline_seconds=60))
+        for n in range(count)
+    ]
+    await asyncio.sleep(0.01)
+    assert len(batcher.submitted) == count
+    return engine, calls, batcher.submitted
 
 
 @pytest.mark.parametrize("count", [0, 1, GROUP, GROUP + 1, 5 * GROUP + 3])
@@ -50,3 +93,25 @@ async def test_what_follows_the_first_group_is_done_before_the_next_one_is_told(
     groups = [moves[n : n + GROUP] for n in range(0, len(moves), GROUP)]
     assert [{what for what, _ in group} for group in groups] == [{"told"}, {"done"}] * 3
     assert [number for what, number in moves if what == "done"] == list(range(3 * GROUP))
+
+
+@pytest.mark.parametrize("died", [False, True])
+async def test_a_turn_that_waits_to_be_told_is_not_lost_with_its_engine(died: bool) -> None:
+    count = 2 * GROUP
+    engine, calls, some = await generating(count)
+    for _, turn in some:
+        turn.append(5, -1.0, 1)
+    tell(some[:-1])  # the last one has its token, too, and the pass has not said so yet
+    if died:
+        engine._die("gone")
+    else:
+        engine._give_back(pb.WeightsRef(version=2))
+    got = await asyncio.gather(*calls)
+    assert [generation.token_ids for generation in got] == [[5]] * count
+
+
+async def test_one_that_has_tokens_to_come_is_given_back() -> None:
+    engine, [call], _ = await generating(1)
+    engine._give_back(pb.WeightsRef(version=2))
+    with pytest.raises(TurnReturned):
+        await call
