@@ -35,12 +35,24 @@ def told(**over: Any) -> list[str]:
             "policies.solver.trainer.gang = 2",
         ),
         (
+            {"policies__solver__trainable": False, "policies__solver__alpha": 2},
+            "policies.solver.alpha = 2",
+        ),
+        (
+            {
+                "policies__solver__trainable": False,
+                "policies__solver__alpha": 2,
+                "pipeline__mode": "async",
+            },
+            "policies.solver.alpha = 2",
+        ),
+        (
             {"policies__solver__trainable": False, "policies__solver__optimizer": {"lr": 0.5}},
             "policies.solver.optimizer.lr = 0.5",
         ),
         (
-            {"policies__solver__engine": {"launch": ["--tp", "2"]}},
-            "policies.solver.engine.launch = ['--tp', '2']",
+            {"policies__solver__engine": {"launch": ["--api-key", "secret"]}},
+            "policies.solver.engine.launch",
         ),
         (
             {"policies__solver__engine": {"kind": "sglang", "own_process": True}},
@@ -59,10 +71,22 @@ def test_what_is_without_effect_is_told(over: dict[str, Any], line: str) -> None
         {"pipeline__mode": "async", "pipeline__alpha": 3, "policies__solver__alpha": 2},
         {"pipeline__dynamic_sampling": True, "pipeline__max_refills": 3},
         {"pipeline__group_size": 1, "algorithm__advantage": "rae"},
+        {"pipeline__group_size": 1, "algorithm__kl_coefficient": 0.1},
         {"policies__solver__optimizer": {"warmup_steps": 1}},
-        {"policies__solver__trainable": False},
+        {"policies__solver__trainable": False, "policies__solver__trainer": {"idle_seconds": 5}},
         {"policies__solver__engine": {"kind": "sglang", "launch": ["--tp", "2"]}},
     ],
 )
 def test_what_has_its_effect_is_not(over: dict[str, Any]) -> None:
     assert told(**over) == []
+
+
+def test_all_that_is_without_effect_is_told() -> None:
+    trainer = {"gang": 2, "forward_tokens": 64}
+    assert told(
+        pipeline__alpha=3, policies__solver__trainable=False, policies__solver__trainer=trainer
+    ) == [
+        "pipeline.alpha = 3",
+        "policies.solver.trainer.forward_tokens = 64",
+        "policies.solver.trainer.gang = 2",
+    ]

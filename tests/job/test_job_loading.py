@@ -68,6 +68,7 @@ def test_home_is_that_of_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
             "given twice; a server is one engine",
         ),
         ({"policies__solver__engine": {"urls": ["gpu-1"]}}, "engine.urls: 'gpu-1' is not of the"),
+        ({"policies__solver__engine": {"urls": ["http://gpu-1:1"]}}, "kind `sglang`, not `embed"),
         ({"agents__solver__policy": "solvr"}, "agents.solver.policy: 'solvr' is not a policy"),
         ({"policies__solver__trainable": False}, "policies: none is trainable"),
         ({"pipeline__required_columns": ["reward"]}, "every sample waits for 'reward' anyway"),

@@ -92,7 +92,10 @@ def test_a_league_has_learners_that_no_agent_names() -> None:
         ),
         ({"algorithm": "regularized"}, "population.algorithm: nothing holds 'player'"),
         ({"game": ""}, "population.game = ''"),
-        ({"engine": {"urls": ["http://a:1"] * 1}, "slots": 2}, "cannot be shared out evenly"),
+        (
+            {"engine": {"kind": "sglang", "urls": ["http://a:1"]}, "slots": 2},
+            "cannot be shared out evenly",
+        ),
     ],
 )
 def test_what_cannot_be_played_is_refused(population: dict[str, Any], says: str) -> None:

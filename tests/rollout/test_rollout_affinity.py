@@ -63,7 +63,11 @@ def test_a_paced_engine_says_what_its_cost_model_does() -> None:
     ("changes", "message"),
     [
         (
-            {"policies": {"big": {"engine": {"pools": POOLS, "urls": ["http://h:1"]}}}},
+            {
+                "policies": {
+                    "big": {"engine": {"kind": "sglang", "pools": POOLS, "urls": ["http://h:1"]}}
+                }
+            },
             "they have 3 replicas, but `urls` names 1",
         ),
         (

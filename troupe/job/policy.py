@@ -173,6 +173,15 @@ class EngineSpec(Section):
         return urls
 
     @model_validator(mode="after")
+    def _attaches(self) -> Self:
+        if self.urls and self.kind != "sglang":
+            raise ValueError(
+                f"urls: servers are attached with kind `sglang`, not `{self.kind}`; use that, or "
+                "leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _pools_match(self) -> Self:
         pooled = sum(pool.replicas for pool in self.pools)
         if self.pools and self.urls and pooled != len(self.urls):

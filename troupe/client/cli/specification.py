@@ -50,8 +50,8 @@ def validate(
         ),
     ] = False,
 ) -> None:
-    """Check a job file; every fault is one line, and the exit status is 2. So is what has no
-    effect, which is no fault."""
+    """Check a job file; every fault is one line, and the exit status is 2. What is without effect
+    is noted, and is no fault."""
     spec = load_with(path, assignments or [])
     code = "whether its code can be imported: --imports"
     if imports:
