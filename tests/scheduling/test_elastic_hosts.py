@@ -88,6 +88,27 @@ def test_what_one_host_keeps_back_starts_where_units_lie_idle() -> None:
     ]
 
 
+def test_what_is_kept_back_is_not_overtaken_on_its_host() -> None:
+    greedy, one = Elastic("cores", (1, 4), (4.0, 1.0)), Elastic("cores", (1,), (1.0,))
+    options = {"a": greedy, "b": Elastic("cores", (2,), (1.0,)), "c": one}
+    queue, rules = [Action(n, 0.0, elastic=e) for n, e in options.items()], Rules(depth=2)
+    # One core lies idle beside `a`. It is too few for `b`, and `c` is behind that.
+    assert on(decide_over([cores("x", 5)], queue, 0.0, rules)) == {"a": "x"}
+    # Elsewhere it takes nothing of what `b` waits for.
+    hosts = [cores("x", 5), cores("y", 1, Running({"cores": 9}, 99.0))]
+    assert on(decide_over(hosts, queue, 0.0, rules)) == {"a": "x", "c": "y"}
+    # Nor is it overtaken where somebody behind them all found no core.
+    options = {
+        "a": one,
+        "b": Elastic("cores", (1, 3), (4.0, 1.0)),
+        "c": Elastic("cores", (3,), (1.0,)),
+        "d": one,
+        "e": one,
+    }
+    queue = [Action(n, 0.0, elastic=e) for n, e in options.items()]
+    assert on(decide_over([cores("x", 6)], queue, 0.0, rules)) == {"a": "x", "b": "x"}
+
+
 def test_a_quota_belongs_to_no_host() -> None:
     hosts = [cores("x", 4), cores("y", 4)]
     judge = [Action(f"j{i}", float(i), needs={"cores": 1, "judge": 1}) for i in range(3)]

@@ -88,7 +88,7 @@ class _Place:
     def block(self, resources: Iterable[str], order: int) -> None:
         """Nobody behind gets any of these."""
         for resource in resources:
-            self.blocked.setdefault(resource, order)
+            self.blocked[resource] = min(order, self.blocked.get(resource, order))
             self.left.setdefault(resource, 0)
 
     def distance(self, needs: Amounts) -> tuple[bool, int, int]:
@@ -163,13 +163,13 @@ def decide_over(
     places = [_Place(index, host) for index, host in enumerate(hosts)]
     waiting = _place(places, queue, rules, dict(shared), frozenset(quotas))
     started: list[tuple[int, Placed]] = []
-    held: list[tuple[int, Action]] = []
+    held: list[tuple[int, Action, _Place]] = []
     for place in places:
         if place.members:
             behind = waiting[place.index :: len(places)]
             started += _split(place, behind, now, rules, held)
     # What a host keeps back, so that others there get more, may start where units lie idle.
-    for order, action in sorted(held, key=lambda pair: pair[0]):
+    for order, action, keeper in sorted(held, key=lambda entry: entry[0]):
         assert action.elastic is not None  # others are not kept back
         needs = {r: need for r, need in action.least.items() if r not in shared}
         fitting = [p for p in places if p.takes(action) and not p.lacks(needs, order)]
@@ -181,6 +181,8 @@ def decide_over(
                 if resource in needs:
                     found.left[resource] -= amount
             started.append((order, Placed(action, granted.holds, granted.seconds, found.host.name)))
+        else:  # it is the next one there: what is kept back behind it does not overtake it
+            keeper.block(needs, order)
     started.sort(key=lambda pair: pair[0])
     return [placed for _, placed in started]
 
@@ -282,7 +284,7 @@ def _split(
     behind: Sequence[Action],
     now: float,
     rules: Rules,
-    held: list[tuple[int, Action]],
+    held: list[tuple[int, Action, _Place]],
 ) -> list[tuple[int, Placed]]:
     """How much the members of `place` get; those that are kept back are added to `held`."""
     levels = split(
@@ -292,7 +294,7 @@ def _split(
     for order, action in place.members:
         level = levels.get(action.action_id)
         if action.elastic is not None and level is None:
-            held.append((order, action))
+            held.append((order, action, place))
             continue
         granted = grant(action, level)
         started.append((order, Placed(action, granted.holds, granted.seconds, place.host.name)))
