@@ -16,8 +16,9 @@ _MARK: Final = secrets.randbits(8 * _WORD)
 class Marks:
     """Words at the end of every `step` bytes (a multiple of 8) of the memory to be received into.
 
-    For transports that write in order and in the thread that asks, as those within a machine do:
-    what lies before a word that was overwritten has come. The rest of the last step is not seen.
+    For transports that write in order, in the thread that asks, and whole words between two
+    questions, as those within a machine do: what lies before a word that was overwritten has come.
+    The rest of the last step is not seen.
     """
 
     def __init__(self, memory: memoryview, step: int = STEP_BYTES) -> None:
