@@ -150,7 +150,7 @@ class JobStore:
         update = {"evaluated": str(step), **fields}
         return await self._record(job_id, epoch, ("evaluated", str(previous)), step, values, update)
 
-    async def note_checkpoints(
+    async def note_checkpoint(
         self, job_id: str, epoch: int, step: int, problem: pb.Problem | None
     ) -> None:
         """The checkpoints after `step` steps were written; or could not be, because of `problem`:

@@ -138,7 +138,7 @@ class Progress:
                 await job.info(f"{what}: {result.path}")
         if len(saved) == len(policies):
             await self._write_manifest(saved)
-        await job.shared.store.note_checkpoints(job.job_id, job.epoch, step, problem)
+        await job.shared.store.note_checkpoint(job.job_id, job.epoch, step, problem)
         self._record = replace(self._record, checkpointed=step, checkpoint_problem=problem)
 
     async def _write_manifest(self, saved: Mapping[str, tr.SaveCheckpointResponse]) -> None:

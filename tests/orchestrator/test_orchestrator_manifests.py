@@ -54,7 +54,7 @@ async def test_a_manifest_names_what_belongs_together(cluster: Cluster, mode: st
 async def test_no_manifest_without_all_checkpoints(cluster: Cluster) -> None:
     cluster.trainers[0].script.disk_full = True
     job_id = await cluster.submit(job_yaml(pipeline__steps=1))
-    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+    assert (await cluster.wait(job_id)).state == pb.JOB_STATE_FAILED
     assert manifests(cluster.directory / job_id) == {}
 
 
