@@ -6,10 +6,10 @@ behind, and they should stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from troupe.job.policy import EngineSpec, OptimizerSpec, PolicySpec
-from troupe.job.sections import PipelineSpec
+from troupe.job.section import Section
 from troupe.job.spec import JobSpec
 from troupe.job.training import TrainerSpec
 
@@ -27,11 +27,11 @@ def advice(spec: JobSpec) -> list[str]:
 
 
 def _pipeline(spec: JobSpec) -> Iterator[str]:
-    pipeline, usual = spec.pipeline, PipelineSpec(steps=1, queries_per_step=1)
-    if pipeline.mode != "async" and pipeline.alpha != usual.alpha:
+    pipeline = spec.pipeline
+    for given in _given(pipeline, ["alpha"] if pipeline.mode != "async" else []):
         yield (
-            f"pipeline.alpha = {pipeline.alpha}: without effect in mode `{pipeline.mode}`, where "
-            "all samples are of the newest version; use mode `async`, or leave it out"
+            f"pipeline.{given}: without effect in mode `{pipeline.mode}`, where all samples are of "
+            "the newest version; use mode `async`, or leave it out"
         )
     if pipeline.max_refills and not pipeline.dynamic_sampling:
         yield (
@@ -78,36 +78,30 @@ def _policies(spec: JobSpec) -> Iterator[str]:
 
 
 def _engine(field: str, engine: EngineSpec) -> Iterator[str]:
-    usual = EngineSpec()
     for kind, names in _OF_ONE_KIND.items():
-        for name in names:
-            if engine.kind != kind and _differ(engine, usual, name):
-                yield (
-                    f"{field}.engine.{_shown(engine, name)}: without effect with kind "
-                    f"`{engine.kind}`; use kind `{kind}`, or leave it out"
-                )
+        for given in _given(engine, names if engine.kind != kind else []):
+            yield (
+                f"{field}.engine.{given}: without effect with kind `{engine.kind}`; use kind "
+                f"`{kind}`, or leave it out"
+            )
 
 
 def _frozen(field: str, policy: PolicySpec) -> Iterator[str]:
-    given = [] if policy.alpha is None else [_shown(policy, "alpha")]
-    for section, usual in (("optimizer", OptimizerSpec()), ("trainer", TrainerSpec())):
-        own = getattr(policy, section)
-        given += [
-            f"{section}.{_shown(own, name)}"
-            for name in type(usual).model_fields
-            if name not in _OF_SEATS and _differ(own, usual, name)
-        ]
-    for one in given:
+    own_trainer = [name for name in TrainerSpec.model_fields if name not in _OF_SEATS]
+    for given in (
+        *_given(policy, ["alpha"]),
+        *(f"optimizer.{one}" for one in _given(policy.optimizer, OptimizerSpec.model_fields)),
+        *(f"trainer.{one}" for one in _given(policy.trainer, own_trainer)),
+    ):
         yield (
-            f"{field}.{one}: without effect, the policy is frozen; set `trainable: true`, or leave "
-            "it out"
+            f"{field}.{given}: without effect, the policy is frozen; set `trainable: true`, or "
+            "leave it out"
         )
 
 
-def _shown(section: object, name: str) -> str:
-    value = getattr(section, name)
-    return f"{name} = {value}" if isinstance(value, int | float) else name
-
-
-def _differ(one: object, other: object, key: str) -> bool:
-    return bool(getattr(one, key) != getattr(other, key))
+def _given(section: Section, names: Iterable[str]) -> Iterator[str]:
+    """Those of the fields that are not at their defaults, as they are told."""
+    for name in names:
+        value = getattr(section, name)
+        if value != type(section).model_fields[name].get_default(call_default_factory=True):
+            yield f"{name} = {value}" if isinstance(value, int | float) else name
