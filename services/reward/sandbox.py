@@ -35,7 +35,7 @@ HANDED_OUT: Final = "TROUPE_REWARD_CORES"
 
 _NOBODY: Final = 65534
 _FILES: Final = 256
-# Mounted for each sandbox anew; nothing of the host's may cover them.
+# What `_private` mounts for each sandbox anew; nothing of the host's may cover it.
 _PRIVATE: Final = ("/proc", "/dev", "/dev/shm", "/tmp")
 # What programs find at the root of a Linux system, beside the interpreter's own folders.
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -80,7 +80,7 @@ class Cage:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(imports)}
             command = [sys.executable, "-P", worker.__file__, str(os.getpid())]
             if self.reads or self.writes:
-                programs = [sys.base_prefix, sys.prefix, worker.__file__, *filter(_shown, imports)]
+                programs = [sys.base_prefix, sys.prefix, worker.__file__, *_shown(imports)]
                 command.append(f"--landlock={json.dumps([self.reads, self.writes, programs])}")
             return command, environment
         return self.wrap([worker.__file__, "0"])
@@ -94,7 +94,7 @@ class Cage:
         Raises FailedPrecondition ("no_sandbox").
         """
         files = [word for word in program if os.path.isabs(word)]
-        imports = [entry for entry in _imports() if _shown(entry)]
+        imports = _shown(_imports())
         environment = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": "/tmp",
@@ -190,9 +190,13 @@ def _places(path: str) -> set[str]:
     return {"/" + place(path).lstrip("/") for place in (os.path.abspath, os.path.realpath)}
 
 
-def _shown(path: str) -> bool:
-    """Whether a sandbox may see all of an import path: not /tmp itself, nor the root, where the
-    service was started there."""
-    private = {place for entry in _PRIVATE for place in _places(entry)}
-    above = [place.rstrip("/") + "/" for place in _places(path)]
-    return not any(f"{place}/".startswith(one) for place in private for one in above)
+def _shown(imports: Sequence[str]) -> list[str]:
+    """Those that a sandbox may see all of: not /tmp itself, nor the root, where the service was
+    started there."""
+    private = [f"{place}/" for entry in _PRIVATE for place in _places(entry)]
+
+    def covers(path: str) -> bool:
+        above = [place.rstrip("/") + "/" for place in _places(path)]
+        return any(place.startswith(one) for place in private for one in above)
+
+    return [path for path in imports if not covers(path)]

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,14 +57,6 @@ def shared() -> Iterator[Path]:
         yield Path(file.name)
 
 
-def ran(command: list[str], environment: Mapping[str, str]) -> str:
-    """What a program printed."""
-    run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=60
-    )
-    return run.stdout
-
-
 @pytest.mark.parametrize(
     "outer", ["/", "//", "/tmp", "//tmp", "/tmp/", "/dev/shm", "//dev", "LINK"]
 )
@@ -85,7 +77,10 @@ def test_what_lies_below_tmp_is_seen_and_an_import_path_uncovers_nothing(
     cage = Cage(LEVEL, processes=8, disk_mib=8)
     command, environment = cage.wrap([str(program)])
     assert outer not in environment["PYTHONPATH"].split(os.pathsep)
-    seen = json.loads(ran(command, environment))
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    seen = json.loads(run.stdout)
     assert seen["prefix"] == str(venv)
     assert set(seen["tmp"]) == {folder.name} | below
     assert seen["host"] is False
