@@ -25,7 +25,7 @@ import json
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -134,10 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, help="steps per round and row")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args(arguments)
     console = Console(stderr=options.json, width=130)
     base = QUICK if options.quick else FULL
-    plan = Plan(base.size, base.work, options.steps or base.steps, options.rounds or base.rounds)
+    work = replace(base.work, dtype=options.dtype)
+    plan = Plan(base.size, work, options.steps or base.steps, options.rounds or base.rounds)
     with scratch() as directory:
         rates = asyncio.run(measure(directory, plan, console))
     found = ratios(rates)

@@ -88,7 +88,7 @@ def trainer(model_dir: str, work: Work, batch: int, out: str) -> GRPOTrainer:
         adam_beta2=work.beta2,
         adam_epsilon=1e-8,
         max_grad_norm=work.max_grad_norm,
-        bf16=False,
+        bf16=work.dtype == "bfloat16",
         use_cpu=True,
         gradient_checkpointing=False,
         logging_steps=1,

@@ -52,7 +52,7 @@ def job(name: str, models: list[Path], work: Work, *, waves: int = 1, **pipeline
             "agents": {n: {"policy": n, "sampling": {"max_new_tokens": TOKENS}} for n in names},
             "policies": {
                 n: {
-                    "model": {"path": str(model)},
+                    "model": {"path": str(model), "dtype": work.dtype},
                     "optimizer": {
                         "lr": work.lr,
                         "betas": [work.beta1, work.beta2],

@@ -48,6 +48,8 @@ class Work:
     beta2: float = 0.95
     clip: float = 0.2
     max_grad_norm: float = 1.0
+    # Of products; weights and optimizer are float32 on both sides.
+    dtype: str = "float32"
 
     @property
     def samples(self) -> int:

@@ -53,13 +53,13 @@ def packed_attention(
     odd = sorted(name for name in _UNKNOWN if kwargs.get(name) is not None)
     if odd or dropout or attention_mask is not None or len(query) != 1:
         raise ValueError(f"packed attention knows no {odd or 'dropout, mask or batch'}")
+    if is_short(packing, query, key, value):
+        return short_attention(packing, query, key, value, scaling, sliding_window), None
     if torch.is_autocast_enabled(query.device.type):  # here, where it halves what is gathered
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if _has_kernel(query, value):
         return _any_lengths(packing, query, key, value, scaling, sliding_window), None
-    if is_short(packing, query, key, value):
-        return short_attention(packing, query, key, value, scaling, sliding_window), None
     outputs = [
         _attend(block, query, key, value, scaling, sliding_window) for block in packing.blocks
     ]

@@ -4,7 +4,8 @@ transformers spells RMSNorm and rotary embedding out in operators of a few hundr
 each, whose results all go to memory and are read again in the backward pass: a sixth of an update
 of a small model. Here each is one function with a backward pass of its own. It takes the place of
 what a model has where it was tried out to give the same, value and gradient, and only for what it
-was measured with, float32 on a CPU without autocast; else the model's own is called.
+was measured with: float32 on a CPU, and what autocast makes of it there; else the model's own is
+called. Under autocast all is still computed in float32, and rounded where a product would round it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 _ROTARY: Final = "apply_rotary_pos_emb"
 # Of values of about 1 in float32; a formula that differs does so by far more.
@@ -35,11 +37,14 @@ def use_kernels(model: torch.nn.Module) -> int:
     changed = 0
     if not any(_is_plain(parameter) for parameter in model.parameters()):
         return changed
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    within = {part for layer in layers for part in layer.modules()}
     for module in model.modules():
         if "forward" in vars(module):
             continue
         if _is_rms_norm(module):
-            module.forward = types.MethodType(_norm, module)
+            norm = _norm_within if module in within else _norm
+            module.forward = types.MethodType(norm, module)
             changed += 1
         elif (forward := _rotated(type(module).forward)) is not None:
             module.forward = types.MethodType(forward, module)
@@ -51,24 +56,27 @@ def use_kernels(model: torch.nn.Module) -> int:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x * r * w with r = 1 / sqrt(mean(x^2) + eps), over the last dimension D."""
+    """y = x * r * w with r = 1 / sqrt(mean(x^2) + eps), over the last dimension D, as `kind`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, kind: torch.dtype
+    ) -> torch.Tensor:
+        whole = x.float()
+        norm = torch.linalg.vector_norm(whole, dim=-1, keepdim=True)
         r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
-        return torch.mul(x, r).mul_(weight)
+        return torch.mul(whole, r).mul_(weight).to(kind)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Layer norm around a mean of zero, which takes mean(grad * w) * r off besides.
         x, weight, r = ctx.saved_tensors
-        size = x.shape[-1]
+        size, grad = x.shape[-1], grad.float()
         by_x, by_weight, _ = torch.ops.aten.native_layer_norm_backward(
             grad,
-            x,
+            x.float(),
             [size],
             torch.zeros_like(r),
             r,
@@ -78,16 +86,34 @@ class _RMSNorm(torch.autograd.Function):
         )
         if ctx.needs_input_grad[0]:
             taken = torch.mv(grad.reshape(-1, size), weight).view_as(r)
-            by_x.add_(taken.mul_(r).div_(size))
-        return by_x, by_weight, None
+            by_x = by_x.add_(taken.mul_(r).div_(size)).to(x.dtype)
+        return by_x, by_weight, None, None
 
 
 def _norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """`forward` of a module of which `_is_rms_norm`."""
-    if not _is_plain(hidden_states, module.weight) or not hidden_states.numel():
-        own: torch.Tensor = type(module).forward(module, hidden_states)
+    return _normed(module, hidden_states, torch.float32)
+
+
+def _norm_within(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """The same of a module of a layer.
+
+    A layer's norm of the residual stream, which autocast leaves in float32, is an operand of
+    products alone, each of which would round it by itself. A norm of what a product gave is turned
+    or added in float32.
+    """
+    kind = torch.float32
+    if torch.is_autocast_enabled("cpu") and hidden_states.dtype == torch.float32:
+        kind = torch.get_autocast_dtype("cpu")
+    return _normed(module, hidden_states, kind)
+
+
+def _normed(module: Any, x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    fits = _is_plain(module.weight) and (_is_plain(x) or _is_rounded(x))
+    if not fits or not x.numel():
+        own: torch.Tensor = type(module).forward(module, x)
         return own
-    found: torch.Tensor = _RMSNorm.apply(hidden_states, module.weight, _eps(module))  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _RMSNorm.apply(x, module.weight, _eps(module), kind)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -113,7 +139,7 @@ def _same_norm(module: torch.nn.Module, size: int, eps: float) -> bool:
         return torch.func.functional_call(module, {"weight": weight}, (x,))
 
     def ours(x: torch.Tensor, weight: torch.Tensor) -> Any:
-        return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        return _RMSNorm.apply(x, weight, eps, torch.float32)  # type: ignore[no-untyped-call]
 
     # Where eps is all, where it is nothing, and between.
     for scale in (eps, eps**0.5, 1.0, 100.0):
@@ -167,6 +193,8 @@ class _Rotary:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`q`, `k` [B, H, T, D]; `cos`, `sin` [B, T, D], which no gradient reaches."""
+        if _is_rounded(q) and _is_rounded(k):  # the model's own would promote them
+            q, k = q.float(), k.float()
         if args or kwargs or not self._fits(q, k, cos, sin):
             return self._own(q, k, cos, sin, *args, **kwargs)
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -215,11 +243,16 @@ def _same_rotary(own: _Rotate) -> bool:
     return True
 
 
-def _is_plain(*tensors: torch.Tensor) -> bool:
-    return not torch.is_autocast_enabled("cpu") and all(
-        t.dtype == torch.float32 and t.device.type == "cpu" and not isinstance(t, DTensor)
-        for t in tensors
+def _is_plain(*tensors: torch.Tensor, kind: torch.dtype = torch.float32) -> bool:
+    return all(
+        t.dtype == kind and t.device.type == "cpu" and not isinstance(t, DTensor) for t in tensors
     )
+
+
+def _is_rounded(states: torch.Tensor) -> bool:
+    """Whether these come from a product under autocast."""
+    autocast = torch.is_autocast_enabled("cpu")
+    return autocast and _is_plain(states, kind=torch.get_autocast_dtype("cpu"))
 
 
 def _alike(

@@ -5,6 +5,9 @@ longer than their products where rows are short; its backward pass most of all. 
 (packing.py) is one product of all of its rows and heads, and what is gathered for it is gathered
 once, for queries of a group of heads that share keys together. The weights of the queries are kept
 for the backward pass, which is little beside the rest of a layer as long as rows are short.
+
+All of it is float32, also of states that autocast made bfloat16: what would be saved is little, and
+the output is rounded once.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from services.trainer.packing import Block, Packing
 
 # Keys of a row: more of them, and the kernel that keeps no weights is as fast.
 _LONGEST: Final = 128
+_TYPES: Final = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,8 @@ class _Gather:
 
 def is_short(packing: Packing, query: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether attention among these states is computed faster here than by a kernel."""
-    plain = query.device.type == "cpu" and query.dtype == torch.float32
-    alike = all(t.dtype == query.dtype for t in others)
-    return plain and alike and all(block.shape[2] <= _LONGEST for block in packing.blocks)
+    plain = all(t.device.type == "cpu" and t.dtype in _TYPES for t in (query, *others))
+    return plain and all(block.shape[2] <= _LONGEST for block in packing.blocks)
 
 
 def short_attention(
@@ -89,7 +92,8 @@ def short_attention(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Output [1, T, H, E] of queries [1, H, T, D], keys [1, G, T, D], values [1, G, T, E].
+    """Output [1, T, H, E] of queries [1, H, T, D], keys [1, G, T, D], values [1, G, T, E], in the
+    type of the values.
 
     `window`: tokens that a token looks back on, itself included; None: all before it.
     """
@@ -99,14 +103,15 @@ def short_attention(
         gather = packing.made[heads, window] = _Gather.of(packing, heads, window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     shapes = [block.shape for block in packing.blocks]
-    output: torch.Tensor = _ShortAttention.apply(  # type: ignore[no-untyped-call]
-        # All of it views, forward and back: [T, heads, D].
-        *(states.squeeze(0).transpose(0, 1) for states in (query, key, value)),
-        gather,
-        heads,
-        shapes,
-        scale,
-    )
+    with torch.autocast("cpu", enabled=False):
+        output: torch.Tensor = _ShortAttention.apply(  # type: ignore[no-untyped-call]
+            # All of it views, forward and back: [T, heads, D].
+            *(states.squeeze(0).transpose(0, 1) for states in (query, key, value)),
+            gather,
+            heads,
+            shapes,
+            scale,
+        )
     return output.unsqueeze(0)
 
 
@@ -122,9 +127,9 @@ class _ShortAttention(torch.autograd.Function):
         shapes: Sequence[tuple[int, int, int]],
         scale: float,
     ) -> torch.Tensor:
-        queries = _table(query).index_select(0, gather.queries).mul_(scale)
-        keys = _table(key).index_select(0, gather.keys)
-        values = _table(value).index_select(0, gather.keys)
+        queries = _chosen(query, gather.queries).mul_(scale)
+        keys = _chosen(key, gather.keys)
+        values = _chosen(value, gather.keys)
         outputs = values.new_empty(len(queries), value.shape[-1])
         weights: list[torch.Tensor] = []
         for part, bias in zip(_parts(shapes, heads), gather.biases, strict=True):
@@ -135,17 +140,19 @@ class _ShortAttention(torch.autograd.Function):
             torch.bmm(weights[-1], part.keys(values), out=part.queries(outputs))
         ctx.save_for_backward(queries, keys, values, *weights)
         ctx.gather, ctx.heads, ctx.shapes, ctx.scale = gather, heads, shapes, scale
-        found = outputs.index_select(0, gather.places)
+        ctx.types = [t.dtype for t in (query, key, value)]
+        found = outputs.index_select(0, gather.places).to(value.dtype)
         return found.view(len(query), heads.queries, -1)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         queries, keys, values, *weights = ctx.saved_tensors
         gather: _Gather = ctx.gather
         heads: _Heads = ctx.heads
         tokens = len(grad)
-        slopes = _table(grad).index_select(0, gather.queries)
+        slopes = _chosen(grad, gather.queries)
         slopes.index_fill_(0, gather.idle, 0.0)
         by_query, by_key, by_value = (torch.empty_like(t) for t in (queries, keys, values))
         for part, own in zip(_parts(ctx.shapes, heads), weights, strict=True):
@@ -159,7 +166,8 @@ class _ShortAttention(torch.autograd.Function):
         for each in (by_key, by_value):
             total = each.new_zeros(tokens * heads.keys, each.shape[-1])
             found.append(total.index_add_(0, gather.keys, each))
-        return *(t.view(tokens, -1, t.shape[-1]) for t in found), None, None, None, None
+        grads = (t.to(kind).view(tokens, -1, t.shape[-1]) for t, kind in zip(found, ctx.types, strict=True))
+        return *grads, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -195,9 +203,10 @@ def _parts(shapes: Sequence[tuple[int, int, int]], heads: _Heads) -> list[_Part]
     return found
 
 
-def _table(states: torch.Tensor) -> torch.Tensor:
-    """[T * heads, D] of [T, heads, D]: a view of what a projection returned."""
-    return states.reshape(-1, states.shape[-1])
+def _chosen(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """float32 [n, D]: of states [T, heads, D] those of so many tokens and heads."""
+    table = states.reshape(-1, states.shape[-1])  # a view of what a projection returned
+    return table.index_select(0, index).float()
 
 
 def _bias(block: Block, window: int | None) -> torch.Tensor:

@@ -29,14 +29,29 @@ def segments_of(rows: list[tuple[int, int]]) -> list[Segment]:
     return found
 
 
-def attend(packing: Packing, tokens: int, heads: tuple[int, int], **how: Any) -> list[torch.Tensor]:
-    """Output and gradients of random states, laid out as projections leave them."""
+def attend(
+    packing: Packing,
+    tokens: int,
+    heads: tuple[int, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    rounds: bool = False,
+    **how: Any,
+) -> list[torch.Tensor]:
+    """Output and gradients of random states of `dtype`, laid out as projections leave them.
+
+    `rounds`: all that is given is rounded to bfloat16 before, whatever it is kept as.
+    """
     torch.manual_seed(0)
     sizes = (heads[0], WIDTH), (heads[1], WIDTH), (heads[1], WIDTH + 2)
-    leaves = [torch.randn(1, tokens, *size, requires_grad=True) for size in sizes]
+    drawn = [torch.randn(1, tokens, *size) for size in sizes]
+    slope = torch.randn(1, tokens, heads[0], WIDTH + 2)
+    if rounds:
+        *drawn, slope = (t.bfloat16().float() for t in (*drawn, slope))
+    leaves = [t.to(dtype).requires_grad_() for t in drawn]
     q, k, v = (leaf.transpose(1, 2) for leaf in leaves)
     output, _ = packed_attention(torch.nn.Module(), q, k, v, None, packing=packing, **how)
-    grads = torch.autograd.grad((output * torch.randn_like(output)).sum(), leaves)
+    grads = torch.autograd.grad(output, leaves, slope.to(output.dtype))
     return [output.detach(), *grads]
 
 
@@ -47,11 +62,11 @@ def by_definition(
     torch.manual_seed(0)
     sizes = (heads[0], WIDTH), (heads[1], WIDTH), (heads[1], WIDTH + 2)
     leaves = [torch.randn(1, tokens, *size, requires_grad=True) for size in sizes]
+    slope = torch.randn(1, tokens, heads[0], WIDTH + 2)
     share = heads[0] // heads[1]
     q, k, v = (leaf.double()[0] for leaf in leaves)
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    output = torch.zeros(1, tokens, heads[0], WIDTH + 2)
-    parts = torch.zeros_like(output, dtype=torch.float64)
+    parts = torch.zeros(1, tokens, heads[0], WIDTH + 2, dtype=torch.float64)
     for segment in segments:
         path = torch.from_numpy(segment.path)
         seen = torch.ones(len(path), len(path), dtype=torch.bool).tril()
@@ -61,7 +76,7 @@ def by_definition(
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         own = torch.einsum("hqk,khd->qhd", weights, v[path])[segment.shared :]
         parts = parts.index_put((torch.tensor([0]), path[segment.shared :]), own)
-    grads = torch.autograd.grad((parts * torch.randn_like(output)).sum(), leaves)
+    grads = torch.autograd.grad((parts * slope).sum(), leaves)
     return [parts.detach().float(), *grads]
 
 
@@ -105,6 +120,19 @@ def test_the_kernel_has_long_rows_and_other_precisions(monkeypatch: pytest.Monke
     assert not calls
     with torch.autocast("cpu", dtype=torch.bfloat16):
         attend(short, 131, (2, 1))
+    assert not calls
+    attend(short, 131, (2, 1), dtype=torch.float64)
     assert len(calls) == 2
     attend(Packing.of(segments_of([(128, 0), (4, 125)])), 132, (2, 1))
     assert len(calls) == 4
+
+
+def test_rounded_states_attend_in_float32() -> None:
+    packing = Packing.of(segments_of([(30, 0), (7, 20), (9, 3)]))
+    states = attend(packing, 46, (4, 2), rounds=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = attend(packing, 46, (4, 2), dtype=torch.bfloat16)
+    assert {t.dtype for t in found} == {torch.bfloat16}
+    for ours, own in zip(found, states, strict=True):
+        # Rounded once, behind everything.
+        torch.testing.assert_close(ours.float(), own, rtol=2**-8, atol=1e-6)

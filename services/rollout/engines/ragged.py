@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 
 from services.rollout.engines.slots import MASKED, Run, SlotCache, padded
 
@@ -52,8 +52,12 @@ class Members:
 class RaggedCache(SlotCache):
     """Slots whose passes are planned by what they consist of."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, config: PretrainedConfig, dtype: torch.dtype, *, running: int, max_context: int
+    ) -> None:
+        """As `SlotCache`, of a model of `dtype`."""
+        kept = kept_as(dtype, max_context)
+        super().__init__(config, kept, running=running, max_context=max_context)
         self.members: list[Members] = []
         # [rows * kv_heads]: where the pass's keys go, in a layer's keys as [..., dim].
         self.places = torch.empty(0, dtype=torch.long)
@@ -114,6 +118,17 @@ class RaggedCache(SlotCache):
         return Members(b, 1, k, rows, gather, real, slots, mask)
 
 
+def kept_as(dtype: torch.dtype, max_context: int) -> torch.dtype:
+    """Type of the keys and values of a model of `dtype`.
+
+    Half precision would lose the scores' digits between two products, and the fused kernel takes
+    twice as long as them: float32 where all turns attend by products. Longer contexts are read
+    faster in half precision, and need the memory.
+    """
+    few = padded(max_context - 1) <= _FEW_KEYS
+    return torch.promote_types(dtype, torch.float32) if few else dtype
+
+
 def _alike(run: Run) -> tuple[int, int]:
     """Runs with the same value are padded to each other where they are neighbours."""
     return run.tokens.bit_length(), padded(run.start + run.tokens - 1)
@@ -139,16 +154,16 @@ def slot_attention(
     keys, values = cache.keys[layer], cache.values[layer]
     _, heads, rows, dim = query.shape
     for kept, new in ((keys, key), (values, value)):
-        kept.view(-1, dim).index_copy_(0, cache.places, new[0].transpose(0, 1).reshape(-1, dim))
+        fresh = new[0].transpose(0, 1).reshape(-1, dim).to(kept.dtype)
+        kept.view(-1, dim).index_copy_(0, cache.places, fresh)
     repeat = heads // cache.heads
-    packed = query[0].transpose(0, 1).reshape(rows, heads * dim)
+    packed = query[0].transpose(0, 1).reshape(rows, heads * dim).to(cache.dtype)
     out = torch.empty_like(packed)
     for some in cache.members:
         b, q, k = some.b, some.q, some.k
         chosen = packed[some.rows] if some.gather is None else packed[some.gather]
         # Heads that share keys become further queries: [b, kv_heads, repeat * q, dim].
         asked = chosen.view(b, q, cache.heads, repeat, dim).permute(0, 2, 3, 1, 4)
-        # Half precision would lose the scores' digits between the two products.
         few = q == 1 and k <= _FEW_KEYS and cache.dtype == torch.float32
         attend = _products if few else _fused
         result = attend(
@@ -161,7 +176,7 @@ def slot_attention(
         result = result.view(b, cache.heads, repeat, q, dim).permute(0, 3, 1, 2, 4)
         result = result.reshape(b * q, heads * dim)
         out[some.rows] = result if some.real is None else result[some.real]
-    return out.view(1, rows, heads, dim), None
+    return out.view(1, rows, heads, dim).to(query.dtype), None
 
 
 def _fused(

@@ -24,7 +24,7 @@ from services.rollout.engines import attention
 from services.rollout.engines.continuous import PASS_SECONDS, STEP_TOKENS, Ended
 from services.rollout.engines.endings import tell
 from services.rollout.engines.gate import PromptGate
-from services.rollout.engines.ragged import NAME, RaggedCache
+from services.rollout.engines.ragged import NAME, RaggedCache, kept_as
 from services.rollout.engines.sampling import Draw, draw
 from services.rollout.engines.shelves import Shelves, Slot
 from services.rollout.engines.slots import CACHE_BYTES, LENGTHS, Run, SlotCache, padded, slot_bytes
@@ -324,4 +324,5 @@ def fits_slots(model: PreTrainedModel, max_running: int, max_context: int) -> bo
     turns as may run at full length."""
     if not attention.supports(model.config) or max_context > LENGTHS[-1]:
         return False
-    return max_running * slot_bytes(model.config, model.dtype, max_context) <= CACHE_BYTES
+    kept = kept_as(model.dtype, max_context)
+    return max_running * slot_bytes(model.config, kept, max_context) <= CACHE_BYTES

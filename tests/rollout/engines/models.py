@@ -30,11 +30,11 @@ CONFIG = {
 }
 
 
-def policy_spec(**engine: object) -> PolicySpec:
-    """A policy of the tiny model; `engine` overrides fields of its engine section."""
+def policy_spec(dtype: str = "float32", **engine: object) -> PolicySpec:
+    """A policy of the tiny model in `dtype`; `engine` overrides fields of its engine section."""
     settings = {"max_running": 64, "max_context": 256, **engine}
     return PolicySpec(
-        model=ModelSpec(config=CONFIG, tokenizer="unused"),
+        model=ModelSpec.model_validate({"config": CONFIG, "tokenizer": "unused", "dtype": dtype}),
         engine=EngineSpec.model_validate(settings),
     )
 

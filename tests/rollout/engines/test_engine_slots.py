@@ -16,7 +16,7 @@ from services.rollout.engines import ragged, slotted
 from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.shelves import Shelves
-from services.rollout.engines.slots import Run
+from services.rollout.engines.slots import Run, slot_bytes
 from services.rollout.engines.slotted import SlotBatcher, fits_slots
 from services.rollout.engines.turns import Turn
 from tests.rollout.engines.asking import ask, prompt
@@ -142,6 +142,39 @@ def test_turns_that_do_not_fit_at_full_length_get_pages() -> None:
     assert fits_slots(model, 16, 512)
     assert not fits_slots(model, 1 << 20, 512)
     assert not fits_slots(model, 16, 1 << 24)
+
+
+@pytest.mark.parametrize(
+    ("context", "kept"), [(64, torch.float32), (65, torch.bfloat16), (512, torch.bfloat16)]
+)
+def test_half_precision_draws_from_whole_keys_where_contexts_are_short(
+    context: int, kept: torch.dtype
+) -> None:
+    model = make_model(0).bfloat16()
+    cache = ragged.RaggedCache(model.config, model.dtype, running=8, max_context=context)
+    assert {t.dtype for t in (*cache.keys, *cache.values)} == {kept}
+    # Of one turn as much memory as is counted before.
+    counted = slot_bytes(model.config, kept, context)
+    turns = slotted.CACHE_BYTES // counted
+    assert fits_slots(model, turns, context)
+    assert not fits_slots(model, turns + 1, context)
+
+
+@pytest.mark.parametrize("context", [64, 128])
+async def test_half_precision_draws_what_its_model_would(tmp_path: Path, context: int) -> None:
+    transfer, model = transfer_in(tmp_path), make_model(0).bfloat16()
+    spec = policy_spec("bfloat16", max_context=context)
+    engine = EmbeddedEngine("e0", "solver", spec)
+    await engine.start()
+    try:
+        assert isinstance(engine._batcher, SlotBatcher)
+        await engine.update_weights(publish(transfer, model, 0), transfer)
+        ids = prompt(random.Random(1))
+        answer = await ask(engine, "r1", ids, max_new_tokens=12)
+    finally:
+        await engine.stop()
+    expected = reference_logprobs(model, ids, answer.token_ids, 1.0)
+    assert answer.logprobs == pytest.approx(expected, abs=0.05)
 
 
 async def test_weights_that_are_no_numbers_leave_nothing_behind(
