@@ -1,9 +1,10 @@
 """One policy's whole job through all services, beside TRL's GRPOTrainer.
 
-    python -m benchmarks.end_to_end [--quick] [--json] [--rounds N] [--steps N]
+    python -m benchmarks.end_to_end [--quick] [--json] [--rounds N] [--steps N] [--dtype T]
 
 The same tasks, reward, weights (a Qwen3 of 3.2 million parameters) and settings; 256 samples of 16
-tokens per step, this machine's cores for both. In every round one after another: TRL alone with a
+tokens per step, this machine's cores for both. Products are of the type that this machine computes
+faster: bfloat16 by autocast over float32 weights, TRL's own default, or float32. In every round one after another: TRL alone with a
 thread per core, our jobs on clusters that stay up (one policy on policy, two at once, one in mode
 `async`), TRL alone again, and twice beside itself with one thread each. A rate is that of the
 median step after warm-up, TRL's the mean of before and after: what a machine gains or loses during
@@ -36,9 +37,17 @@ from rich.table import Table
 from benchmarks.command import scratch
 from benchmarks.end_to_end.trl_process import Trl
 from benchmarks.end_to_end.troupe_side import cluster, job, run
-from benchmarks.end_to_end.workload import LARGE, SMALL, Size, Work, save_model
+from benchmarks.end_to_end.workload import (
+    LARGE,
+    SMALL,
+    Size,
+    Work,
+    faster_dtype,
+    save_model,
+)
 from benchmarks.references import TRL, reference_python
 
+DTYPES: Final = ("float32", "bfloat16")
 # Steps of a job before its rate counts: its first one starts engines and caches.
 WARM: Final = 2
 ROWS: Final = {
@@ -134,16 +143,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, help="steps per round and row")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, help="of products; default: the faster one here")
     options = parser.parse_args(arguments)
     console = Console(stderr=options.json, width=130)
     base = QUICK if options.quick else FULL
-    work = replace(base.work, dtype=options.dtype)
+    work = replace(base.work, dtype=options.dtype or faster_dtype(base.size))
     plan = Plan(base.size, work, options.steps or base.steps, options.rounds or base.rounds)
     with scratch() as directory:
         rates = asyncio.run(measure(directory, plan, console))
-    found = ratios(rates)
-    table = Table(title="The whole job: 256 samples of 16 tokens per step")
+    found = {**ratios(rates), "dtype": work.dtype}
+    table = Table(title=f"The whole job: 256 samples of 16 tokens per step, {work.dtype}")
     for heading in ("", "samples/s", "of TRL's"):
         table.add_column(heading, justify="left" if not heading else "right")
     base_rate = found["samples_per_second"]["trl"]

@@ -36,6 +36,7 @@ def test_a_quick_run_trains_beside_trl(reference: Path) -> None:
     assert found["over_trl"] > 0
     assert found["two_policies_over_trl_twice"] > 0
     assert all(rate > 0 for rate in found["samples_per_second"].values())
+    assert found["dtype"] in ("float32", "bfloat16")
 
 
 @pytest.mark.slow
