@@ -1,6 +1,6 @@
 """Does a job learn what TRL's GRPOTrainer learns? Same tasks, weights, batches, settings, seeds.
 
-    python -m benchmarks.parity [--quick] [--json] [--out DIR] [--seeds N]
+    python -m benchmarks.parity [--quick] [--json] [--out DIR] [--seeds N] [--dtype T]
 
 Both begin every seed with the same weights (93,000 parameters) and train on the same 256 tasks
 with the same settings of GRPO and AdamW, on policy. Which tokens are drawn differs, as the two have
@@ -30,7 +30,7 @@ from benchmarks.command import scratch
 from benchmarks.end_to_end.curves import draw
 from benchmarks.end_to_end.trl_process import trl_command, trl_environment, trl_steps
 from benchmarks.end_to_end.troupe_side import cluster, job, run
-from benchmarks.end_to_end.workload import SMALL, Work, save_model
+from benchmarks.end_to_end.workload import DTYPES, SMALL, Work, save_model
 from benchmarks.references import TRL, reference_python
 
 SEEDS: Final = 5
@@ -136,11 +136,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two seeds of a few steps: it runs")
     parser.add_argument("--seeds", type=int, help=f"default: {SEEDS}")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of products")
     parser.add_argument("--out", type=Path, help="directory for parity.svg and parity.json")
     parser.add_argument("--json", action="store_true", help="print the JSON object only")
     options = parser.parse_args(arguments)
     console = Console(stderr=options.json, width=150)
     work, seeds = (QUICK, 2) if options.quick else (FULL, SEEDS)
+    work = replace(work, dtype=options.dtype)
     with scratch() as directory:
         found = asyncio.run(measure(directory, work, options.seeds or seeds, console))
     console.print(told(found))

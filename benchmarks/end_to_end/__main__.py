@@ -4,12 +4,13 @@
 
 The same tasks, reward, weights (a Qwen3 of 3.2 million parameters) and settings; 256 samples of 16
 tokens per step, this machine's cores for both. Products are of the type that this machine computes
-faster: bfloat16 by autocast over float32 weights, TRL's own default, or float32. In every round one after another: TRL alone with a
-thread per core, our jobs on clusters that stay up (one policy on policy, two at once, one in mode
-`async`), TRL alone again, and twice beside itself with one thread each. A rate is that of the
-median step after warm-up, TRL's the mean of before and after: what a machine gains or loses during
-a round does so for both. Ratios are medians over rounds. TRL is installed apart
-(benchmarks/references.py).
+faster: bfloat16 by autocast over float32 weights, TRL's own default, or float32.
+
+In every round one after another: TRL alone with a thread per core, our jobs on clusters that stay
+up (one policy on policy, two at once, one in mode `async`), TRL alone again, and twice beside
+itself with one thread each. A rate is that of the median step after warm-up, TRL's the mean of
+before and after: what a machine gains or loses during a round does so for both. Ratios are medians
+over rounds. TRL is installed apart (benchmarks/references.py).
 
 The last line is one JSON object:
 
@@ -38,6 +39,7 @@ from benchmarks.command import scratch
 from benchmarks.end_to_end.trl_process import Trl
 from benchmarks.end_to_end.troupe_side import cluster, job, run
 from benchmarks.end_to_end.workload import (
+    DTYPES,
     LARGE,
     SMALL,
     Size,
@@ -47,7 +49,6 @@ from benchmarks.end_to_end.workload import (
 )
 from benchmarks.references import TRL, reference_python
 
-DTYPES: Final = ("float32", "bfloat16")
 # Steps of a job before its rate counts: its first one starts engines and caches.
 WARM: Final = 2
 ROWS: Final = {

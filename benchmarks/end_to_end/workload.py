@@ -17,6 +17,8 @@ from benchmarks.workloads.tokenizer import save_tokenizer
 
 AGENT: Final = "speaker"
 TOKENS: Final = 16
+# Of products; bfloat16 by autocast, over weights and optimizers in float32.
+DTYPES: Final = ("float32", "bfloat16")
 _LETTERS: Final = 8
 
 
@@ -49,8 +51,7 @@ class Work:
     beta2: float = 0.95
     clip: float = 0.2
     max_grad_norm: float = 1.0
-    # Of products; weights and optimizer are float32 on both sides.
-    dtype: str = "float32"
+    dtype: str = DTYPES[0]
 
     @property
     def samples(self) -> int:
@@ -109,7 +110,7 @@ def faster_dtype(size: Size, *, tries: int = 20) -> str:
 
     left, right = torch.randn(1024, size.hidden), torch.randn(size.hidden, size.inner)
     seconds: dict[str, float] = {}
-    for name in ("float32", "bfloat16"):
+    for name in DTYPES:
         a, b = (t.to(getattr(torch, name)) for t in (left, right))
         took = []
         for _ in range(tries):

@@ -146,7 +146,6 @@ class _ShortAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    @torch.autocast("cpu", enabled=False)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         queries, keys, values, *weights = ctx.saved_tensors
         gather: _Gather = ctx.gather
@@ -155,19 +154,20 @@ class _ShortAttention(torch.autograd.Function):
         slopes = _chosen(grad, gather.queries)
         slopes.index_fill_(0, gather.idle, 0.0)
         by_query, by_key, by_value = (torch.empty_like(t) for t in (queries, keys, values))
-        for part, own in zip(_parts(ctx.shapes, heads), weights, strict=True):
-            slope = part.queries(slopes)
-            torch.bmm(own.transpose(1, 2), slope, out=part.keys(by_value))
-            by_weight = torch.bmm(slope, part.keys(values).transpose(1, 2))
-            by_score = torch._softmax_backward_data(by_weight, own, -1, own.dtype)
-            torch.bmm(by_score, part.keys(keys), out=part.queries(by_query))
-            torch.bmm(by_score.transpose(1, 2), part.queries(queries), out=part.keys(by_key))
+        with torch.autocast("cpu", enabled=False):
+            for part, own in zip(_parts(ctx.shapes, heads), weights, strict=True):
+                slope = part.queries(slopes)
+                torch.bmm(own.transpose(1, 2), slope, out=part.keys(by_value))
+                by_weight = torch.bmm(slope, part.keys(values).transpose(1, 2))
+                by_score = torch._softmax_backward_data(by_weight, own, -1, own.dtype)
+                torch.bmm(by_score, part.keys(keys), out=part.queries(by_query))
+                torch.bmm(by_score.transpose(1, 2), part.queries(queries), out=part.keys(by_key))
         found = [by_query.index_select(0, gather.places).mul_(ctx.scale)]
         for each in (by_key, by_value):
             total = each.new_zeros(tokens * heads.keys, each.shape[-1])
             found.append(total.index_add_(0, gather.keys, each))
-        grads = (t.to(kind).view(tokens, -1, t.shape[-1]) for t, kind in zip(found, ctx.types, strict=True))
-        return *grads, None, None, None, None
+        typed = (t.to(kind) for t, kind in zip(found, ctx.types, strict=True))
+        return *(t.view(tokens, -1, t.shape[-1]) for t in typed), None, None, None, None
 
 
 @dataclass(frozen=True)

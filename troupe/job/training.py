@@ -21,8 +21,8 @@ class TrainerSpec(Section):
     which is nowhere yet: 5 % on a CPU after half a minute of compiling, no GPU measured."""
     kernels: Literal["auto", "off"] = "auto"
     """Whether RMSNorm and rotary embedding are computed by functions of the trainer's own. `auto`:
-    where that was measured to pay, float32 on a CPU, and in models where they are tried out to give
-    what the model's own give, value and gradient, within 1e-5. `off`: never."""
+    where that was measured to pay, on a CPU, and in models where they are tried out to give what
+    the model's own give, value and gradient, within 1e-5 in float32. `off`: never."""
     forward_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one forward pass, which a micro-batch is cut into; a longer sequence is a pass of
     its own. Default: what suits the device (1024 on a CPU, 16384 on a GPU)."""
