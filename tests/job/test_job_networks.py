@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,7 +116,9 @@ def test_what_would_never_be_learned_is_refused(learning: dict[str, Any], says: 
     assert says in str(caught.value)
 
 
-def test_the_reference_has_every_paradigm() -> None:
+def test_the_reference_has_every_paradigm_and_is_what_the_docs_show() -> None:
     page = reference()
+    shown = Path(__file__).parents[2] / "docs" / "job-reference.md"
+    assert shown.read_text(encoding="utf-8") == page, "write it anew: make docs"
     for paradigms in ("ppo, mappo", "dqn, vdn, qmix", "maddpg"):
         assert f"## `policies.<name>.network.learning ({paradigms})`" in page
