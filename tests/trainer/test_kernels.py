@@ -16,6 +16,7 @@ from services.trainer.learner import Learner
 from services.trainer.policy_model import load_model
 from tests.support.training import VOCABULARY, make_spec, tiny_config
 from tests.trainer.batches import Shape, random_rows
+from troupe.job import JobSpec
 
 # How many modules compute otherwise: norms and attention, of two layers each and at the end.
 MODULES = {
@@ -187,13 +188,14 @@ def test_what_was_not_measured_is_computed_by_the_models_own() -> None:
     assert use_kernels(make_model("qwen3").bfloat16()) == 0
 
 
-def learner_of(tokenizer: Path, kernels: str) -> Learner:
+def learner_of(tokenizer: Path, kernels: str, dtype: str = "float32", **trainer: object) -> Learner:
     """With the gradient of a random step accumulated."""
-    spec = make_spec(tokenizer, algorithm={"kl_coefficient": 0.05})
+    values = make_spec(tokenizer, algorithm={"kl_coefficient": 0.05}).model_dump(mode="json")
+    solver = values["policies"]["solver"]
+    solver["model"]["dtype"] = dtype
+    solver["trainer"] |= {"kernels": kernels, **trainer}
+    spec = JobSpec.model_validate(values)
     policy = spec.policies["solver"]
-    trainer = policy.trainer.model_copy(update={"kernels": kernels})
-    policy = policy.model_copy(update={"trainer": trainer})
-    spec = spec.model_copy(update={"policies": {"solver": policy}})
     model = load_model("solver", policy, 0)
     rows = random_rows(model, 0, Shape(prompt=20, response=40))
     learner = Learner(model, spec, "solver")
@@ -211,3 +213,15 @@ def test_a_job_may_leave_them_off(tokenizer: Path) -> None:
     torch.testing.assert_close(gradients_of(ours.model), expected, rtol=1e-4, atol=1e-5)
     again = learner_of(tokenizer, "auto")
     assert torch.equal(gradients_of(ours.model), gradients_of(again.model))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_of_rounded_products_is_as_near_as_without(tokenizer: Path, again: bool) -> None:
+    exact = gradients_of(learner_of(tokenizer, "off").model)
+    errors = [
+        (gradients_of(found.model) - exact).norm()
+        for kernels in ("off", "auto")
+        for found in [learner_of(tokenizer, kernels, "bfloat16", activation_checkpointing=again)]
+    ]
+    assert 0.0 < errors[0] < 0.1 * exact.norm()
+    assert errors[1] < 1.25 * errors[0]
