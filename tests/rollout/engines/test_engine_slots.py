@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.rollout.engines.models import (
     reference_logprobs,
     transfer_in,
 )
+from troupe.job import PolicySpec
 
 COUNT = 6
 
@@ -160,19 +162,25 @@ def test_half_precision_draws_from_whole_keys_where_contexts_are_short(
     assert not fits_slots(model, turns + 1, context)
 
 
-@pytest.mark.parametrize("context", [64, 128])
-async def test_half_precision_draws_what_its_model_would(tmp_path: Path, context: int) -> None:
-    transfer, model = transfer_in(tmp_path), make_model(0).bfloat16()
-    spec = policy_spec("bfloat16", max_context=context)
+@contextlib.asynccontextmanager
+async def over_slots(spec: PolicySpec) -> AsyncIterator[EmbeddedEngine]:
+    """A running engine whose turns have slots."""
     engine = EmbeddedEngine("e0", "solver", spec)
     await engine.start()
     try:
         assert isinstance(engine._batcher, SlotBatcher)
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("context", [64, 128])
+async def test_half_precision_draws_what_its_model_would(tmp_path: Path, context: int) -> None:
+    transfer, model = transfer_in(tmp_path), make_model(0).bfloat16()
+    async with over_slots(policy_spec("bfloat16", max_context=context)) as engine:
         await engine.update_weights(publish(transfer, model, 0), transfer)
         ids = prompt(random.Random(1))
         answer = await ask(engine, "r1", ids, max_new_tokens=12)
-    finally:
-        await engine.stop()
     expected = reference_logprobs(model, ids, answer.token_ids, 1.0)
     assert answer.logprobs == pytest.approx(expected, abs=0.05)
 
@@ -184,18 +192,13 @@ async def test_weights_that_are_no_numbers_leave_nothing_behind(
     transfer, model, broken = transfer_in(tmp_path), make_model(0), make_model(1)
     for parameter in broken.parameters():
         parameter.data.fill_(float("nan"))
-    engine = EmbeddedEngine("e0", "solver", policy_spec())
-    await engine.start()
-    try:
-        assert isinstance(engine._batcher, SlotBatcher)
+    async with over_slots(policy_spec()) as engine:
         await engine.update_weights(publish(transfer, broken, 0), transfer)
         with pytest.raises(Exception, match="version 0"):
             await ask(engine, "r0", prompt(random.Random(0)), max_new_tokens=12)
         await engine.update_weights(publish(transfer, model, 1), transfer)
         ids = prompt(random.Random(1))
         answer = await ask(engine, "r1", ids, max_new_tokens=4)
-    finally:
-        await engine.stop()
     expected = reference_logprobs(model, ids, answer.token_ids, 1.0)
     assert answer.logprobs == pytest.approx(expected, abs=2e-4)
 
