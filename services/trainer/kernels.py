@@ -28,6 +28,11 @@ _PROBE_ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, 
 _Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What transformers takes for its layers."""
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
 def use_kernels(model: torch.nn.Module) -> int:
     """Have what `model` consists of computed by the functions here where they are the same.
 
@@ -37,8 +42,7 @@ def use_kernels(model: torch.nn.Module) -> int:
     changed = 0
     if not any(_is_plain(parameter) for parameter in model.parameters()):
         return changed
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    within = {part for layer in layers for part in layer.modules()}
+    within = {part for layer in layers_of(model) for part in layer.modules()}
     for module in model.modules():
         if "forward" in vars(module):
             continue

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.attention import PACKED, packed_attention
-from services.trainer.kernels import use_kernels
+from services.trainer.kernels import layers_of, use_kernels
 from troupe.job import TrainerSpec
 from troupe.rpc import FailedPrecondition
 
@@ -76,7 +75,7 @@ def _compute_again(layer: torch.nn.Module) -> None:
 
 
 def _layers(model: Any, field: str) -> list[torch.nn.Module]:
-    found = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    found = layers_of(model)
     if not found:
         raise FailedPrecondition(
             f"{type(model).__name__} does not say what its layers are",
