@@ -10,8 +10,9 @@ from typing import Any
 import grpc
 
 from services.chassis.settings import ServiceSettings
-from troupe.rpc import InvalidArgument, TroupeError, Unavailable
+from troupe.rpc import InvalidArgument
 from troupe.rpc.channel import channel_options
+from troupe.rpc.errors import port_error
 
 
 def server_options(settings: ServiceSettings) -> list[tuple[str, Any]]:
@@ -37,23 +38,6 @@ def bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
         return server.add_secure_port(f"{host}:{settings.port}", credentials)
     except RuntimeError as error:  # someone was quicker between the probe and here
         raise port_error(settings.host, settings.port, "TROUPE_PORT", error) from error
-
-
-def port_error(host: str, port: int, variable: str, error: Exception) -> TroupeError:
-    """The error that names the port and what to do about it."""
-    number = getattr(error, "errno", errno.EADDRINUSE)
-    if number == errno.EADDRINUSE:
-        return Unavailable(
-            f"port {port} on {host} is in use by another process",
-            kind="port_in_use",
-            remedy=f"Stop that process or set {variable} to a free port (0 takes any).",
-        )
-    variable = variable if number == errno.EACCES else "TROUPE_HOST"
-    return Unavailable(
-        f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
-        kind="cannot_listen",
-        remedy=f"Set {variable} to something this process may listen on.",
-    )
 
 
 def _probe(host: str, port: int, variable: str) -> None:

@@ -20,8 +20,8 @@ from prometheus_client import (
     start_http_server,
 )
 
-from services.chassis.ports import port_error
 from services.chassis.settings import ServiceSettings
+from troupe.rpc.errors import port_error
 
 # Calls take from a fraction of a millisecond (a cached answer) to minutes (loading a model).
 SECONDS_BUCKETS: Final = (

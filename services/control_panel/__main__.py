@@ -10,9 +10,9 @@ from pathlib import Path
 import uvicorn
 
 from services.chassis.parent import watch_parent
-from services.chassis.ports import port_error
 from services.chassis.settings import ServiceSettings
 from services.control_panel.app import create_app
+from troupe.rpc.errors import port_error
 
 
 def main() -> int:

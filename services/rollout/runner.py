@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import structlog
 
 from services.rollout.ahead import Ahead
-from services.rollout.endpoint.server import EndpointServer
 from services.rollout.prepared import PreparedJob
 from services.rollout.store import TrajectoryLog
 from services.rollout.trajectory import Trajectory
+from troupe.endpoint.server import EndpointServer
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.states import TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as pb

@@ -13,7 +13,6 @@ from services.chassis.heartbeat import Heartbeat
 from services.chassis.telemetry import Telemetry
 from services.chassis.transfer import HostTransfer
 from services.rollout.bundles import messages
-from services.rollout.endpoint.server import EndpointServer
 from services.rollout.engines.base import Device
 from services.rollout.engines.factory import make_engine
 from services.rollout.games import describe
@@ -28,6 +27,7 @@ from services.rollout.store import TrajectoryLog
 from services.rollout.threads import DaemonThreads
 from services.rollout.warmup import warm_up
 from services.rollout.watchdog import Watchdog
+from troupe.endpoint.server import EndpointServer
 from troupe.experience import ExperienceWriter
 from troupe.rpc import InvalidArgument, RetryPolicy, connect
 from troupe.states import TRAJECTORY, is_terminal

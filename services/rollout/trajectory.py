@@ -15,13 +15,13 @@ from services.rollout.ahead import Ahead
 from services.rollout.attempts import RETRIES, Attempts
 from services.rollout.clock import TrajectoryClock
 from services.rollout.columns import Shelf
-from services.rollout.endpoint.server import EndpointServer
 from services.rollout.prepared import PreparedJob
 from services.rollout.rewards import TrajectoryTools
 from services.rollout.store import End, Place, TrajectoryLog
 from services.rollout.turns import TurnBackend
 from services.rollout.watchdog import blocked_note
 from services.rollout.workflow_call import FATAL, bounded, call_workflow
+from troupe.endpoint.server import EndpointServer
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
 from troupe.states import TRAJECTORY, check, is_terminal
 from troupe.v1 import common_pb2 as pb

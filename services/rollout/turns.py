@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from services.rollout.ahead import Ahead
 from services.rollout.clock import TrajectoryClock
-from services.rollout.endpoint.server import EndpointServer
 from services.rollout.engines.base import Generation, SamplingParams
 from services.rollout.policy import ServedPolicy
 from services.rollout.router import Home
 from services.rollout.watchdog import blocked_note
+from troupe.endpoint.server import EndpointServer
 from troupe.workflow import Agent, Endpoint, Sampling, TurnError
 
 

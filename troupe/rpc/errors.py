@@ -6,6 +6,7 @@ gets the same class back. Nobody outside this package looks at a `grpc.RpcError`
 
 from __future__ import annotations
 
+import errno
 import re
 from typing import Any, ClassVar, Final
 
@@ -250,6 +251,23 @@ def from_rpc_error(
         return DeadlineExceeded(f"no answer {limit}{where}")
     cls = _BY_CODE.get(code, TroupeError)
     return cls(f"{details or code.name}{where}")
+
+
+def port_error(host: str, port: int, variable: str, error: Exception) -> TroupeError:
+    """The error that names the port and what to do about it."""
+    number = getattr(error, "errno", errno.EADDRINUSE)
+    if number == errno.EADDRINUSE:
+        return Unavailable(
+            f"port {port} on {host} is in use by another process",
+            kind="port_in_use",
+            remedy=f"Stop that process or set {variable} to a free port (0 takes any).",
+        )
+    variable = variable if number == errno.EACCES else "TROUPE_HOST"
+    return Unavailable(
+        f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
+        kind="cannot_listen",
+        remedy=f"Set {variable} to something this process may listen on.",
+    )
 
 
 def _problem_of(error: grpc.RpcError) -> pb.Problem | None:

@@ -14,9 +14,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from services.rollout.endpoint.server import EndpointServer
 from tests.rollout.endpoint.stage import until
 from tests.workflow.stage import Script, make_agents, make_chat
+from troupe.endpoint.server import EndpointServer
 from troupe.rpc.errors import Unavailable
 from troupe.workflow import Agents, TurnError
 

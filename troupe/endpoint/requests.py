@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.rollout.endpoint.errors import ApiError, refused
+from troupe.endpoint.errors import ApiError, refused
 
 _ROLES: Final = {
     "system": "system",

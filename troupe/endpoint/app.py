@@ -15,9 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from services.rollout.endpoint.errors import ApiError, no_such_place, of_workflow
-from services.rollout.endpoint.replies import ChatAnswer, TextAnswer, event
-from services.rollout.endpoint.requests import ChatRequest, CompletionRequest, check_object
+from troupe.endpoint.errors import ApiError, no_such_place, of_workflow
+from troupe.endpoint.replies import ChatAnswer, TextAnswer, event
+from troupe.endpoint.requests import ChatRequest, CompletionRequest, check_object
 from troupe.workflow import Agent, Reply, WorkflowError
 
 log = structlog.get_logger(__name__)

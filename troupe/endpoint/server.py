@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from services.chassis.ports import port_error
+from troupe.rpc.errors import port_error
 from troupe.workflow import Agent, Endpoint
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class EndpointServer:
     def _make_server(self) -> uvicorn.Server:
         import uvicorn
 
-        from services.rollout.endpoint.app import create_app
+        from troupe.endpoint.app import create_app
 
         class Server(uvicorn.Server):
             @contextlib.contextmanager

@@ -1,1 +1,0 @@
-"""OpenAI's API for the agents of running trajectories: an existing framework trains unchanged."""
