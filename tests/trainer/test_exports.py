@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,32 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 
 
 @torch.no_grad()
-def shortfall(model: Any, prompt: list[int], tokens: list[int]) -> float:
-    """How much less likely than the most likely one a token was at most, in nats."""
+def table(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Log-probs of every token where `tokens` were drawn, float64 [len(tokens), vocabulary]."""
     ids = torch.tensor([[*prompt, *tokens]], device=model.device)
-    logp = torch.log_softmax(model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float(), 1)
-    return float((logp.max(1).values - logp[torch.arange(len(tokens)), tokens]).max())
+    return torch.log_softmax(
+        model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double(), 1
+    )
+
+
+class Judge:
+    """An export in float64, which says how likely what rounded arithmetic drew really was."""
+
+    def __init__(self, model: Any) -> None:
+        self.rounded, self.exact = model, copy.deepcopy(model).double()
+
+    def shortfall(self, prompt: list[int], tokens: list[int]) -> float:
+        """How much less likely than the most likely one a token was at most, in nats."""
+        logp = table(self.exact, prompt, tokens)
+        return float((logp.max(1).values - logp[torch.arange(len(tokens)), tokens]).max())
+
+    def allowed(self, prompt: list[int], tokens: list[int]) -> float:
+        """The shortfall that rounding explains: who is wrong by e about every token takes one that
+        is less likely by up to 2 e. e is measured, since it differs from CPU to CPU; half as much
+        again is for arithmetic that rounds in another order than the model that it is measured on.
+        """
+        off = table(self.rounded, prompt, tokens) - table(self.exact, prompt, tokens)
+        return 3.0 * float(off.abs().max())
 
 
 async def engine_says(
@@ -129,17 +151,23 @@ async def test_exports_say_what_trainer_and_engine_say(
     folder = await asyncio.to_thread(export, stage, kind, tmp_path / "exported")
     verify(folder)
     model = load(folder)
+    # Only what is needed: a critic's values are no part of the policy.
+    assert not any("critic" in name or "value_head" in name for name, _ in model.named_parameters())
     served = await engine_says(spec.policies["solver"], ref, stage.transfer)
     first = stage.first_model(spec)
     assert any(greedy(first, p) != greedy(own, p) for p in PROMPTS), "nothing was learned"
+    if kind.startswith("half"):  # near ties fall either way
+        judge = Judge(model)
+        for prompt, tokens in zip(PROMPTS, served, strict=True):
+            for said in (tokens, greedy(own, prompt)):
+                assert judge.shortfall(prompt, said) <= judge.allowed(prompt, said)
+        old = {tuple(prompt): greedy(first, prompt) for prompt in PROMPTS}
+        assert any(
+            judge.shortfall(list(p), t) > 2 * judge.allowed(list(p), t) for p, t in old.items()
+        ), "weights that were not trained would have passed"
+        return
     for prompt, tokens in zip(PROMPTS, served, strict=True):
-        if kind.startswith("half"):  # near ties fall either way
-            assert shortfall(model, prompt, tokens) < 0.1
-            assert shortfall(model, prompt, greedy(own, prompt)) < 0.1
-        else:
-            assert greedy(model, prompt) == tokens == greedy(own, prompt)
-    # Only what is needed: a critic's values are no part of the policy.
-    assert not any("critic" in name or "value_head" in name for name, _ in model.named_parameters())
+        assert greedy(model, prompt) == tokens == greedy(own, prompt)
 
 
 @pytest.mark.slow
@@ -161,7 +189,8 @@ async def test_sglang_says_what_the_trainer_says(
             meta = await client.generate(f"r{prompt}", list(prompt), sampling)
             tokens = [row[1] for row in meta["output_token_logprobs"]]
             if kind.startswith("half"):
-                assert shortfall(model, prompt, tokens) < 0.1
+                judge = Judge(model)
+                assert judge.shortfall(prompt, tokens) <= judge.allowed(prompt, tokens)
             else:
                 assert tokens == greedy(model, prompt) == greedy(own, prompt)
         await client.close()

@@ -1,13 +1,19 @@
-"""Published adapters in an engine: the base that they belong to, whether they fit, and merging.
+"""Published adapters in an engine: the base that they belong to, whether they fit, how they serve.
 
 Trainers publish an adapter per version and its base once per job. An engine holds on to the base
 that it has seen: tensors over this host's shared memory, no copy.
+
+A float32 base serves with its adapter merged, which costs a copy per version and nothing per token.
+In a half-precision base it stays beside the weights, in float32, as trainers and PEFT compute it:
+merged, an update below half a unit in the last place of a weight would be rounded away, and the
+engine would serve the base while the trainer trains the adapter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 
@@ -27,6 +33,8 @@ from troupe.job import LoraSpec
 from troupe.transfer import Transfer, checksum_of
 from troupe.v1 import common_pb2 as pb
 
+# Of an adapted layer, beside its weight: A [rank, in] and alpha / rank * B [out, rank].
+_SIDES: Final = ("adapter_a", "adapter_b")
 _REMEDY = "Give trainer and engine the same job: its model and its `lora` section."
 
 
@@ -54,10 +62,51 @@ class Adapted:
             tensors = merged(self.base.tensors, self.adapter)
         except MergeMismatch as error:
             raise _refused(str(error), ref.key) from error
-        own = pb.WeightsRef()
-        own.CopyFrom(ref)
-        own.checksum = checksum_of(tensors)
-        return tensors, own
+        return tensors, _as(ref, tensors)
+
+    def beside(self, ref: pb.WeightsRef) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
+        """The base and what `add_adapter` put beside its layers, and `ref` with their checksum."""
+        tensors = dict(self.base.tensors)
+        for module in self.adapter.modules:
+            a, b = self.adapter.pair(module)
+            sides = a.to(torch.float32), b.to(torch.float32) * self.adapter.scale
+            for side, tensor in zip(_SIDES, sides, strict=True):
+                tensors[f"{module}.{side}"] = tensor
+        return tensors, _as(ref, tensors)
+
+
+def add_adapter(model: torch.nn.Module, lora: LoraSpec | None) -> None:
+    """Have the adapted layers of a half-precision `model` add x A^T B^T in float32, rounded once.
+
+    Nothing is done without `lora`, or to a model whose adapters are merged.
+    """
+    if lora is None or not served_beside(model):
+        return
+    layers, _ = linear_layers(model, lora.target_modules)
+    for name, (inputs, outputs) in layers.items():
+        layer = model.get_submodule(name)
+        device = next(layer.parameters()).device
+        for side, shape in zip(_SIDES, ((lora.rank, inputs), (outputs, lora.rank)), strict=True):
+            values = torch.zeros(shape, dtype=torch.float32, device=device)
+            layer.register_parameter(side, torch.nn.Parameter(values, requires_grad=False))
+        layer.register_forward_hook(_add)
+
+
+def served_beside(model: torch.nn.Module) -> bool:
+    """Whether adapters of `model` stay beside its weights."""
+    return next(model.parameters()).dtype.itemsize < 4
+
+
+def _add(layer: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    inner = args[0].to(torch.float32) @ layer.adapter_a.T
+    return (output + inner @ layer.adapter_b.T).to(output.dtype)
+
+
+def _as(ref: pb.WeightsRef, tensors: Mapping[str, torch.Tensor]) -> pb.WeightsRef:
+    own = pb.WeightsRef()
+    own.CopyFrom(ref)
+    own.checksum = checksum_of(tensors)
+    return own
 
 
 def with_base(
@@ -122,8 +171,13 @@ def check_published(
 
 
 def check_base(adapted: Adapted, model: torch.nn.Module) -> None:
-    """Raise `WeightsRefused` unless the base fills `model`."""
-    check_fit(adapted.base.tensors, model, adapted.base.ref.key)
+    """Raise `WeightsRefused` unless the base fills `model`, but for what an adapter fills."""
+    adapter = {
+        name: slot
+        for name, slot in model.state_dict(keep_vars=True).items()
+        if name.rpartition(".")[2] in _SIDES
+    }
+    check_fit({**adapter, **adapted.base.tensors}, model, adapted.base.ref.key)
 
 
 def _refused(message: str, key: str) -> WeightsRefused:

@@ -13,7 +13,13 @@ from typing import ClassVar, TypeAlias
 import torch
 
 from services.rollout.engines import plain
-from services.rollout.engines.adapted import Adapted, check_base, check_published
+from services.rollout.engines.adapted import (
+    Adapted,
+    add_adapter,
+    check_base,
+    check_published,
+    served_beside,
+)
 from services.rollout.engines.apart.batcher import ApartBatcher
 from services.rollout.engines.base import Generation, Memory, SamplingParams
 from services.rollout.engines.continuous import ContinuousBatcher
@@ -55,7 +61,8 @@ class EmbeddedEngine(EngineFront):
 
     With `engine.own_process` the passes are computed by a process of the engine's own (apart/).
 
-    An adapter is merged into a copy of its base, which is the model that serves.
+    An adapter is merged into a copy of a float32 base, and stays beside a half-precision one
+    (adapted.py).
 
     `deterministic`: a turn with a seed is bitwise a function of (weights, prompt, seed), whatever
     else is batched with it and whatever is cached; slower (docs/guarantees.md).
@@ -218,9 +225,10 @@ class EmbeddedEngine(EngineFront):
     async def _prepared(
         self, tensors: Tensors, ref: pb.WeightsRef, adapted: Adapted | None
     ) -> tuple[Tensors, pb.WeightsRef]:
-        if adapted is not None:
-            return await asyncio.to_thread(adapted.merged, ref)
         assert self._model is not None  # alive
+        if adapted is not None:
+            place = adapted.beside if served_beside(self._model) else adapted.merged
+            return await asyncio.to_thread(place, ref)
         await asyncio.to_thread(verify, tensors, self._model, ref)
         return tensors, ref
 
@@ -294,6 +302,7 @@ class EmbeddedEngine(EngineFront):
                 remedy="Serve this model with `kind: sglang`.",
             )
         model = skeleton(config, spec.language_model.dtype, self.policy)
+        add_adapter(model, spec.lora)
         if self._deterministic:
             check_architecture(model.config, self.policy)
         positions = getattr(text, "max_position_embeddings", None) or spec.engine.max_context
@@ -314,6 +323,7 @@ class EmbeddedEngine(EngineFront):
                 kind = partial(
                     ApartBatcher,
                     source=spec.language_model,
+                    lora=spec.lora,
                     policy=self.policy,
                     threads=self._threads,
                     start_seconds=spec.engine.start_timeout_seconds,

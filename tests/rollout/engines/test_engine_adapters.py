@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from services.rollout.engines.adapted import add_adapter, with_base
 from services.rollout.engines.embedded import EmbeddedEngine
 from services.rollout.engines.errors import EngineStartFailed, UpdateFailed, WeightsRefused
 from services.rollout.engines.front import EngineFront
+from services.rollout.engines.models import load_config, skeleton
 from services.rollout.engines.sglang.engine import SglangEngine
+from services.rollout.engines.weights import adopt
 from tests.rollout.engines.asking import ask, until
 from tests.rollout.engines.models import CONFIG, make_model, policy_spec, publish, transfer_in
 from tests.rollout.engines.real_server import interpreter
 from tests.rollout.engines.trained_adapters import LAYERS, TrainedAdapter, lora_spec
 from tests.support.fake_sglang import FakeSglang, serve
 from troupe.adapters import base_key
+from troupe.job import PolicySpec
 from troupe.transfer import KeyNotFound, Transfer
 from troupe.v1 import common_pb2 as pb
 
@@ -36,6 +40,12 @@ async def fake() -> AsyncIterator[FakeSglang]:
     fake.info |= {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": list(LAYERS)}
     async with serve(fake):
         yield fake
+
+
+def half_spec(**engine: object) -> PolicySpec:
+    spec = lora_spec(**engine)
+    half = spec.language_model.model_copy(update={"dtype": "bfloat16"})
+    return spec.model_copy(update={"model": half})
 
 
 def sglang(fake: FakeSglang, **engine: object) -> SglangEngine:
@@ -72,6 +82,65 @@ async def test_every_version_is_the_trainers(engine: EngineFront, transfer: Tran
             TrainedAdapter(99).logprobs(PROMPT, answer.token_ids), abs=0.1
         )
         trained.step(10 + version)
+
+
+@pytest.mark.parametrize("how", ["in_process", "own_process", "deterministic"])
+async def test_over_a_half_precision_base_an_adapter_is_computed_as_peft_does(
+    transfer: Transfer, how: str
+) -> None:
+    spec = half_spec(own_process=how == "own_process")
+    engine = EmbeddedEngine("e0", "solver", spec, deterministic=how == "deterministic")
+    await engine.start()
+    try:
+        trained = TrainedAdapter(1, dtype=torch.bfloat16)
+        for version in range(2):
+            ref = trained.publish(transfer, version)
+            await engine.update_weights(ref, transfer)
+            assert engine.checksum == ref.checksum
+            answer = await ask(engine, f"r{version}", PROMPT, max_new_tokens=6, seed=1)
+            wanted = trained.logprobs(PROMPT, answer.token_ids)
+            # Attention of another kind rounds bfloat16 otherwise; the logits are of about 10.
+            assert answer.logprobs == pytest.approx(wanted, abs=0.3)
+            other = TrainedAdapter(99, dtype=torch.bfloat16)
+            assert answer.logprobs != pytest.approx(
+                other.logprobs(PROMPT, answer.token_ids), abs=1.0
+            )
+            trained.step(10 + version)
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("std", [0.2, 0.005])
+def test_what_an_adapter_adds_to_a_half_precision_base_is_not_rounded_away(
+    transfer: Transfer, std: float
+) -> None:
+    """Merged into bfloat16, an update below half a unit in the last place of a weight is lost."""
+    trained = TrainedAdapter(1, dtype=torch.bfloat16)
+    trained.step(3, std)
+    spec = half_spec()
+    model = skeleton(load_config(spec.language_model, "solver"), "bfloat16", "solver")
+    add_adapter(model, spec.lora)
+    ref = trained.publish(transfer, 0)
+    adapted = with_base(transfer.get(ref.key)[0], ref, transfer, None)
+    assert adapted is not None
+    tensors, own = adapted.beside(ref)
+    adopt(tensors, model, own)
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"):
+        layer = model.get_submodule(name)
+        theirs = trained.model.get_submodule(f"base_model.model.{name}")
+        inputs = torch.randn(64, layer.in_features, generator=torch.Generator().manual_seed(7))  # type: ignore[arg-type]
+        inputs = inputs.to(torch.bfloat16)
+        with torch.no_grad():
+            found, wanted, base = layer(inputs), theirs(inputs), theirs.base_layer(inputs)
+            a, b = (t.double() for t in adapted.adapter.pair(name))
+            exact = inputs.double() @ a.T @ b.T * adapted.adapter.scale
+        assert torch.equal(found, wanted)
+        told = (found - base).double().flatten()
+        assert torch.cosine_similarity(told, exact.flatten(), dim=0) > 0.2
+        if std < 0.01:  # what is told is told of an update that the weights cannot hold
+            merged, _ = adapted.merged(ref)
+            kept = (merged[f"{name}.weight"] == adapted.base.tensors[f"{name}.weight"]).float()
+            assert kept.mean() > 0.9
 
 
 async def test_an_engine_takes_over_another_policys_adapter(

@@ -200,6 +200,7 @@ async def test_a_batcher_that_was_stopped_before_it_started_ends_its_process(
     batcher = ApartBatcher(
         model,
         source=spec.language_model,
+        lora=None,
         policy="solver",
         max_running=2,
         max_context=64,

@@ -26,20 +26,28 @@ def lora_spec(*, rank: int = 4, **engine: object) -> PolicySpec:
 class TrainedAdapter:
     """One policy's adapter over the base of `base_seed`, as the trainer's forward computes it."""
 
-    def __init__(self, seed: int, *, base_seed: int = 0, rank: int = 4) -> None:
-        self.base = make_model(base_seed)
+    def __init__(
+        self,
+        seed: int,
+        *,
+        base_seed: int = 0,
+        rank: int = 4,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`dtype`: the base's; an adapter is float32 (PEFT's own default)."""
+        self.base = make_model(base_seed).to(dtype)
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(LAYERS))
         # Not made a second time: an engine's thread may draw from the same generator meanwhile.
         self.model: Any = get_peft_model(copy.deepcopy(self.base), config).eval()
         self.rank = rank
         self.step(seed)
 
-    def step(self, seed: int) -> None:
+    def step(self, seed: int, std: float = 0.2) -> None:
         """Other weights."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
-                parameter.data.normal_(std=0.2, generator=generator)
+                parameter.data.normal_(std=std, generator=generator)
 
     def publish(
         self, transfer: Transfer, version: int, policy: str = "solver", **changes: Any

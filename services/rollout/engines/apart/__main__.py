@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from services.rollout.engines.adapted import add_adapter
 from services.rollout.engines.apart import frames, memory
 from services.rollout.engines.base import SamplingParams
 from services.rollout.engines.continuous import PASS_SECONDS
@@ -24,7 +25,7 @@ from services.rollout.engines.models import load_config, skeleton
 from services.rollout.engines.shelves import Slot
 from services.rollout.engines.slotted import SlotBatcher
 from services.rollout.engines.turns import Turn
-from troupe.job import ModelSpec
+from troupe.job import LoraSpec, ModelSpec
 from troupe.memory import keep_freed_memory
 
 # What is done at a standstill takes less; if not, the other side has given up long before.
@@ -85,6 +86,8 @@ class _Server:
         torch.set_num_threads(about["threads"])
         source = ModelSpec.model_validate(about["model"])
         model = skeleton(load_config(source, about["policy"]), source.dtype, about["policy"])
+        lora = about["lora"]
+        add_adapter(model, None if lora is None else LoraSpec.model_validate(lora))
         memory.settle(model, descriptor)
         self._batcher = _Reporting(
             model,

@@ -30,7 +30,7 @@ from services.rollout.engines.continuous import PASS_SECONDS, Ended
 from services.rollout.engines.endings import tell
 from services.rollout.engines.errors import EngineStartFailed
 from services.rollout.engines.turns import Turn
-from troupe.job import ModelSpec
+from troupe.job import LoraSpec, ModelSpec
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,6 +62,7 @@ class ApartBatcher:
         model: PreTrainedModel,
         *,
         source: ModelSpec,
+        lora: LoraSpec | None,
         policy: str,
         max_running: int,
         max_context: int,
@@ -73,6 +74,7 @@ class ApartBatcher:
         """`model`: of `source`, without weights; they will be in shared memory."""
         self._about = {
             "model": source.model_dump(mode="json"),
+            "lora": lora.model_dump(mode="json") if lora is not None else None,
             "policy": policy,
             "max_running": max_running,
             "max_context": max_context,
