@@ -16,7 +16,6 @@ run. The last line is one JSON object; all ratios are over the better one of the
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import options_of
+from benchmarks.command import finish, options_of
 from benchmarks.rollout import served
 from benchmarks.rollout.workload import POLICY, spec
 from troupe.job import JobSpec
@@ -142,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(quiet=options.json, width=110)
     with tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory:
         results = asyncio.run(measure(Path(directory), QUICK if options.quick else FULL, console))
-    print(json.dumps(results))
+    finish(results, quiet=options.json)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""What the benchmarks' commands share: their options, quantiles, and the end of a process."""
+"""What the benchmarks' commands share: options, the machine they ran on, quantiles, ends."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import os
+import platform
 import signal
 import subprocess
 import sys
@@ -36,6 +39,40 @@ def options_of(
     for name, said in (flags or {}).items():
         parser.add_argument(f"--{name}", action="store_true", help=said)
     return parser.parse_args(arguments)
+
+
+def machine() -> dict[str, str]:
+    """Cores and CPU, and the instruction sets that torch's own kernels and oneDNN's compute with:
+    the same code is several times slower, and rounds otherwise, with another one."""
+    from torch.backends.cpu import get_cpu_capability
+
+    return {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {_cpu_name()}",
+        # As ATEN_CPU_CAPABILITY names it, which may ask for less than the CPU has.
+        "cpu_capability": get_cpu_capability(),
+        "onednn_max_cpu_isa": os.environ.get("ONEDNN_MAX_CPU_ISA", "default"),
+    }
+
+
+def finish(found: Mapping[str, Any], *, quiet: bool) -> None:
+    """End a benchmark: a line about the machine below its tables, unless `quiet`, and one JSON
+    object that says the same beside what was `found`."""
+    about = machine()
+    if not quiet:
+        print(
+            f"{about['machine']}; torch computes with {about['cpu_capability']}, "
+            f"oneDNN up to {about['onednn_max_cpu_isa']}"
+        )
+    print(json.dumps({**found, **about}), flush=True)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or "unknown CPU")
 
 
 @contextlib.contextmanager

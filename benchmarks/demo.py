@@ -25,6 +25,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import finish
 from troupe.client import AsyncClient, MetricsLogged
 from troupe.client.overrides import apply
 from troupe.cluster import ClusterSettings, EmbeddedCluster
@@ -156,17 +157,16 @@ def main() -> None:
             f"{r.warm_start_seconds:.0f}",
         )
     console.print(table)
-    print(
-        json.dumps(
-            {
-                "before": statistics.fmean(r.before for r in runs),
-                "after": statistics.fmean(r.after for r in runs),
-                "rl_seconds": max(r.rl_seconds for r in runs),
-                "tokens_per_second": statistics.fmean(r.tokens_per_second for r in runs),
-                "peak_rss_mib": max(r.peak_rss_mib for r in runs),
-                "seeds": [asdict(r) for r in runs],
-            }
-        )
+    finish(
+        {
+            "before": statistics.fmean(r.before for r in runs),
+            "after": statistics.fmean(r.after for r in runs),
+            "rl_seconds": max(r.rl_seconds for r in runs),
+            "tokens_per_second": statistics.fmean(r.tokens_per_second for r in runs),
+            "peak_rss_mib": max(r.peak_rss_mib for r in runs),
+            "seeds": [asdict(r) for r in runs],
+        },
+        quiet=args.json,
     )
 
 

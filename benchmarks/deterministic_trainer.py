@@ -12,7 +12,6 @@ shapes show both. CPU seconds of one thread: what else runs on the machine does 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.command import finish
 from services.trainer.learner import Learner
 from services.trainer.rows import Row
 from troupe.job import JobSpec
@@ -138,10 +138,10 @@ def measure(shape: Shape, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, and end with one line of JSON when asked."""
+    """Measure, print a table, and end with one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the JSON object only")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found = {shape.name: measure(shape, arguments.rounds) for shape in SHAPES}
@@ -150,9 +150,8 @@ def main() -> None:
         one = found[shape.name]
         numbers = [f"{one[name]:.3f}" for name in ("plain_s", "deterministic_s", "ratio")]
         table.add_row(shape.name, f"{shape.tokens:,}", f"{one['parameters']:,.0f}", *numbers)
-    Console().print(table)
-    if arguments.json:
-        print(json.dumps(found))
+    Console(quiet=arguments.json).print(table)
+    finish(found, quiet=arguments.json)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import statistics
 import tempfile
 import time
@@ -42,7 +41,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import options_of, quantile
+from benchmarks.command import finish, options_of, quantile
 from benchmarks.store import echo, raw, scale, served
 from benchmarks.store.servers import Servers, Stub, started
 from benchmarks.store.workload import GROUP_SIZE, Shape, make_appends
@@ -250,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         results = runner.run(measure(servers, QUICK if options.quick else FULL, console))
-    print(json.dumps(results))
+    finish(results, quiet=options.json)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from benchmarks.command import scratch
+from benchmarks.command import finish, scratch
 from benchmarks.end_to_end.curves import draw
 from benchmarks.end_to_end.trl_process import trl_command, trl_environment, trl_steps
 from benchmarks.end_to_end.troupe_side import cluster, job, run
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "parity.json").write_text(json.dumps(found) + "\n")
         (options.out / "parity.svg").write_text(draw(found["curves"]))
-    print(json.dumps(found))
+    finish(found, quiet=options.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import finish
 from benchmarks.store.served import Ending, Timings, create, drop, run_step
 from benchmarks.store.servers import Stub, started
 from benchmarks.store.workload import Shape, make_appends
@@ -101,7 +101,7 @@ def main() -> None:
         )
         report[f"append_ms_everysec_{writers}"] = round(lazy.append_ms, 3)
         report[f"append_ms_always_{writers}"] = round(eager.append_ms, 3)
-    print(json.dumps(report))
+    finish(report, quiet=arguments.json)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ the actions of a trajectory; the function does next to nothing.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.command import options_of, quantile
+from benchmarks.command import finish, options_of, quantile
 from services.chassis.app import serve
 from services.reward.server import RewardService, RewardSettings
 from troupe.rpc import connect, new_id
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"load {os.getloadavg()[0]:.1f}")
         for name, value in found.items():
             print(f"{name:<28}{value:>10.2f}")
-    print(json.dumps(found))
+    finish(found, quiet=options.json)
 
 
 if __name__ == "__main__":

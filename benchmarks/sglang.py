@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -37,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
+from benchmarks.command import finish
 from services.rollout.engines.base import Generation, SamplingParams
 from services.rollout.engines.models import skeleton
 from services.rollout.engines.sglang.engine import SglangEngine
@@ -297,7 +297,7 @@ def main() -> None:
         for name, value in figures.items():
             table.add_row(name, str(value))
         Console().print(table)
-    print(json.dumps({"device": options.device, "quick": options.quick, **figures}))
+    finish({"device": options.device, "quick": options.quick, **figures}, quiet=options.json)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ last line is one JSON object, of what was run:
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +49,7 @@ from benchmarks.actions.decisions import decision_seconds
 from benchmarks.actions.live import Mode, Result, play
 from benchmarks.actions.real_time import breathe, modestly
 from benchmarks.actions.served import started
-from benchmarks.command import options_of
+from benchmarks.command import finish, options_of
 from simulator.rollout import Played
 from simulator.trace import CodingLaw, TeacherLaw, Trajectory, coding
 from troupe.scheduling.elastic.order import FCFS, SHORTEST
@@ -329,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found |= asyncio.run(paced(plan, console))
     if "real" in parts:
         found |= asyncio.run(real(plan, console))
-    print(json.dumps(found), flush=True)
+    finish(found, quiet=options.json)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import statistics
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +23,7 @@ from benchmarks.balancing.measure import Run, bench
 from benchmarks.balancing.migrations import Migrations, migrate
 from benchmarks.balancing.picture import draw
 from benchmarks.balancing.workload import FULL, QUICK, ROWS, Size, job
+from benchmarks.command import finish, machine
 from services.chassis import logs
 
 
@@ -50,14 +49,14 @@ def main() -> None:
         console.print(f"  {count} x {failure}")
     found = as_json(runs, moved) | {
         "quick": args.quick,
-        "machine": f"{psutil.cpu_count()} cores, {platform.machine()}",
+        **machine(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "balancing.json").write_text(json.dumps(found, indent=1) + "\n")
         (args.out / "balancing.svg").write_text(draw(runs))
-    print(json.dumps(found))
+    finish(found, quiet=args.json)
 
 
 async def measure(size: Size, directory: Path, console: Console) -> tuple[list[Run], Migrations]:

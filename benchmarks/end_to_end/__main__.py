@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import scratch
+from benchmarks.command import finish, scratch
 from benchmarks.end_to_end.trl_process import Trl
 from benchmarks.end_to_end.troupe_side import cluster, job, run
 from benchmarks.end_to_end.workload import (
@@ -162,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         table.add_row(label, f"{rate:.0f}", f"{rate / base_rate:.2f}")
     console.print(table)
     console.print(f"{os.cpu_count()} cores, load {found['load']} at the end")
-    print(json.dumps(found))
+    finish(found, quiet=options.json)
 
 
 if __name__ == "__main__":

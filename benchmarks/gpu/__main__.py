@@ -22,6 +22,8 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 
+from benchmarks.command import finish
+
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _SECONDS: Final = 3600.0
 # Name: module and its arguments.
@@ -109,7 +111,7 @@ def main() -> None:
         except Failed as error:
             problems[part] = str(error)
         console.print(found[part] or problems[part])
-    print(json.dumps({**found, "problems": problems}))
+    finish({**found, "problems": problems}, quiet=options.json)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ both are copies within memory.
 from __future__ import annotations
 
 import argparse
-import json
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.command import finish
 from benchmarks.gpu.update import LARGE, TINY, seconds_of
 
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    print(json.dumps(measure(torch.device(options.device), quick=options.quick)))
+    finish(measure(torch.device(options.device), quick=options.quick), quiet=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ matrix product in the same type, measured in the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.command import finish
 from services.trainer.learner import Learner
 from services.trainer.rows import Row
 from troupe.job import JobSpec
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     device = torch.device(options.device)
-    print(json.dumps(measure(device, quick=options.quick, compiled=options.compile)))
+    finish(measure(device, quick=options.quick, compiled=options.compile), quiet=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.command import options_of
+from benchmarks.command import finish, options_of
 from benchmarks.networks.curve import Curve, learn
 from benchmarks.networks.picture import draw
 from benchmarks.networks.tasks import TASKS, Task
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             print(
                 f"{name:8} {TASKS[name].environment:14} {seeds:>26} {row['mean']:9.2f} {stated:>16}"
             )
-    print(json.dumps(found))
+    finish(found, quiet=options.json)
     return found
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from benchmarks.command import finish, machine
 from benchmarks.pipeline import equality, report
 from benchmarks.pipeline.figures import figures, window
 from benchmarks.pipeline.measure import Run, cluster, run
@@ -49,7 +49,7 @@ def main() -> None:
         console.print(report.lesson_table(lessons))
     found = report.as_json(tables, lessons)
     found["quick"] = args.quick
-    found["machine"] = f"{psutil.cpu_count()} cores, {platform.machine()}"
+    found |= machine()
     found["load_average"] = [round(load, 1) for load in psutil.getloadavg()]
     found["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
     if args.out is not None:
@@ -57,7 +57,7 @@ def main() -> None:
         (args.out / "pipeline.json").write_text(json.dumps(found, indent=1) + "\n")
         for setup, rows in tables:
             write_pictures(setup.name, [row for row, f in rows if f is not None], args.out)
-    print(json.dumps(found))
+    finish(found, quiet=args.json)
 
 
 async def measure(

@@ -14,7 +14,6 @@ the same limit of CPU seconds for both; all of it took twelve minutes on two bus
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.command import options_of
+from benchmarks.command import finish, options_of
 from benchmarks.psro.theirs import iterations, progress
 from benchmarks.references import ReferenceUnavailable, reference_python
 from troupe.populations.psro import ExactPsro
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     if not options.json:
         print("\n".join(lines))
-    print(json.dumps(result))
+    finish(result, quiet=options.json)
     return result
 
 

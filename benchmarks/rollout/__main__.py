@@ -30,7 +30,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import options_of, quantile
+from benchmarks.command import finish, options_of, quantile
 from benchmarks.rollout import served
 from benchmarks.rollout.workload import STEP_SECONDS, embedded, paced
 
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console(quiet=options.json, width=130)
     with tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory:
         results = asyncio.run(measure(Path(directory), QUICK if options.quick else FULL, console))
-    print(json.dumps(results))
+    finish(results, quiet=options.json)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ trains. Takes three to four minutes.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
 
-from benchmarks.command import options_of
+from benchmarks.command import finish, options_of
 from benchmarks.references import ReferenceUnavailable, reference_python
 from benchmarks.sampling.sides import Rate, Side, SideFailed, ratio, started
 
@@ -155,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     found = {name: round(value, 3) for name, value in found.items()}
     if not options.json:
         print("\n".join(lines))
-    print(json.dumps(found))
+    finish(found, quiet=options.json)
     return found
 
 

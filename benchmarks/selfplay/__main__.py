@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import yaml
 
-from benchmarks.command import scratch
+from benchmarks.command import finish, scratch
 from benchmarks.end_to_end.troupe_side import cluster
 from benchmarks.selfplay.figure import draw
 from benchmarks.selfplay.measure import Curve, measured
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             for name, curve in curves.items()
         }
         (options.out / "selfplay.json").write_text(json.dumps(told) + "\n")
-    print(json.dumps(result))
+    finish(result, quiet=options.json)
     return result
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import options_of, quantile, scratch
+from benchmarks.command import finish, options_of, quantile, scratch
 from benchmarks.serverless.service import Service, started
 from troupe.v1 import reward_pb2 as pb
 
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = options_of(__doc__, arguments)
     console = Console(quiet=options.json)
     found = asyncio.run(measure(QUICK if options.quick else FULL, console))
-    print(json.dumps(found), flush=True)
+    finish(found, quiet=options.json)
     return 0
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import scratch
+from benchmarks.command import finish, scratch
 from benchmarks.swap.bandwidth import Bandwidth, measure
 from benchmarks.swap.sharing import SHARED, Scale, Sharing, run
 from benchmarks.workloads.six_players import AGENTS
@@ -66,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ratio = shared.samples_per_second / dedicated.samples_per_second
         found["over_dedicated"] = round(ratio, 3)
     load, *_ = os.getloadavg()
-    machine = {"quick": args.quick, "device": args.device, "cores": os.cpu_count()}
-    print(json.dumps(found | machine | {"load": round(load, 1)}))
+    how = {"quick": args.quick, "device": args.device, "cores": os.cpu_count()}
+    finish(found | how | {"load": round(load, 1)}, quiet=args.json)
 
 
 async def _share(quick: bool) -> tuple[Sharing, Sharing]:

@@ -30,6 +30,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import finish
 from benchmarks.references import TRL, ReferenceUnavailable, reference_python
 from benchmarks.trainer.cases import CASES, QUICK, Case
 
@@ -131,7 +132,7 @@ def main() -> None:
                 console.print(f"{name} ...")
                 found.append(compare(size, case, reference, options, again=again))
     console.print(_table(found))
-    print(json.dumps(_summary(found)))
+    finish(_summary(found), quiet=options.json)
 
 
 def _summary(found: Sequence[Compared]) -> dict[str, float | None]:

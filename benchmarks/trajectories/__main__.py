@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
-import platform
 import statistics
 import tempfile
 from collections.abc import AsyncIterator
@@ -26,6 +24,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import finish
 from benchmarks.pipeline.measure import StepEnd, step_ends
 from benchmarks.trajectories.workload import (
     FULL,
@@ -69,9 +68,8 @@ def main() -> None:
     for table in tables:
         console.print(table)
     found["quick"] = args.quick
-    found["machine"] = f"{psutil.cpu_count()} cores, {platform.machine()}"
     found["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
-    print(json.dumps(found))
+    finish(found, quiet=args.json)
 
 
 async def measure(

@@ -10,22 +10,19 @@ to another's is measured (device.py).
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
-import platform
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.command import scratch
+from benchmarks.command import finish, scratch
 from benchmarks.transfer import device, networks, swap
 from benchmarks.transfer.measure import TCP_BYTES, Pair, Row, measure
 from troupe.transfer.remote import lane
@@ -86,7 +83,7 @@ def main() -> None:
         console.print(_table(rows))
     console.print(_rest_table(rest))
     taken = {"quick": args.quick, "seconds": round(time.monotonic() - began)}
-    print(json.dumps(as_json(rows, rest) | taken | _machine()))
+    finish(as_json(rows, rest) | taken | _when(), quiet=args.json)
 
 
 def _between_devices(name: str, rounds: dict[int, int], where: Path, console: Console) -> None:
@@ -98,7 +95,7 @@ def _between_devices(name: str, rounds: dict[int, int], where: Path, console: Co
         console.print(found[size])
     last = found[max(found)]
     by_mib = {str(size // MIB): row["of_link"] for size, row in found.items()}
-    print(json.dumps(last | {"of_link_by_mib": by_mib} | _machine()))
+    finish(last | {"of_link_by_mib": by_mib} | _when(), quiet=console.stderr)
 
 
 def as_json(rows: list[Row], rest: Rest) -> dict[str, Any]:
@@ -244,9 +241,8 @@ def _rest_table(rest: Rest) -> Table:
     return table
 
 
-def _machine() -> dict[str, Any]:
+def _when() -> dict[str, Any]:
     return {
-        "machine": f"{psutil.cpu_count()} cores, {platform.machine()}",
         "load": round(os.getloadavg()[0], 1),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }

@@ -99,7 +99,8 @@ def served_beside(model: torch.nn.Module) -> bool:
 
 def _add(layer: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
     inner = args[0].to(torch.float32) @ layer.adapter_a.T
-    return (output + inner @ layer.adapter_b.T).to(output.dtype)
+    added: torch.Tensor = inner @ layer.adapter_b.T
+    return (output + added).to(output.dtype)
 
 
 def _as(ref: pb.WeightsRef, tensors: Mapping[str, torch.Tensor]) -> pb.WeightsRef:

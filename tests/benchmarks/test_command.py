@@ -1,0 +1,75 @@
+"""What every benchmark says of the machine that it ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_PROGRAM = """
+from benchmarks.command import finish
+finish({"ratio": 1.5}, quiet=False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("capability", "isa"), [("default", "default"), ("avx2", "AVX2"), (None, None)]
+)
+def test_the_instruction_sets_are_in_table_and_object(
+    capability: str | None, isa: str | None
+) -> None:
+    asked = {"ATEN_CPU_CAPABILITY": capability, "ONEDNN_MAX_CPU_ISA": isa}
+    environment = {name: value for name, value in os.environ.items() if name not in asked}
+    environment |= {name: value for name, value in asked.items() if value is not None}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+        env=environment,
+    )
+    line, last = done.stdout.splitlines()
+    found = json.loads(last)
+    assert found["ratio"] == 1.5
+    assert "cores" in found["machine"]
+    assert found["onednn_max_cpu_isa"] == (isa or "default")
+    if capability == "default":
+        assert found["cpu_capability"] == "DEFAULT"
+    for name in ("machine", "cpu_capability", "onednn_max_cpu_isa"):
+        assert found[name] in line
+
+
+def test_every_benchmark_ends_by_it() -> None:
+    """A command that prints its object by itself would not say what it ran on."""
+    done = subprocess.run(
+        ["git", "grep", "-l", "def main(", "--", "benchmarks"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    if done.returncode:
+        pytest.skip("this is no git checkout")
+    # Sides of a comparison, which another benchmark starts and reads.
+    sides = {
+        f"benchmarks/{side}.py"
+        for side in (
+            "end_to_end/trl_side",
+            "psro/openspiel",
+            "psro/openspiel_learned",
+            "rollout/direct",
+            "sampling/ours",
+            "sampling/rllib",
+            "sampling/samplefactory",
+            "trainer/ours",
+            "trainer/theirs",
+        )
+    }
+    for path in done.stdout.split():
+        if path not in sides:
+            assert "finish(" in Path(path).read_text(encoding="utf-8"), path
