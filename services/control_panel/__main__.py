@@ -10,14 +10,14 @@ from pathlib import Path
 import uvicorn
 
 from services.chassis.parent import watch_parent
-from services.chassis.settings import ServiceSettings
+from services.control_panel.access import PanelSettings
 from services.control_panel.app import create_app
 from troupe.rpc.errors import port_error
 
 
 def main() -> int:
     """Serve until SIGTERM; returns the exit status."""
-    settings = ServiceSettings()
+    settings = PanelSettings()
     token = settings.token.get_secret_value() if settings.token else None
     try:
         listener = socket.create_server((settings.host, settings.port))
@@ -31,7 +31,9 @@ def main() -> int:
         scratch.write_text(f"{port} {port}\n")
         os.replace(scratch, settings.port_file)
     config = uvicorn.Config(
-        create_app(settings.orchestrator_address, token, settings.client()),
+        create_app(
+            settings.orchestrator_address, token, settings.client(), hosts=settings.host_names
+        ),
         log_level=settings.log_level,
         access_log=False,
         # An open event stream would hold the process for ever.

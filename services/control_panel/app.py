@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from services.control_panel import (
     tables_api,
     views,
 )
+from services.control_panel.access import Panel
 from services.control_panel.events import cluster_events
 from services.control_panel.upstream import Upstream
 from troupe import __version__
@@ -35,10 +36,12 @@ def create_app(
     orchestrator_address: str,
     token: str | None = None,
     client: ClientSettings | None = None,
+    hosts: Iterable[str] = (),
 ) -> FastAPI:
     """The panel over the orchestrator at `orchestrator_address`.
 
-    With `token`, mutating calls need `Authorization: Bearer`; looking does not.
+    With `token`, mutating calls need `Authorization: Bearer`; looking does not. `hosts`: names by
+    which browsers reach it, besides loopback.
     """
 
     @asynccontextmanager
@@ -47,11 +50,14 @@ def create_app(
         yield
         await app.state.upstream.close()
 
-    app = FastAPI(
+    app = Panel(
+        hosts=hosts,
         title="Troupe control panel",
         version=__version__,
         description="Submit, watch and steer jobs. Errors are `application/problem+json`.",
         lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
         dependencies=[Depends(problems.known_query)],
         responses={"4XX": {"model": views.Problem}, "5XX": {"model": views.Problem}},
     )
@@ -86,6 +92,10 @@ def create_app(
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(STATIC / "index.html")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> FileResponse:
+        return FileResponse(STATIC / "docs.html")
 
     @app.get("/healthz", tags=["panel"])
     async def health() -> dict[str, str]:

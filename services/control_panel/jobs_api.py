@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from services.control_panel import views
+from services.control_panel.access import JSON_TYPE, YAML_TYPES
 from services.control_panel.events import job_events
 from services.control_panel.upstream import Upstream
 from troupe.rpc.errors import InvalidArgument
@@ -25,7 +26,7 @@ router = APIRouter(prefix="/api/jobs", tags=["jobs"])
 def _specification_body(*, required: bool) -> dict[str, Any]:
     """What OpenAPI says of a body that is read as text."""
     schema = {"type": "string", "description": "The job's specification."}
-    content = {kind: {"schema": schema} for kind in ("application/yaml", "text/plain")}
+    content = {kind: {"schema": schema} for kind in (*YAML_TYPES, JSON_TYPE)}
     return {"requestBody": {"required": required, "content": content}}
 
 

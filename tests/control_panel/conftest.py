@@ -23,6 +23,7 @@ agents: {solver: {policy: big}, checker: {policy: small}}
 policies: {big: {model: {path: big}}, small: {model: {path: small}}}
 pipeline: {steps: 10, queries_per_step: 4}
 """
+YAML = {"Content-Type": "application/yaml"}
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Panel:
 
     async def submit(self) -> str:
         """Submit SPEC; returns the job's id."""
-        reply = await self.http.post("/api/jobs", content=SPEC)
+        reply = await self.http.post("/api/jobs", content=SPEC, headers=YAML)
         assert reply.status_code == 201, reply.text
         job_id: str = reply.json()["job_id"]
         return job_id

@@ -38,6 +38,8 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel, tmp_path:
         expect.set_options(timeout=PATIENCE_MS)
         faults: list[str] = []
         page.on("pageerror", lambda error: faults.append(str(error)))
+        # What the content security policy forbids is said on the console.
+        page.on("console", lambda said: "Security Policy" in said.text and faults.append(said.text))
         await page.goto(panel.url)
 
         # A specification with a fault: the dialog says which field and what to do.

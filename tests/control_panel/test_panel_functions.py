@@ -33,7 +33,7 @@ async def http(town: Town) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://panel", timeout=60) as http,
+        httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as http,
     ):
         yield http
 

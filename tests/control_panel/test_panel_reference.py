@@ -49,4 +49,4 @@ def test_all_that_a_call_takes_is_documented(call: tuple[str, str]) -> None:
 
 def test_every_status_of_a_problem_is_documented() -> None:
     documented = {int(status) for status in re.findall(r"^\| (\d{3}) \|", PAGE, re.M)}
-    assert documented == {*HTTP_STATUS.values(), 405, 500}
+    assert documented == {*HTTP_STATUS.values(), 405, 415, 421, 500}

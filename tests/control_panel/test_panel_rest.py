@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.control_panel import views
-from tests.control_panel.conftest import SPEC, Panel
+from tests.control_panel.conftest import SPEC, YAML, Panel
 from troupe.v1 import common_pb2 as common
 from troupe.v1 import orchestrator_pb2 as pb
 
@@ -24,7 +24,7 @@ async def test_a_job_is_submitted_and_steered(panel: Panel) -> None:
     assert resumed.json()["state"] == "submitted"
     assert panel.orchestrator.requests("ResumeJob")[0].spec == ""
     await panel.http.post(f"/api/jobs/{job_id}/pause")
-    await panel.http.post(f"/api/jobs/{job_id}/resume", content=SPEC)
+    await panel.http.post(f"/api/jobs/{job_id}/resume", content=SPEC, headers=YAML)
     assert panel.orchestrator.requests("ResumeJob")[1].spec == SPEC
     cancelled = await panel.http.post(f"/api/jobs/{job_id}/cancel?reason=enough")
     assert cancelled.json()["state"] == "cancelled"
@@ -39,7 +39,7 @@ async def test_a_job_is_submitted_and_steered(panel: Panel) -> None:
 async def test_an_idempotency_key_becomes_the_request_id(panel: Panel) -> None:
     for _ in range(2):
         reply = await panel.http.post(
-            "/api/jobs?job_id=mine", content=SPEC, headers={"Idempotency-Key": "once"}
+            "/api/jobs?job_id=mine", content=SPEC, headers={**YAML, "Idempotency-Key": "once"}
         )
         assert reply.status_code == 201
     assert {r.request_id for r in panel.orchestrator.requests("SubmitJob")} == {"once"}
@@ -62,7 +62,7 @@ async def test_a_wrong_query_names_its_field(panel: Panel) -> None:
 
 
 async def test_a_parameter_that_there_is_not_is_refused(panel: Panel) -> None:
-    reply = await panel.http.post("/api/jobs?jobid=mine", content=SPEC)
+    reply = await panel.http.post("/api/jobs?jobid=mine", content=SPEC, headers=YAML)
     assert reply.status_code == 422
     assert (reply.json()["field"], reply.json()["value"]) == ("query.jobid", "mine")
     assert reply.json()["remedy"] == "Did you mean `job_id`?"
@@ -83,11 +83,11 @@ async def test_a_body_that_is_no_json_is_told_where(panel: Panel) -> None:
 
 
 async def test_a_specification_that_is_too_large_is_refused(panel: Panel) -> None:
-    reply = await panel.http.post("/api/jobs", content=b"#" * (1 << 20) + b"##")
+    reply = await panel.http.post("/api/jobs", content=b"#" * (1 << 20) + b"##", headers=YAML)
     assert reply.status_code == 422
     assert "1048576" in reply.json()["detail"]
     assert reply.json()["remedy"]
-    not_text = await panel.http.post("/api/jobs", content=b"\xff\xfe")
+    not_text = await panel.http.post("/api/jobs", content=b"\xff\xfe", headers=YAML)
     assert "UTF-8" in not_text.json()["detail"]
 
 
@@ -123,14 +123,14 @@ async def test_events_arrive_while_they_happen(panel: Panel) -> None:
 @pytest.mark.parametrize("panel", ["secret"], indirect=True)
 async def test_a_token_guards_mutating_calls(panel: Panel) -> None:
     assert (await panel.http.get("/api/jobs")).status_code == 200
-    refused = await panel.http.post("/api/jobs", content=SPEC)
+    refused = await panel.http.post("/api/jobs", content=SPEC, headers=YAML)
     assert refused.status_code == 401
     assert "TROUPE_TOKEN" in refused.json()["remedy"]
-    wrong = {"Authorization": "Bearer sécret".encode()}
+    wrong: Any = {**YAML, "Authorization": "Bearer sécret".encode()}
     refused = await panel.http.post("/api/jobs", content=SPEC, headers=wrong)
     assert (refused.status_code, refused.json()["title"]) == (401, "unauthenticated")
     taken = await panel.http.post(
-        "/api/jobs", content=SPEC, headers={"Authorization": "Bearer secret"}
+        "/api/jobs", content=SPEC, headers={**YAML, "Authorization": "Bearer secret"}
     )
     assert taken.status_code == 201
 

@@ -128,7 +128,9 @@ def test_the_example_is_trained_through_the_panel(compose: Callable[..., str]) -
     with httpx.Client(base_url=compose.url, timeout=30) as panel:  # type: ignore[attr-defined]
         _wait(lambda: panel.get("/healthz").status_code == 200, 180, "the panel to answer")
         _wait(lambda: _alive(panel) >= 4, 180, "two rollout and two trainer workers")
-        reply = panel.post("/api/jobs", content=yaml.safe_dump(spec))
+        reply = panel.post(
+            "/api/jobs", content=yaml.safe_dump(spec), headers={"Content-Type": "application/yaml"}
+        )
         assert reply.status_code == 201, reply.text
         url = f"/api/jobs/{reply.json()['job_id']}"
         _wait(lambda: _ended(panel, url) or panel.get(url).json()["step"] >= 1, 600, "a step")

@@ -8,6 +8,8 @@ export function el(tag, props = {}, ...children) {
     if (key === "class") node.className = value;
     else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (key.startsWith("--")) node.style.setProperty(key, value);
+    // The content security policy takes no style attributes.
+    else if (key === "style") for (const [name, text] of Object.entries(value)) node.style.setProperty(name, text);
     else if (value !== undefined && value !== null) node.setAttribute(key, value);
   }
   node.append(...children.filter((child) => child !== null && child !== undefined));

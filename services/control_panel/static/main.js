@@ -237,7 +237,7 @@ byId("submit-send").addEventListener("click", async (event) => {
   event.preventDefault();
   byId("submit-problem").textContent = "";
   try {
-    const submitted = await api("/api/jobs", { method: "POST", body: byId("submit-spec").value });
+    const submitted = await api("/api/jobs", { method: "POST", headers: { "content-type": "application/yaml" }, body: byId("submit-spec").value });
     byId("submit-dialog").close();
     choose(submitted.job_id);
     toast(`submitted ${submitted.job_id}`);

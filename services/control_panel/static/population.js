@@ -73,7 +73,7 @@ function memberRow(found, pool, one, ratings) {
   return el(
     "tr",
     { title: `${one.checksum} · version ${one.version} of ${one.learner}` },
-    el("td", { style: `padding-left:${one.depth * 14}px` }, `${one.member_id}${kind}`),
+    el("td", { style: { "padding-left": `${one.depth * 14}px` } }, `${one.member_id}${kind}`),
     el("td", {}, one.parent || "–"),
     el("td", {}, String(one.step)),
     el("td", {}, el("span", { class: `pill ${one.state === "settled" ? "on" : one.state === "retired" ? "off" : "starting"}` }, one.state)),
@@ -111,7 +111,7 @@ function payoff(found, most, one, other) {
   const strength = Math.round((70 * Math.abs(mean)) / most);
   return el(
     "td",
-    { style: `background:color-mix(in srgb, var(${mean < 0 ? "--bad" : "--good"}) ${strength}%, transparent)`, title: `${one.member_id} against ${other.member_id}: ${number(mean)} (${sure})` },
+    { style: { background: `color-mix(in srgb, var(${mean < 0 ? "--bad" : "--good"}) ${strength}%, transparent)` }, title: `${one.member_id} against ${other.member_id}: ${number(mean)} (${sure})` },
     number(mean),
   );
 }

@@ -36,7 +36,7 @@ export class Viewer {
       el("span", { class: `pill ${item.state}` }, item.evaluation ? "held-out" : item.state),
       el("small", {}, rewards.map(([agent, value]) => `${agent} ${number(value)}`).join(" · ") || item.reason),
       el("small", {}, `step ${item.step} · ${item.turns} turns · ${duration(item.seconds)}`),
-      el("div", { class: "bar" }, el("div", { style: `width:${Math.max(0, Math.min(1, team)) * 100}%` })),
+      el("div", { class: "bar" }, el("div", { style: { width: `${Math.max(0, Math.min(1, team)) * 100}%` } })),
     );
   }
 
