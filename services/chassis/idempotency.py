@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import xxhash
 
-from troupe.rpc import AlreadyExists, Unavailable
+from troupe.rpc import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 
 T = TypeVar("T")
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+# Ids that Troupe makes have some 40 characters.
+MAX_ID_LENGTH: Final = 512
+# Of an answer that is remembered, beside its bytes: its id, digest, and place in the table.
+_ENTRY_BYTES: Final = 1024
+_LATER_MS: Final = 500
 
 
 def forgets(when: Callable[[Any], bool]) -> Callable[[Handler], Handler]:
@@ -42,7 +49,8 @@ class IdempotencyCache:
     """Remembers responses by key for `ttl` seconds, bounded in number and bytes.
 
     A call that fails is forgotten, so that it can be tried again. A call runs to its end even if
-    everyone who waited for it is gone: the one who comes back with its id finds the result.
+    everyone who waited for it is gone: the one who comes back with its id finds the result. So
+    requests in flight are bounded in bytes here, too: their callers may be gone long since.
     """
 
     def __init__(
@@ -51,15 +59,22 @@ class IdempotencyCache:
         max_entries: int = 10_000,
         max_bytes: int = 64 * 2**20,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        max_running_bytes: int = 2**30,
+        field: str = "request_id",
     ) -> None:
+        """`field` is what callers know the id as."""
         self._ttl = ttl
         self._max_entries = max_entries
         self._max_bytes = max_bytes
+        self._max_running_bytes = max_running_bytes
         self._clock = clock
-        self._running: dict[Hashable, _Entry] = {}
+        self._field = field
+        self._running: dict[Hashable, _Running] = {}
         # Finished calls, oldest first.
-        self._done: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._done: OrderedDict[Hashable, _Done] = OrderedDict()
         self._bytes = 0
+        self._running_bytes = 0
 
     def __len__(self) -> int:
         return len(self._running) + len(self._done)
@@ -75,30 +90,37 @@ class IdempotencyCache:
         payload: bytes,
         call: Callable[[], Awaitable[T]],
         *,
+        size: int | None = None,
         abandoned: Callable[[], None] | None = None,
         forget: Callable[[T], bool] | None = None,
     ) -> T:
-        """The response of `call()`, run once per `key`. `abandoned()` is told when the last
-        caller left before it ended. A response that `forget` names is for those only who wait.
+        """The response of `call()`, run once per `key`. `size` is that of the request in bytes,
+        where `payload` is not all of it. `abandoned()` is told when the last caller left before it
+        ended. A response that `forget` names is for those only who wait.
 
-        Raises `AlreadyExists` when `key` came with another `payload` before, and whatever
-        `call` raises.
+        Raises `AlreadyExists` when `key` came with another `payload` before, `InvalidArgument` for
+        an id that is too long, `ResourceExhausted` (to be repeated later) while too many bytes of
+        requests are in flight, and whatever `call` raises.
         """
         self._expire()
+        name = key[-1] if isinstance(key, tuple) else key
         digest = xxhash.xxh3_128_digest(payload)
-        entry = self._running.get(key) or self._done.get(key)
-        if entry is None:
-            entry = _Entry(digest, asyncio.ensure_future(call()))
-            self._running[key] = entry
-            entry.task.add_done_callback(lambda _: self._settle(key, entry, forget))
-        elif entry.digest != digest:
+        entry = self._running.get(key)
+        known = entry or self._done.get(key)
+        if known is not None and known.digest != digest:
             raise AlreadyExists(
                 "this id came with another request before",
                 kind="request_id_reused",
-                field="request_id",
-                value=key[-1] if isinstance(key, tuple) else key,
+                field=self._field,
+                value=name,
                 remedy="Make a fresh id for every new request; repeat one only unchanged.",
             )
+        if isinstance(known, _Done):
+            remembered: T = known.response
+            return remembered
+        if entry is None:
+            entry = self._begin(key, name, digest, len(payload) if size is None else size, call)
+            entry.task.add_done_callback(lambda _: self._settle(key, entry, forget))
         response: T = await self._wait(entry, abandoned)
         return response
 
@@ -109,7 +131,34 @@ class IdempotencyCache:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _wait(self, entry: _Entry, abandoned: Callable[[], None] | None) -> Any:
+    def _begin(
+        self,
+        key: Hashable,
+        name: Hashable,
+        digest: bytes,
+        size: int,
+        call: Callable[[], Awaitable[Any]],
+    ) -> _Running:
+        if isinstance(name, str) and len(name) > MAX_ID_LENGTH:
+            raise InvalidArgument(
+                f"has {len(name):,} characters; at most {MAX_ID_LENGTH} are taken",
+                field=self._field,
+                value=name,
+                remedy="Send a short id, such as a UUID.",
+            )
+        # One alone is let in, however large: else it never would be.
+        if self._running and self._running_bytes + size > self._max_running_bytes:
+            raise ResourceExhausted(
+                f"{self._running_bytes:,} bytes of requests are in flight",
+                kind="requests_in_flight",
+                remedy="Wait until some of them have ended, or send less at once.",
+                retry_after_ms=_LATER_MS,
+            )
+        entry = self._running[key] = _Running(digest, size, asyncio.ensure_future(call()))
+        self._running_bytes += size
+        return entry
+
+    async def _wait(self, entry: _Running, abandoned: Callable[[], None] | None) -> Any:
         entry.waiters += 1
         try:
             return await asyncio.shield(entry.task)
@@ -122,18 +171,19 @@ class IdempotencyCache:
         finally:
             entry.waiters -= 1
 
-    def _settle(self, key: Hashable, entry: _Entry, forget: Callable[[Any], bool] | None) -> None:
+    def _settle(self, key: Hashable, entry: _Running, forget: Callable[[Any], bool] | None) -> None:
         del self._running[key]
+        self._running_bytes -= entry.size
         # Asking for the exception also marks it as seen when nobody waits any more.
         if entry.task.cancelled() or entry.task.exception() is not None:
             return
-        if forget is not None and forget(entry.task.result()):
+        response = entry.task.result()
+        if forget is not None and forget(response):
             return
-        size = getattr(entry.task.result(), "ByteSize", None)
-        entry.size = 0 if size is None else size()
-        entry.expires = self._clock() + self._ttl
-        self._done[key] = entry
-        self._bytes += entry.size
+        # The response alone: the task's context has parts of the request.
+        done = _Done(entry.digest, response, self._clock() + self._ttl)
+        self._done[key] = done
+        self._bytes += done.size
         while len(self._done) > self._max_entries or self._bytes > self._max_bytes:
             self._forget_oldest()
 
@@ -143,16 +193,26 @@ class IdempotencyCache:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        _, entry = self._done.popitem(last=False)
-        self._bytes -= entry.size
+        _, done = self._done.popitem(last=False)
+        self._bytes -= done.size
 
 
-class _Entry:
-    """One call: what was asked, the task that answers, who waits."""
+class _Running:
+    """A call in flight: what was asked, the task that answers, who waits."""
 
-    def __init__(self, digest: bytes, task: asyncio.Future[Any]) -> None:
+    def __init__(self, digest: bytes, size: int, task: asyncio.Future[Any]) -> None:
         self.digest = digest
+        self.size = size
         self.task = task
         self.waiters = 0
-        self.expires = 0.0
-        self.size = 0
+
+
+class _Done:
+    """A call that ended: what was asked, what was answered."""
+
+    def __init__(self, digest: bytes, response: Any, expires: float) -> None:
+        self.digest = digest
+        self.response = response
+        self.expires = expires
+        measure = getattr(response, "ByteSize", None)
+        self.size = _ENTRY_BYTES + (sys.getsizeof(response) if measure is None else measure())

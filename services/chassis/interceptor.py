@@ -17,6 +17,7 @@ from services.chassis.telemetry import Telemetry
 from troupe.rpc import (
     DeadlineExceeded,
     Internal,
+    InvalidArgument,
     TroupeError,
     Unauthenticated,
     Unavailable,
@@ -27,6 +28,8 @@ from troupe.rpc.errors import DETAILS_KEY
 _HEALTH: Final = "/grpc.health."
 # Answered at any time, also before the service is ready and while it drains.
 _INFRASTRUCTURE: Final = (_HEALTH, "/grpc.reflection.")
+# What arrived -> the request (or the stream of them), and what is wrong with it.
+Decode = Callable[[Any], tuple[Any, TroupeError | None]]
 
 
 class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -74,30 +77,35 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             task.cancel()
 
     def _wrap(self, method: str, handler: Any) -> Any:
-        codec = (handler.request_deserializer, _unless_bytes(handler.response_serializer))
+        # Requests are decoded here and not by gRPC, which says UNKNOWN of what it cannot decode.
+        codec = (None, _unless_bytes(handler.response_serializer))
+        decode = handler.request_deserializer
         if handler.unary_unary is not None:
-            unary = self._wrap_unary(method, handler.unary_unary)
+            unary = self._wrap_unary(method, handler.unary_unary, _decoded(decode))
             return grpc.unary_unary_rpc_method_handler(unary, *codec)
         if handler.unary_stream is not None:
-            stream = self._wrap_stream(method, handler.unary_stream)
+            stream = self._wrap_stream(method, handler.unary_stream, _decoded(decode))
             return grpc.unary_stream_rpc_method_handler(stream, *codec)  # type: ignore[arg-type]
         if handler.stream_stream is not None:  # reflection
-            stream = self._wrap_stream(method, handler.stream_stream)
+            stream = self._wrap_stream(method, handler.stream_stream, _all_decoded(decode))
             return grpc.stream_stream_rpc_method_handler(stream, *codec)  # type: ignore[arg-type]
         raise NotImplementedError(f"{method}: Troupe has no client-streaming calls")
 
-    def _wrap_unary(self, method: str, behavior: Any) -> Callable[[Any, Any], Any]:
+    def _wrap_unary(self, method: str, behavior: Any, decode: Decode) -> Callable[[Any, Any], Any]:
         once = self.idempotency
         forget = getattr(behavior, "forgets", None)
         compared = getattr(behavior, "compares", _all_of)
 
-        async def unary(request: Any, context: Any) -> Any:
+        async def unary(raw: Any, context: Any) -> Any:
+            request, undecodable = decode(raw)
             call = self._observe(method, "unary", request, context)
             task = _current_task()
             self._unary.add(task)
             code, error = grpc.StatusCode.OK, None
             try:
                 self._admit(method, context)
+                if undecodable is not None:
+                    raise undecodable
                 request_id = getattr(request, "request_id", "")
                 if not request_id:
                     return await self._bounded(method, behavior, request, context)
@@ -105,6 +113,7 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     (method, request_id),
                     compared(request),
                     lambda: self._bounded(method, behavior, request, context),
+                    size=len(raw),
                     forget=forget,
                 )
             except BaseException as raised:
@@ -120,14 +129,19 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
         return unary
 
-    def _wrap_stream(self, method: str, behavior: Any) -> Callable[[Any, Any], AsyncIterator[Any]]:
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+    def _wrap_stream(
+        self, method: str, behavior: Any, decode: Decode
+    ) -> Callable[[Any, Any], AsyncIterator[Any]]:
+        async def stream(raw: Any, context: Any) -> AsyncIterator[Any]:
+            request, undecodable = decode(raw)
             call = self._observe(method, "stream", request, context)
             task = _current_task()
             self._streams.add(task)
             code, error = grpc.StatusCode.OK, None
             try:
                 self._admit(method, context)
+                if undecodable is not None:
+                    raise undecodable
                 responses = behavior(request, context)
                 if inspect.isawaitable(responses):  # a handler that writes on the context
                     await responses
@@ -221,6 +235,38 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
     """A handler may answer with a response that is serialized already."""
     return lambda response: response if isinstance(response, bytes) else serialize(response)
+
+
+def _decoded(decode: Callable[[bytes], Any]) -> Decode:
+    """Turns the bytes of a request into the message, or into what is wrong with them."""
+
+    def decoded(raw: bytes) -> tuple[Any, InvalidArgument | None]:
+        try:
+            return decode(raw), None
+        except Exception as error:
+            return None, InvalidArgument(
+                f"these {len(raw):,} bytes are not the request of this call: {error}",
+                kind="undecodable_request",
+                field="request",
+                remedy="Send the message that protos/troupe/v1 says, as protobuf encodes it; "
+                "strings are UTF-8.",
+            )
+
+    return decoded
+
+
+def _all_decoded(decode: Callable[[bytes], Any]) -> Decode:
+    """The same for a stream of requests: the stream raises what is wrong with one of them."""
+    decoded = _decoded(decode)
+
+    async def messages(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for raw in requests:
+            request, undecodable = decoded(raw)
+            if undecodable is not None:
+                raise undecodable
+            yield request
+
+    return lambda requests: (messages(requests), None)
 
 
 def _all_of(request: Any) -> bytes:

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterable, MutableMapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import structlog
 from google.protobuf.descriptor import Descriptor
@@ -14,6 +14,9 @@ from google.protobuf.message import Message
 from opentelemetry import trace
 
 from troupe.rpc.channel import CONTEXT_IDS, context_key
+
+# What is bound is in every line of the call, and in the context of every task that it leaves.
+_ID_LENGTH: Final = 200
 
 
 def configure(service: str, level: str, style: str) -> None:
@@ -87,7 +90,7 @@ def bind_call(request: Any, metadata: Iterable[tuple[str, Any]]) -> None:
             for part in path:
                 value = getattr(value, part)
             if value:
-                bound[name] = value
+                bound[name] = value if len(value) <= _ID_LENGTH else f"{value[:_ID_LENGTH]}..."
     if bound:
         structlog.contextvars.bind_contextvars(**bound)
 

@@ -17,13 +17,14 @@ from sse_starlette import EventSourceResponse
 from services.control_panel import (
     functions_api,
     jobs_api,
+    limits,
     populations_api,
     problems,
     tables_api,
     views,
 )
 from services.control_panel.access import Panel
-from services.control_panel.events import cluster_events
+from services.control_panel.events import EVENT_STREAM, cluster_events
 from services.control_panel.upstream import Upstream
 from troupe import __version__
 from troupe.rpc import ClientSettings
@@ -58,10 +59,14 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        dependencies=[Depends(problems.known_query)],
+        dependencies=[Depends(limits.known_query)],
         responses={"4XX": {"model": views.Problem}, "5XX": {"model": views.Problem}},
     )
     problems.install(app)
+    describe = app.openapi
+    app.openapi = lambda: limits.openapi_of_errors(describe())  # type: ignore[method-assign]
+    # Inside of those that refuse a request for what it is: what they refuse is not read.
+    app.add_middleware(limits.BoundedBodies)
     app.include_router(jobs_api.router)
     app.include_router(tables_api.router)
     app.include_router(functions_api.router)
@@ -118,7 +123,7 @@ def create_app(
         reply = await request.app.state.upstream.stub.GetCluster(pb.GetClusterRequest())
         return [views.plain(engine) for engine in reply.engines]
 
-    @app.get("/api/cluster/events", tags=["cluster"], response_class=EventSourceResponse)
+    @app.get("/api/cluster/events", tags=["cluster"], **EVENT_STREAM)
     async def watch_cluster(request: Request) -> EventSourceResponse:
         """The cluster and all jobs about every second: server-sent events `cluster`."""
         return EventSourceResponse(cluster_events(request.app.state.upstream), ping=15)

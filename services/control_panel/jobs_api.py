@@ -11,10 +11,10 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from services.control_panel import views
 from services.control_panel.access import JSON_TYPE, YAML_TYPES
-from services.control_panel.events import job_events
+from services.control_panel.events import EVENT_STREAM, job_events
 from services.control_panel.upstream import Upstream
 from troupe.rpc.errors import InvalidArgument
-from troupe.rpc.ids import new_id
+from troupe.rpc.ids import check_event_id, new_id
 from troupe.v1 import common_pb2
 from troupe.v1 import orchestrator_pb2 as pb
 
@@ -123,7 +123,7 @@ async def forget_job(
     return views.job(reply.job)
 
 
-@router.get("/{job_id}/events", response_class=EventSourceResponse)
+@router.get("/{job_id}/events", **EVENT_STREAM)
 async def watch_job(
     request: Request,
     job_id: JobId,
@@ -133,6 +133,8 @@ async def watch_job(
     """The job's event log, then live: server-sent events `state`, `metrics`, `notice`,
     `activity`. A browser that reconnects goes on where it was."""
     source = upstream(request)
+    check_event_id(after, "query.after")
+    check_event_id(last_event_id or "", "header.last-event-id")
     # Asked before the stream opens, so that an unknown job is a 404 and not a broken stream.
     await source.stub.GetJob(pb.GetJobRequest(job_id=job_id))
 

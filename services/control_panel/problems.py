@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from services.control_panel.views import Problem
 from troupe.job.faults import problem_of
-from troupe.rpc.errors import InvalidArgument, TroupeError
+from troupe.rpc.errors import TroupeError
 
 HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 422,
@@ -37,11 +36,31 @@ def answer(problem: Problem, retry_after_ms: int | None = None) -> JSONResponse:
     """The HTTP response of a problem."""
     headers = {"Retry-After": str(-(-retry_after_ms // 1000))} if retry_after_ms else None
     return JSONResponse(
-        problem.model_dump(exclude_none=True),
+        _sayable(problem.model_dump(exclude_none=True)),
         status_code=problem.status,
         media_type="application/problem+json",
         headers=headers,
     )
+
+
+def of_error(error: TroupeError) -> Problem:
+    """The problem that a failed call of a service is."""
+    return Problem(
+        title=error.kind,
+        status=HTTP_STATUS.get(error.code, 500),
+        detail=error.message,
+        field=error.field,
+        value=error.value,
+        remedy=error.remedy,
+    )
+
+
+def _sayable(fields: dict[str, Any]) -> dict[str, Any]:
+    """Texts of requests may hold halves of surrogate pairs, which JSON can say and UTF-8 not."""
+    return {
+        name: value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+        for name, value in fields.items()
+    }
 
 
 def install(app: FastAPI) -> None:
@@ -49,15 +68,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(TroupeError)
     async def _typed(_: Request, error: TroupeError) -> JSONResponse:
-        problem = Problem(
-            title=error.kind,
-            status=HTTP_STATUS.get(error.code, 500),
-            detail=error.message,
-            field=error.field,
-            value=error.value,
-            remedy=error.remedy,
-        )
-        return answer(problem, error.retry_after_ms)
+        return answer(of_error(error), error.retry_after_ms)
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -91,6 +102,18 @@ def install(app: FastAPI) -> None:
             )
         )
 
+    @app.exception_handler(Exception)
+    async def _fault(request: Request, error: Exception) -> JSONResponse:
+        # Starlette writes the traceback into the log, then.
+        return answer(
+            Problem(
+                title="internal",
+                status=500,
+                detail=f"{type(error).__name__}: {error}",
+                remedy="This is a fault of Troupe; the panel's log has the traceback.",
+            )
+        )
+
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         title = "not_found" if error.status_code == 404 else "http_error"
@@ -114,29 +137,6 @@ def _no_json(fault: Mapping[str, Any]) -> Problem:
         field="body",
         remedy="Mend the JSON syntax there.",
     )
-
-
-async def known_query(request: Request) -> None:
-    """Refuse parameters that the called address does not take: a misspelt one would do nothing.
-
-    Raises InvalidArgument.
-    """
-    route = request.scope.get("route")
-    if not isinstance(route, APIRoute) or not route.path.startswith("/api/"):
-        return
-    known = sorted(field.alias for field in route.dependant.query_params)
-    for name, value in request.query_params.items():
-        if name in known:
-            continue
-        close = difflib.get_close_matches(name, known, n=1)
-        raise InvalidArgument(
-            "there is no such parameter",
-            field=f"query.{name}",
-            value=value,
-            remedy=f"Did you mean `{close[0]}`?"
-            if close
-            else f"This call takes: {', '.join(known) or 'none'}.",
-        )
 
 
 def _body_of(request: Request) -> type[BaseModel] | None:

@@ -19,7 +19,9 @@ from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 from troupe.v1 import trainer_pb2 as tr
 
-_KEY: Final = re.compile(r"^(?P<job>[^/]+)/(?P<policy>[^/]+)/[^@]*(@(?P<version>\d+))?")
+_KEY: Final = re.compile(
+    r"(?P<job>[^/]+)/(?P<policy>[^/]+)/[^@]*(@(?P<version>[0-9]{1,19})(?![0-9]))?"
+)
 
 
 def locate(key: str, workers: Iterable[Worker]) -> orch.LocateStateResponse:

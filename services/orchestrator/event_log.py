@@ -11,7 +11,7 @@ from typing import Final
 
 from services.orchestrator.records import TERMINAL, timestamp
 from services.orchestrator.redis_access import JobKeys, RedisAccess
-from troupe.rpc import InvalidArgument
+from troupe.rpc.ids import check_event_id
 from troupe.v1 import orchestrator_pb2 as orch
 
 _PAGE: Final = 256
@@ -128,16 +128,3 @@ class EventLog:
             self._waiting[job_id].discard(woken)
             if not self._waiting[job_id]:
                 del self._waiting[job_id]
-
-
-def check_event_id(after: str) -> None:
-    """Raise `InvalidArgument` unless `after` is empty or a stream id."""
-    milliseconds, _, sequence = after.partition("-")
-    parts = [milliseconds, sequence] if "-" in after else [milliseconds]
-    if after and not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
-        raise InvalidArgument(
-            "is not an event id",
-            field="after",
-            value=after,
-            remedy="Pass the event_id of an event of this job, or nothing.",
-        )

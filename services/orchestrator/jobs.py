@@ -26,7 +26,7 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
 _log = structlog.get_logger(__name__)
-_JOB_ID: Final = re.compile(r"^[a-z0-9][a-z0-9_-]{0,127}$")
+_JOB_ID: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}")
 # What else an embedded cluster keeps in the data directory, beside the jobs' directories.
 _RESERVED: Final = frozenset({"logs", "redis", "transfer"})
 # A runner whose Redis is away looks again this often.
@@ -63,7 +63,7 @@ class Jobs:
         if self._check is not None:
             await self._check(spec)
         job_id = job_id or job_id_of(spec.name, request_id or new_id())
-        if not _JOB_ID.match(job_id):
+        if not _JOB_ID.fullmatch(job_id):
             raise InvalidArgument(
                 "is not a job id",
                 field="job_id",

@@ -20,7 +20,7 @@ from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import trainer_pb2 as tr
 
-_NAME: Final = re.compile(r"^manifest-step(\d+)\.json$")
+_NAME: Final = re.compile(r"manifest-step([0-9]+)\.json")
 
 
 def manifest(
@@ -99,4 +99,5 @@ def write_manifest(directory: Path, content: Mapping[str, Any], keep: int) -> Pa
 
 
 def _manifests(folder: Path) -> dict[int, Path]:
-    return {int(match[1]): path for path in folder.iterdir() if (match := _NAME.match(path.name))}
+    named = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return {int(match[1]): path for match, path in named if match}

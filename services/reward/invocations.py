@@ -35,7 +35,10 @@ class Invocations:
         self._guests = guests
         self._most = settings.reward_max_queued
         self._once = IdempotencyCache(
-            settings.reward_result_seconds, _RESULTS, settings.reward_result_mib << 20
+            settings.reward_result_seconds,
+            _RESULTS,
+            settings.reward_result_mib << 20,
+            field="invocation_id",
         )
 
     async def invoke(self, request: pb.InvokeRequest, seconds: float | None) -> pb.InvokeResponse:

@@ -31,8 +31,8 @@ from troupe.checkpoints.kept import remove
 from troupe.rpc import DataLoss, FailedPrecondition
 from troupe.transfer import checksum_of
 
-_NAME = re.compile(r"^v(\d+)-([0-9a-f]{12})$")
-_UNFINISHED = re.compile(r"^\.v(\d+)-")
+_NAME = re.compile(r"v([0-9]+)-([0-9a-f]{12})")
+_UNFINISHED = re.compile(r"\.v([0-9]+)-")
 # 2: random generators and the frontier. States of format 1 are read as if they had none.
 # 3: weights and optimizer in parts; what one device writes is still of format 2.
 FORMAT = 3
@@ -137,7 +137,8 @@ class StateStore:
         Raises DataLoss of kind "state_corrupt" for what is no state's, ResourceExhausted.
         """
         paths = {part: Path(part) for part in files}
-        if not _NAME.match(name) or any(p.is_absolute() or ".." in p.parts for p in paths.values()):
+        outside = any(p.is_absolute() or ".." in p.parts for p in paths.values())
+        if outside or not _NAME.fullmatch(name):
             raise DataLoss(f"'{name}' is no training state", kind="state_corrupt", value=name)
         with self._filling(self._directory / name) as folder:
             for part, path in paths.items():
@@ -197,7 +198,7 @@ class StateStore:
         if not self._directory.is_dir():
             return
         for path in sorted(self._directory.iterdir()):
-            if match := _NAME.match(path.name):
+            if match := _NAME.fullmatch(path.name):
                 yield int(match[1]), match[2], path
 
     def _read(self, path: Path, version: int, checksum: str, whole: bool) -> TrainingState:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import gc
+import weakref
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.chassis.idempotency import IdempotencyCache
-from troupe.rpc import AlreadyExists, Unavailable
+from troupe.rpc import AlreadyExists, InvalidArgument, ResourceExhausted, Unavailable
 from troupe.v1 import common_pb2 as pb
 
 # (key, payload, how it ends: with an answer, with an error, or its caller leaves first)
@@ -71,7 +74,7 @@ async def _play(calls: list[tuple[int, bytes, str, bool]]) -> None:
 
 async def test_time_number_and_bytes_are_bounded() -> None:
     now = [0.0]
-    cache = IdempotencyCache(ttl=10, max_entries=3, max_bytes=100, clock=lambda: now[0])
+    cache = IdempotencyCache(ttl=10, max_entries=3, max_bytes=3 * 1024 + 100, clock=lambda: now[0])
     runs = []
 
     async def call(key: str, size: int = 0) -> None:
@@ -91,7 +94,7 @@ async def test_time_number_and_bytes_are_bounded() -> None:
     assert len(runs) == 6
     assert len(cache) == 1
     await call("big", 90)
-    await call("bigger", 95)
+    await call("bigger", 2000)
     assert len(cache) == 1
 
 
@@ -139,3 +142,73 @@ async def test_what_tells_that_nothing_happened_is_not_remembered() -> None:
     for _ in range(2):
         assert await cache.run("id", b"", call, forget=forget) == "done"
     assert calls == 2
+
+
+async def test_answers_in_bytes_are_counted_too() -> None:
+    cache = IdempotencyCache(max_bytes=10_000)
+
+    async def call() -> bytes:
+        return b"x" * 4000
+
+    for number in range(20):
+        await cache.run(str(number), b"", call)
+    assert 0 < len(cache) <= 2
+
+
+async def test_requests_in_flight_are_bounded_in_bytes() -> None:
+    cache, go = IdempotencyCache(max_running_bytes=1000), asyncio.Event()
+
+    async def call() -> str:
+        await go.wait()
+        return "done"
+
+    # Alone it is let in, whatever its size: it would wait for ever.
+    running = [asyncio.create_task(cache.run("large", b"x", call, size=5000))]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted) as caught:
+        await cache.run("second", b"y" * 10, call)
+    assert caught.value.retry_after_ms
+    running.append(asyncio.create_task(cache.run("large", b"x", call, size=5000)))
+    await asyncio.sleep(0)
+    go.set()
+    assert await asyncio.gather(*running) == ["done", "done"]
+    assert await cache.run("second", b"y" * 10, call) == "done"
+
+
+async def test_an_id_is_short() -> None:
+    cache = IdempotencyCache(field="invocation_id")
+
+    async def call() -> str:
+        return "done"
+
+    with pytest.raises(InvalidArgument) as caught:
+        await cache.run(("Method", "x" * 100_000), b"", call)
+    assert caught.value.field == "invocation_id"
+    assert len(cache) == 0
+
+
+async def test_nothing_of_a_request_stays_with_its_answer() -> None:
+    """A task keeps its context, and with it whatever the call bound there."""
+    cache = IdempotencyCache()
+    bound: contextvars.ContextVar[Large] = contextvars.ContextVar("bound")
+    alive: weakref.WeakSet[Large] = weakref.WeakSet()
+
+    async def ask(number: int) -> None:
+        large = Large()
+        alive.add(large)
+        bound.set(large)
+
+        async def call() -> int:
+            return number
+
+        await cache.run(number, b"", call)
+
+    for number in range(5):
+        await asyncio.create_task(ask(number))
+    gc.collect()
+    assert len(cache) == 5
+    assert len(alive) <= 1, "a variable remembers its last value"
+
+
+class Large:
+    """Part of a request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import grpc
 import httpx
+import psutil
 import pytest
 from echo_service import Echo, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -379,3 +381,65 @@ async def _read(stream, seen: list[Any] | None = None) -> None:
     async for event in stream:
         if seen is not None:
             seen.append(event)
+
+
+METHODS = ("GetJob", "SubmitJob", "WatchJob")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xff\xff\xff",
+        b"\x0a\x05ab",
+        b"\x0a\x02\xff\xfe",
+        b"\x08" + b"\x80" * 10,
+    ],
+    ids=["no tag", "cut off", "a string that is not UTF-8", "an endless number"],
+)
+async def test_bytes_that_are_no_request_are_an_invalid_argument(
+    server: RunningServer[ServiceSettings], method: str, body: bytes
+) -> None:
+    path = f"/troupe.v1.Orchestrator/{method}"
+    async with connect(server.address, NOT_RETRIED) as channel:
+        call = channel.unary_stream if method == "WatchJob" else channel.unary_unary
+        answered = call(path, lambda raw: raw, lambda raw: raw)(body)
+        with pytest.raises(InvalidArgument) as caught:
+            await (anext(aiter(answered)) if method == "WatchJob" else answered)
+    assert caught.value.kind == "undecodable_request"
+    assert caught.value.field == "request"
+    assert caught.value.remedy
+
+
+async def test_bytes_that_are_no_request_of_a_stream_are_an_invalid_argument(
+    server: RunningServer[ServiceSettings],
+) -> None:
+    async with connect(server.address, NOT_RETRIED) as channel:
+        method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        call = channel.stream_stream(method, lambda raw: raw, lambda raw: raw)
+
+        async def requests() -> AsyncIterator[bytes]:
+            yield b"\xff\xff"
+
+        with pytest.raises(InvalidArgument):
+            async for _ in call(requests()):
+                pass
+
+
+async def test_ids_that_calls_brought_are_not_kept_whole(
+    server: RunningServer[ServiceSettings], stub: OrchestratorStub
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await stub.SubmitJob(pb.SubmitJobRequest(request_id="r" * 600_000, spec="ok"))
+    assert caught.value.field == "request_id"
+    before = resident_mib()
+    for number in range(150):
+        request = pb.SubmitJobRequest(request_id=f"r{number}", spec="ok", job_id="j" * 900_000)
+        await stub.SubmitJob(request)
+    gc.collect()
+    assert resident_mib() - before < 60, "150 ids of 0.9 MB"
+
+
+def resident_mib() -> float:
+    """Of this process."""
+    return psutil.Process().memory_info().rss / 2**20

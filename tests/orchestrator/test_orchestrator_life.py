@@ -72,6 +72,8 @@ async def test_every_fault_of_a_specification_is_named(cluster: Cluster) -> None
     [
         ("spec", orch.SubmitJobRequest(spec=" ")),
         ("job_id", orch.SubmitJobRequest(spec=job_yaml(), job_id="../etc")),
+        ("job_id", orch.SubmitJobRequest(spec=job_yaml(), job_id="mine\n")),
+        ("job_id", orch.SubmitJobRequest(spec=job_yaml(), job_id="x" * 129)),
         ("job_id", orch.SubmitJobRequest(spec=job_yaml(), job_id="logs")),
     ],
 )

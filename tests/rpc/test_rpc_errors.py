@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -68,6 +69,22 @@ def test_text_names_field_value_and_remedy() -> None:
 def test_a_long_error_fits_into_the_headers() -> None:
     error = errors.Internal("x" * 10**6, value="y" * 10**6, remedy="z" * 10**6)
     assert len(to_status(error).SerializeToString()) < 6000
+
+
+@given(
+    st.text(alphabet=st.characters(exclude_categories=()), min_size=1).map(lambda one: one * 2000),
+    st.sampled_from(CLASSES),
+)
+def test_a_long_error_of_any_alphabet_fits_into_the_headers(
+    much: str, cls: type[TroupeError]
+) -> None:
+    """Halves of surrogate pairs too. `grpc-message` is percent-encoded, the other in base64."""
+    status = to_status(cls(much, field=much, value=much, remedy=much))
+    encoded = (
+        len(quote(status.message, safe=errors._PRINTABLE)) + len(status.SerializeToString()) * 4 / 3
+    )
+    assert encoded < 7800
+    assert status.message
 
 
 def test_message_over_the_limit_is_typed_and_names_the_limit() -> None:

@@ -12,15 +12,15 @@ from typing import Final
 
 from troupe.rpc.errors import NotFound
 
-_NAME: Final = re.compile(r"^v(\d+)$")
+_NAME: Final = re.compile(r"v([0-9]{1,18})")
 # What a process that was killed left of one that it wrote or deleted.
-_LEFT: Final = re.compile(r"^\.v(\d+)\.")
+_LEFT: Final = re.compile(r"\.v([0-9]+)\.")
 
 
 def versions_in(directory: Path) -> list[tuple[int, Path]]:
     """Those in the directory of a policy, ascending."""
     paths = [path for path in directory.glob("v*") if path.is_dir()]
-    return sorted((int(match[1]), path) for path in paths if (match := _NAME.match(path.name)))
+    return sorted((int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name)))
 
 
 def versions_of_all(job: Path) -> dict[str, list[tuple[int, Path]]]:

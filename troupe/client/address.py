@@ -13,7 +13,7 @@ from troupe.rpc.errors import InvalidArgument
 
 ADDRESS_VARIABLE = "TROUPE_ORCHESTRATOR_ADDRESS"
 DATA_DIR_VARIABLE = "TROUPE_DATA_DIR"
-_ADDRESS = re.compile(r"^(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})$")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):([0-9]{1,5})")
 
 
 def data_directory(given: Path | None = None) -> Path:
@@ -40,7 +40,7 @@ def resolve_address(given: str | None = None, data_dir: Path | None = None) -> s
 
 def check_address(address: str) -> str:
     """`address`, or `InvalidArgument` when it is not host:port."""
-    match = _ADDRESS.match(address)
+    match = _ADDRESS.fullmatch(address)
     if match is None or not 0 < int(match.group(2)) < 65536:
         raise InvalidArgument(
             "this is not an address.",

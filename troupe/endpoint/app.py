@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import structlog
 from starlette.applications import Starlette
@@ -15,16 +15,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from troupe.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.endpoint.errors import ApiError, no_such_place, of_workflow
 from troupe.endpoint.replies import ChatAnswer, TextAnswer, event
 from troupe.endpoint.requests import ChatRequest, CompletionRequest, check_object
 from troupe.workflow import Agent, Reply, WorkflowError
 
 log = structlog.get_logger(__name__)
-
-_BODY_SECONDS: Final = 30.0
-# A client that sends too much is read on for so many times the limit: it only then hears why.
-_PATIENCE: Final = 4
 
 Turns = Coroutine[Any, Any, list[Reply]]
 Answer = ChatAnswer | TextAnswer
@@ -50,8 +47,10 @@ def create_app(
     """The application. `find(token, agent)` knows who is served; `count(call, status)` is told of
     every answer; `max_body` is in bytes, `keep_alive` in seconds between a stream's comments."""
 
+    bodies = BodyReader(max_body)
+
     async def body(request: Request) -> Any:
-        return check_object(await _read_json(request, max_body))
+        return check_object(await _read_json(request, bodies))
 
     async def chat(request: Request) -> Response:
         door = _door(find, request)
@@ -125,32 +124,24 @@ def _door(find: Callable[[str, str], Door | None], request: Request) -> Door:
     return door
 
 
-async def _read_json(request: Request, limit: int) -> Any:
-    read, size = bytearray(), 0
+async def _read_json(request: Request, bodies: BodyReader) -> Any:
     try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size <= limit:
-                    read += chunk
-                elif size > _PATIENCE * limit:
-                    break
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {_BODY_SECONDS:g} s.", code="request_timeout"
-        ) from None
-    if size > limit:
+        async with bodies.read(request.scope["headers"], request.receive) as read:
+            value = json.loads(read)
+            if b"\\ud" in read.lower():  # half a character, perhaps, which no tokenizer takes
+                json.dumps(value, ensure_ascii=False).encode()
+            return value
+    except BodyTooSlow as error:
+        raise ApiError(408, f"{error}.", code="request_timeout") from None
+    except BodyTooLarge as error:
         raise ApiError(
             413,
-            f"the body is larger than {limit} bytes. Shorten the conversation, or raise "
-            "TROUPE_ENDPOINT_BODY_MIB of the rollout service.",
+            f"{error}. Shorten the conversation, or raise TROUPE_ENDPOINT_BODY_MIB of the rollout "
+            "service.",
             code="request_too_large",
-        )
-    try:
-        value = json.loads(read)
-        if b"\\ud" in read.lower():  # half a character, perhaps, which no tokenizer takes
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
+        ) from None
+    except ClientGone:
+        raise ClientDisconnect from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error}.", code="invalid_json") from None
 

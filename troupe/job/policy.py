@@ -17,7 +17,7 @@ from troupe.job.network import NetworkSpec
 from troupe.job.section import Section, check_json, expand_home
 from troupe.job.training import TrainerSpec
 
-_URL = re.compile(r"^https?://[^/\s]+(/\S*)?$")
+_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
 
 
 class ModelSpec(Section):
@@ -166,7 +166,7 @@ class EngineSpec(Section):
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
         for url in urls:
-            if not _URL.match(url):
+            if not _URL.fullmatch(url):
                 raise ValueError(f"'{url}' is not of the form http://HOST:PORT")
         if twice := sorted({url for url in urls if _same(url, urls) > 1}):
             raise ValueError(f"{twice[0]} is given twice; a server is one engine")

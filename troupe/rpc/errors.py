@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Callable
 from typing import Any, ClassVar, Final
+from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -17,9 +19,11 @@ from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
 from troupe.v1 import common_pb2 as pb
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
-# All headers of a response must fit into 8 KiB, and the text crosses twice (status and detail).
+# All headers of a response must fit into 8 KiB, and the text crosses twice (status and detail):
+# in bytes as they cross, of which a character of other alphabets needs up to twelve.
 _MESSAGE_LIMIT: Final = 1500
 _FIELD_LIMIT: Final = 300
+_PRINTABLE: Final = "".join(chr(one) for one in range(0x20, 0x7F) if one != ord("%"))
 _TOO_LARGE: Final = re.compile(r"(Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
 
 
@@ -66,13 +70,13 @@ class TroupeError(Exception):
 
     def to_problem(self) -> pb.Problem:
         """The message that describes this error on the wire, in job records and in events."""
-        problem = pb.Problem(kind=self.kind, message=_clip(self.message, _MESSAGE_LIMIT))
+        problem = pb.Problem(kind=self.kind, message=_clip_bytes(self.message, _MESSAGE_LIMIT))
         if self.field is not None:
-            problem.field = _clip(self.field, _FIELD_LIMIT)
+            problem.field = _clip_bytes(self.field, _FIELD_LIMIT)
         if self.value is not None:
-            problem.value = _clip(self.value, _FIELD_LIMIT)
+            problem.value = _clip_bytes(self.value, _FIELD_LIMIT)
         if self.remedy is not None:
-            problem.remedy = _clip(self.remedy, _FIELD_LIMIT * 2)
+            problem.remedy = _clip_bytes(self.remedy, _FIELD_LIMIT * 2)
         if self.retry_after_ms is not None:
             problem.retry_after_ms = self.retry_after_ms
         return problem
@@ -198,7 +202,8 @@ _BY_KIND: Final = {cls.default_kind: cls for cls in _CLASSES}
 
 def to_status(error: TroupeError) -> status_pb2.Status:
     """The `google.rpc.Status` of `error`, with its `Problem` as the one detail."""
-    status = status_pb2.Status(code=_number(error.code), message=_clip(str(error), _MESSAGE_LIMIT))
+    message = _clip_bytes(str(error), _MESSAGE_LIMIT, _percent_encoded)
+    status = status_pb2.Status(code=_number(error.code), message=message)
     status.details.add().Pack(error.to_problem())
     return status
 
@@ -300,6 +305,25 @@ def _code(number: int) -> grpc.StatusCode | None:
 
 def _clip(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _clip_bytes(text: str, limit: int, encoded: Callable[[str], bytes | str] = str.encode) -> str:
+    """`text` cut so that `encoded` makes at most `limit` bytes of it; halves of surrogate pairs,
+    which no encoding knows, as `\\udXXX`."""
+    text = _clip(text, limit).encode(errors="backslashreplace").decode()
+    if len(encoded(text)) <= limit:
+        return text
+    short, long = 0, len(text)
+    while long - short > 1:
+        middle = (short + long) // 2
+        fits = len(encoded(text[:middle])) + 3 <= limit
+        short, long = (middle, long) if fits else (short, middle)
+    return text[:short] + "..."
+
+
+def _percent_encoded(text: str) -> str:
+    """As the header `grpc-message` carries it."""
+    return quote(text, safe=_PRINTABLE)
 
 
 def _rebuild(cls: type[TroupeError], problem: bytes) -> TroupeError:

@@ -1,9 +1,14 @@
-"""Ids that the caller of a mutating RPC makes, so that repeating the call has no second effect."""
+"""Ids: those that the caller of a mutating RPC makes, so that repeating the call has no second
+effect, and those of events in a job's log."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
+from typing import Final
+
+from troupe.rpc.errors import InvalidArgument
 
 # Of the operating system's randomness only the seed: asking it for every id is a system call, for
 # which a thread lets go of the interpreter and then waits for it, thousands of times per step.
@@ -15,3 +20,18 @@ def new_id(prefix: str = "") -> str:
     """A fresh id, `{prefix}-{32 hex digits}`. Make it once per intention, not once per attempt."""
     fresh = f"{_numbers.getrandbits(128):032x}"
     return f"{prefix}-{fresh}" if prefix else fresh
+
+
+# As Redis makes them for the entries of a stream: milliseconds, and a number among those.
+_EVENT_ID: Final = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
+
+
+def check_event_id(after: str, field: str = "after") -> None:
+    """Raise `InvalidArgument` unless `after` is empty or the id of an event in a job's log."""
+    if after and not _EVENT_ID.fullmatch(after):
+        raise InvalidArgument(
+            "is not an event id",
+            field=field,
+            value=after,
+            remedy="Pass the event_id of an event of this job, or nothing.",
+        )

@@ -16,7 +16,7 @@ import xxhash
 
 from troupe.transfer.checksum import PIECE_BYTES, combine, dtype_of, whole
 
-_VERSION = re.compile(r"@(\d+)$")
+_VERSION = re.compile(r"@([0-9]{1,18})\Z")
 _SEAL_BYTES = len(',"seal":""}') + 32
 # Manifests are read several times while their states move.
 _MOST_KNOWN: Final = 8

@@ -148,6 +148,10 @@ function choose(id) {
   on("state", (state) => log(state.problem ? `${state.state}: ${problemText(state.problem)}` : state.state, state.state === "failed" ? "error" : "info", state.at));
   on("activity", (activity) => (byId("activity").textContent = activity.text));
   on("end", () => stream.close());
+  on("problem", (problem) => {
+    log(problem.detail, "error", new Date().toISOString());
+    stream.close();
+  });
   viewer.refresh(id).catch(() => {});
   drawSamples(id).catch(() => {});
   drawPopulation(id, watchMatch).catch(() => {});

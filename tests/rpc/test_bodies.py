@@ -1,0 +1,88 @@
+"""Bodies of HTTP requests: whole, refused or given up; what they hold is given back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from troupe import bodies
+from troupe.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
+
+
+def sent(*chunks: bytes, gone: bool = False) -> Callable[[], Awaitable[dict[str, Any]]]:
+    """`receive` of a request whose body comes in `chunks`; `gone`: its client leaves then."""
+    left = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
+    if gone or not left:
+        left.append({"type": "http.disconnect"} if gone else {"type": "http.request"})
+    else:
+        left[-1]["more_body"] = False
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return left.pop(0)
+
+    return receive
+
+
+def declared(size: int | None) -> list[tuple[bytes, bytes]]:
+    """The headers that tell of a body's size; None: it comes in chunks."""
+    if size is None:
+        return [(b"transfer-encoding", b"chunked")]
+    return [(b"content-length", str(size).encode())]
+
+
+@given(st.lists(st.lists(st.binary(max_size=40), max_size=4), max_size=8), st.data())
+def test_many_at_once_are_whole_or_refused_and_nothing_stays_held(
+    requests: list[list[bytes]], data: st.DataObject
+) -> None:
+    chunked = [data.draw(st.booleans()) for _ in requests]
+    gone = [data.draw(st.booleans()) for _ in requests]
+
+    async def play() -> None:
+        reader = BodyReader(50, total=60)
+
+        async def one(number: int) -> None:
+            whole = b"".join(requests[number])
+            receive = sent(*requests[number], gone=gone[number])
+            headers = declared(None if chunked[number] else len(whole))
+            try:
+                async with reader.read(headers, receive) as body:
+                    assert body == whole
+                    assert len(whole) <= 50
+                    assert reader._room >= 0
+                    await asyncio.sleep(0)
+            except BodyTooLarge:
+                assert len(whole) > 50
+            except ClientGone:
+                assert gone[number]
+
+        await asyncio.wait_for(asyncio.gather(*map(one, range(len(requests)))), 10)
+        assert reader._room == 60
+
+    asyncio.run(play())
+
+
+async def test_who_waits_for_room_is_given_up_and_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.1)
+    reader = BodyReader(10, total=10)
+
+    async def wait() -> None:
+        async with reader.read(declared(5), sent(b"54321")):
+            raise AssertionError("there is no room")
+
+    async with reader.read(declared(8), sent(b"12345678")):
+        with pytest.raises(BodyTooSlow):
+            await wait()
+        cancelled = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+    async with reader.read(declared(None), sent(b"1234567890")) as body:
+        assert len(body) == 10
