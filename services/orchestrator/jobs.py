@@ -29,6 +29,8 @@ _log = structlog.get_logger(__name__)
 _JOB_ID: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,127}")
 # What else an embedded cluster keeps in the data directory, beside the jobs' directories.
 _RESERVED: Final = frozenset({"logs", "redis", "transfer"})
+# Characters of an answer's list of problems.
+_LONGEST_LIST: Final = 2000
 # A runner whose Redis is away looks again this often.
 _RETRY_SECONDS: Final = 2.0
 _RESUMABLE: Final = (pb.JOB_STATE_PAUSED, pb.JOB_STATE_FAILED, pb.JOB_STATE_CANCELLED)
@@ -286,6 +288,8 @@ def _explain(error: JobSpecError) -> InvalidArgument:
         message = first.message
     else:
         listed = "; ".join(str(problem) for problem in error.problems)
+        if len(listed) > _LONGEST_LIST:  # it goes into a header of the answer
+            listed = f"{listed[:_LONGEST_LIST]}..."
         message = f"{first.message}. All {len(error.problems)} problems: {listed}"
     return InvalidArgument(
         message,

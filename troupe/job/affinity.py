@@ -10,16 +10,16 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from troupe.job.section import NAME, Section
+from troupe.job.section import MAX_AGENTS, NAME, Rate, Section
 
 
 class AffinitySpec(Section):
     """Which device class fits which turns. A turn goes elsewhere when no engine of its class serves
     or all of them have far more to do."""
 
-    domains: dict[str, str] = {}
+    domains: dict[str, str] = Field(default={}, max_length=4096)
     """Device class by task domain: the `domain` of a query."""
-    agents: dict[str, str] = {}
+    agents: dict[str, str] = Field(default={}, max_length=MAX_AGENTS)
     """Device class by agent, for queries whose domain is not listed."""
     infer: bool = True
     """What is not declared follows from the prompt and response tokens that turns of a domain and
@@ -42,7 +42,7 @@ class PoolSpec(Section):
     """Their device class: a name of your own, as in `compute` and `bandwidth`."""
     replicas: int = Field(default=1, ge=1, le=1024)
     """How many of them there are per rollout worker."""
-    prefill_tokens_per_second: float | None = Field(default=None, gt=0)
+    prefill_tokens_per_second: Rate | None = None
     """Prompt tokens that one of them reads per second, as measured. Give both rates or none."""
-    decode_tokens_per_second: float | None = Field(default=None, gt=0)
+    decode_tokens_per_second: Rate | None = None
     """Response tokens that one of them draws per second for all its turns together."""

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from troupe.job.critic import CriticSpec
-from troupe.job.section import Section
+from troupe.job.section import Coefficient, Section, TokensOrNone
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "rae", "gae"]
 Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
@@ -67,11 +67,11 @@ class AlgorithmSpec(Section):
     normalize: Literal["token", "sequence", "constant"] = "token"
     """Average the loss over all tokens of the global batch, over sequences, or divide the sum by a
     constant length per sequence, which favours no length (Dr. GRPO)."""
-    constant_tokens: int = Field(default=0, ge=0)
+    constant_tokens: TokensOrNone = 0
     """`normalize: constant`: the length; 0: the largest `max_new_tokens` of the policy's agents."""
-    kl_coefficient: float = Field(default=0.0, ge=0)
+    kl_coefficient: Coefficient = 0.0
     """Weight of the k3 estimate of KL(policy || first version) in the loss."""
-    entropy_coefficient: float = Field(default=0.0, ge=0)
+    entropy_coefficient: Coefficient = 0.0
     """Weight of the entropy bonus."""
     correction: Correction | None = None
     """Importance correction for samples of older versions. `truncated`: every token's gradient is

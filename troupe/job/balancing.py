@@ -7,13 +7,13 @@ and editors show it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from troupe.job.lora import LoraSpec
 from troupe.job.policy import PolicySpec
-from troupe.job.section import Section
+from troupe.job.section import MAX_POLICIES, MAX_RATE, Rate, SecondsOrNone, Section
 from troupe.scheduling.balancing import Rules
 
 Exchange = Literal["in_place", "rebuild", "never"]
@@ -34,20 +34,22 @@ class BalancingSpec(Section):
     measure: Literal["turns", "tokens"] = "turns"
     """What a policy's backlog is: turns that wait or are in flight, or the prompt and response
     tokens that these may still take."""
-    threshold: float | None = Field(default=None, gt=0)
+    threshold: Rate | None = None
     """Engines move where the backlogs per engine of two policies differ by more than this.
     Default: 5 turns (FlexMARL), or 4096 tokens."""
-    hysteresis: float | None = Field(default=None, ge=0)
+    hysteresis: float | None = Field(default=None, ge=0, le=MAX_RATE)
     """A move may turn the difference around up to this much below the threshold, so that noise of
     this size does not ask for the way back. Default: a fifth of the threshold."""
-    sustain_seconds: float = Field(default=2.0, ge=0)
+    sustain_seconds: SecondsOrNone = 2.0
     """How long the difference must have lasted."""
-    cooldown_seconds: float = Field(default=10.0, ge=0)
+    cooldown_seconds: SecondsOrNone = 10.0
     """A policy that took an engine gives none for so long, and one that gave takes none."""
-    drain_seconds: float = Field(default=10.0, ge=0)
+    drain_seconds: SecondsOrNone = 10.0
     """How long the turns of an engine that leaves may take to end. Those that have not then go on
     with another engine of their policy."""
-    minimum: dict[str, int] = {}
+    minimum: dict[str, Annotated[int, Field(ge=0, le=1024)]] = Field(
+        default={}, max_length=MAX_POLICIES
+    )
     """By policy: engines that it keeps on each rollout worker. Default: 1."""
     rebuild: bool = False
     """Also move engines between policies whose models or engine settings differ: the engine is
@@ -82,11 +84,22 @@ class BalancingSpec(Section):
     def barred(self, policies: Mapping[str, PolicySpec]) -> frozenset[tuple[str, str]]:
         """Pairs of policies (source, target) between which no engine moves."""
         good = ("in_place", "rebuild") if self.rebuild else ("in_place",)
+        # Of hundreds of policies most are alike, and comparing two takes its time.
+        kinds: dict[str, PolicySpec] = {}
+        kind_of = {}
+        for name, policy in policies.items():
+            kind_of[name] = policy.model_dump_json(include={"model", "lora", "paced", "engine"})
+            kinds.setdefault(kind_of[name], policy)
+        exchanged = {
+            (one, other): exchange(a, b) in good
+            for one, a in kinds.items()
+            for other, b in kinds.items()
+        }
         return frozenset(
             (source, target)
-            for source, a in policies.items()
-            for target, b in policies.items()
-            if source != target and exchange(a, b) not in good
+            for source, one in kind_of.items()
+            for target, other in kind_of.items()
+            if source != target and not exchanged[one, other]
         )
 
     def possible(self, policies: Mapping[str, PolicySpec]) -> bool:

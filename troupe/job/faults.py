@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import reprlib
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 _SCHEMA = "`troupe job schema` describes the field."
+# An error has to fit into what gRPC carries beside an answer.
+_MOST_TOLD = 20
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,13 @@ class FieldProblem:
 def explained(
     error: ValidationError, model: type[BaseModel], remedy: str = _SCHEMA
 ) -> list[FieldProblem]:
-    """Every fault of a value that `model` refused; `remedy` where nothing better can be said."""
-    return [problem_of(fault, fault["loc"], model, remedy) for fault in error.errors()]
+    """The first faults of a value that `model` refused, and how many more there are; `remedy` where
+    nothing better can be said."""
+    faults = error.errors(include_url=False)
+    told = [problem_of(one, one["loc"], model, remedy) for one in faults[:_MOST_TOLD]]
+    if more := len(faults) - len(told):
+        told.append(FieldProblem("job", "", f"{more:,} more fields are wrong", "Mend these first."))
+    return told
 
 
 def problem_of(
@@ -41,10 +49,10 @@ def problem_of(
     remedy: str = _SCHEMA,
 ) -> FieldProblem:
     """One fault, as pydantic tells it, at `location` within a value of `model` (None: unknown)."""
-    field = ".".join(str(part) for part in location) or "job"
+    field = ".".join(_cut(str(part)) for part in location) or "job"
     kind = fault["type"]
     value = "" if kind in ("missing", "value_error") else _short(fault.get("input"))
-    message = str(fault["msg"]).removeprefix("Value error, ")
+    message = _cut(str(fault["msg"]).removeprefix("Value error, "), 600)
     if kind == "value_error" and not location:
         field, _, message = message.partition(": ") if ": " in message else ("job", "", message)
     if kind == "extra_forbidden":
@@ -93,6 +101,32 @@ def tags_of(section: Any) -> tuple[str, ...]:
     return get_args(first.annotation) if get_origin(first.annotation) is Literal else ()
 
 
-def _short(value: Any, limit: int = 60) -> str:
-    text = repr(value)
+def _short(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"an integer of {value.bit_length():,} bits"
+    # `repr` writes all of it out; a key or an item that cannot say what it is must not end this.
+    try:
+        return _cut(repr(value) if isinstance(value, int | float | str) else _REPR.repr(value))
+    except Exception:
+        return f"a {type(value).__name__}"
+
+
+def _cut(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+class _Repr(reprlib.Repr):
+    """As `repr`, of the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxdict = self.maxlist = self.maxtuple = self.maxset = 20
+        self.maxstring = self.maxother = 80
+        self.maxlevel = 4
+
+    def repr_int(self, x: int, level: int) -> str:
+        """An integer of any size."""
+        return _short(x)
+
+
+_REPR = _Repr()

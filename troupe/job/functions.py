@@ -11,10 +11,9 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from troupe.job.section import Section, check_entrypoint, check_json
+from troupe.job.section import Seconds, SecondsOrNone, Section, check_entrypoint, check_json
 
 ArgumentPath = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # As many as the wire can say.
 _MOST: Final = 2**31 - 1
 
@@ -34,7 +33,7 @@ class FunctionSpec(Section):
     """Keyword arguments of every call, besides those of the caller; models do not see them."""
     version: str | None = Field(default=None, min_length=1)
     """Changes whenever the function's behaviour does. Default: "1"."""
-    timeout_seconds: float | None = Field(default=None, gt=0)
+    timeout_seconds: Seconds | None = None
     """Longest run of one call; then it is killed and the call fails with a timeout. Default: 30."""
     memory_mib: int | None = Field(default=None, ge=0, le=_MOST)
     """Memory that a call may take in its worker process; 0: unlimited. Default: 512."""
@@ -56,10 +55,10 @@ class FunctionSpec(Section):
     parallel_fraction: float | None = Field(default=None, ge=0, le=1)
     """Part of a call's time that more cores make shorter. A first guess: it is learned from calls
     that ran with different numbers of cores. Default: 0.9."""
-    expected_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    expected_seconds: SecondsOrNone | None = None
     """How long a call takes with the fewest cores: a first guess, as `parallel_fraction`; with
     `seconds_per` what every call takes besides. Default: 0, nobody knows."""
-    seconds_per: dict[ArgumentPath, Seconds] | None = Field(default=None, max_length=16)
+    seconds_per: dict[ArgumentPath, SecondsOrNone] | None = Field(default=None, max_length=16)
     """How much longer a call takes for what it is given, by argument: seconds for each one of a
     number, else for each item or character. `{tests: 2.5}`; `{query.data.tests: 2.5}` for a reward.
     Its scale is learned from calls, so that it need not be measured on this machine; what calls of
@@ -80,7 +79,7 @@ class FunctionSpec(Section):
     stateful: bool | None = None
     """All calls of one trajectory have one sandbox: files and processes stay from call to call,
     with no cores between. Default: false."""
-    sandbox_idle_seconds: float | None = Field(default=None, ge=0)
+    sandbox_idle_seconds: SecondsOrNone | None = None
     """`stateful`: a sandbox without calls for so long is ended; 0: as the service is set.
     Default: 0."""
     image: str | None = None
@@ -89,12 +88,12 @@ class FunctionSpec(Section):
     """In a sandbox: processes and threads at once. Default: 64."""
     disk_mib: int | None = Field(default=None, gt=0, le=_MOST)
     """In a sandbox: size of its private /tmp. Default: 256."""
-    reads: list[str] | None = None
+    reads: list[str] | None = Field(default=None, max_length=1024)
     """`process`, where the kernel has landlock: files and folders that it may read besides the
     interpreter, the packages and its own temporary folder. Default: whatever the service may."""
-    writes: list[str] | None = None
+    writes: list[str] | None = Field(default=None, max_length=1024)
     """The same for reading and writing."""
-    idle_seconds: float | None = Field(default=None, ge=0)
+    idle_seconds: SecondsOrNone | None = None
     """How long a worker is kept warm for its next call. Default: as the service is set."""
     min_workers: int | None = Field(default=None, ge=0, le=_MOST)
     """Workers that are started ahead of any call and kept. Default: 0."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from troupe.job.section import Section, expand_home
+from troupe.job.section import MAX_COEFFICIENT, Section, expand_home
 
 
 class LoraSpec(Section):
@@ -16,12 +16,14 @@ class LoraSpec(Section):
 
     rank: int = Field(default=16, ge=1, le=1024)
     """Rank of the update of each layer; not above the model's hidden size."""
-    alpha: float = Field(default=32.0, gt=0)
+    alpha: float = Field(default=32.0, gt=0, le=MAX_COEFFICIENT)
     """The update is scaled by `alpha / rank`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the adapters' inputs that is dropped while gradients are computed. What is
     trained then differs a little from what sampled; not with `pipeline.deterministic`."""
-    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(max_length=1024)] = (
+        "all-linear"
+    )
     """Which linear layers are adapted, by the last part of their names (`q_proj`, `down_proj`);
     `all-linear`: every one but the output layer."""
 

@@ -7,6 +7,7 @@ and editors show it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -14,7 +15,17 @@ from pydantic import Field, field_validator, model_validator
 from troupe.job.affinity import PoolSpec
 from troupe.job.lora import LoraSpec
 from troupe.job.network import NetworkSpec
-from troupe.job.section import Section, check_json, expand_home
+from troupe.job.section import (
+    MAX_TOKENS,
+    Norm,
+    Rate,
+    Seconds,
+    SecondsOrNone,
+    Section,
+    StepsOrNone,
+    check_json,
+    expand_home,
+)
 from troupe.job.training import TrainerSpec
 
 _URL = re.compile(r"https?://[^/\s]+(/\S*)?")
@@ -67,14 +78,14 @@ class OptimizerSpec(Section):
     """Peak learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the first and second moment."""
-    eps: float = Field(default=1e-8, ge=1e-30)
+    eps: float = Field(default=1e-8, ge=1e-30, le=1)
     """Added to the root of the second moment; what single precision would take for zero is refused,
     since a weight without a gradient would become NaN."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=1000)
     """Decoupled weight decay."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: Norm = 1.0
     """Gradients are scaled down to this global L2 norm."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: StepsOrNone = 0
     """Steps over which the learning rate rises linearly from zero."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls after warm-up, over the job's steps, to `final_lr_fraction`."""
@@ -85,11 +96,11 @@ class OptimizerSpec(Section):
 class PacedClassSpec(Section):
     """How engines of one device class differ from the cost model."""
 
-    prefill_tokens_per_second: float | None = Field(default=None, gt=0)
+    prefill_tokens_per_second: Rate | None = None
     """Prompt tokens that one engine reads per second."""
-    decode_seconds: float | None = Field(default=None, ge=0)
+    decode_seconds: SecondsOrNone | None = None
     """Seconds of one decoding step of an engine."""
-    decode_seconds_per_turn: float | None = Field(default=None, ge=0)
+    decode_seconds_per_turn: SecondsOrNone | None = None
     """Seconds that every running turn adds to a decoding step."""
 
 
@@ -97,25 +108,25 @@ class PacedSpec(Section):
     """Hardware that is not there: engine and trainer answer after the time that this cost model
     gives, and learn nothing. For measuring pipelines and schedulers (docs/benchmarks.md)."""
 
-    prefill_tokens_per_second: float = Field(default=20_000, gt=0)
+    prefill_tokens_per_second: Rate = 20_000
     """Prompt tokens that one engine reads per second."""
-    decode_seconds: float = Field(default=0.02, ge=0)
+    decode_seconds: SecondsOrNone = 0.02
     """Seconds of one decoding step of an engine, whatever runs."""
-    decode_seconds_per_turn: float = Field(default=0.0005, ge=0)
+    decode_seconds_per_turn: SecondsOrNone = 0.0005
     """Seconds that every running turn adds to a decoding step."""
-    response_tokens_mean: float = Field(default=200, gt=0)
+    response_tokens_mean: float = Field(default=200, gt=0, le=MAX_TOKENS)
     """Mean of the lognormal length of responses; `max_new_tokens` cuts it."""
-    response_tokens_sigma: float = Field(default=0.8, ge=0)
+    response_tokens_sigma: float = Field(default=0.8, ge=0, le=20)
     """Sigma of the lognormal length of responses."""
-    backward_tokens_per_second: float = Field(default=20_000, gt=0)
+    backward_tokens_per_second: Rate = 20_000
     """Tokens per second of forward and backward in the trainer."""
-    step_seconds: float = Field(default=0.2, ge=0)
+    step_seconds: SecondsOrNone = 0.2
     """Seconds of an optimizer step, saving state included."""
-    state_bytes: int = Field(default=0, ge=0)
+    state_bytes: int = Field(default=0, ge=0, le=1 << 50)
     """Bytes of training state that leave the trainer's device, and come back, with the policy."""
-    load_seconds: float = Field(default=0.1, ge=0)
+    load_seconds: SecondsOrNone = 0.1
     """Seconds in which an engine loads new weights and serves nothing."""
-    classes: dict[str, PacedClassSpec] = {}
+    classes: dict[str, PacedClassSpec] = Field(default={}, max_length=64)
     """What is different for the engines of a device class (`engine.pools`)."""
 
     def of_class(self, device_class: str) -> PacedSpec:
@@ -131,16 +142,16 @@ class EngineSpec(Section):
     """`embedded`: transformers inside the rollout process; `sglang`: an SGLang server."""
     replicas: int = Field(default=1, ge=1, le=1024)
     """Engines of this policy per rollout worker."""
-    pools: list[PoolSpec] = []
+    pools: list[PoolSpec] = Field(default=[], max_length=64)
     """Instead of `replicas`: engines by device class. Attached servers (`urls`) belong to the pools
     in their order."""
     max_running: int = Field(default=64, ge=1, le=4096)
     """Turns that one engine generates at once; more wait in the router."""
-    max_context: int = Field(default=2048, ge=16)
+    max_context: int = Field(default=2048, ge=16, le=MAX_TOKENS)
     """Tokens of prompt and response together that the engine keeps room for."""
-    urls: list[str] = []
+    urls: list[str] = Field(default=[], max_length=1024)
     """`sglang`: attach to these servers instead of launching some."""
-    launch: list[str] = []
+    launch: list[str] = Field(default=[], max_length=1024)
     """`sglang`: extra arguments of the launched server, as on its command line."""
     python: str | None = None
     """`sglang`: Python interpreter of the environment that holds SGLang; default: our own."""
@@ -159,7 +170,7 @@ class EngineSpec(Section):
     draw many turns at once, or with several engines; costs the memory of another interpreter
     (0.4 GB) and seconds at the start. Engines of deterministic jobs, and those whose turns do not
     fit into memory at full length, stay where they are."""
-    start_timeout_seconds: float = Field(default=600, gt=0)
+    start_timeout_seconds: Seconds = 600
     """How long an engine may take until it is ready."""
 
     @field_validator("urls")
@@ -168,7 +179,8 @@ class EngineSpec(Section):
         for url in urls:
             if not _URL.fullmatch(url):
                 raise ValueError(f"'{url}' is not of the form http://HOST:PORT")
-        if twice := sorted({url for url in urls if _same(url, urls) > 1}):
+        count = Counter(server_of(url) for url in urls)
+        if twice := sorted(url for url in urls if count[server_of(url)] > 1):
             raise ValueError(f"{twice[0]} is given twice; a server is one engine")
         return urls
 
@@ -194,10 +206,6 @@ class EngineSpec(Section):
                     f"pools: '{pool.device_class}' has one rate; give both rates or none"
                 )
         return self
-
-
-def _same(url: str, urls: list[str]) -> int:
-    return sum(server_of(other) == server_of(url) for other in urls)
 
 
 def server_of(url: str) -> str:

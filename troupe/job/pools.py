@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from troupe.job.policy import EngineSpec, PolicySpec
 from troupe.job.population import LearnerSpec, PopulationSpec
+from troupe.job.section import MAX_POLICIES
 from troupe.job.sections import AgentSpec
 
 # The one pool of a symmetric game.
 EVERYBODY: Final = "all"
 # Whose learners train on all sides at once: nobody is drawn for them.
 _TOGETHER: Final = ("self_play", "regularized")
+# Players with pools of their own: a payoff table has two to this power of cells after a step.
+_MOST_SIDES: Final = 16
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,19 @@ class Pools:
         symmetric = population.symmetric
         if symmetric is None:
             symmetric = len({agents[name].policy for name in players}) == 1
+        most = MAX_POLICIES if symmetric else _MOST_SIDES
+        if population.algorithm not in _TOGETHER and len(players) > most:
+            raise ValueError(
+                f"population: {len(players)} players, and a payoff table has a cell for every "
+                f"choice of members of all of them; at most {most} can have one, or choose the "
+                "algorithm `self_play` or `regularized`, which need none"
+            )
+        pooled = 1 if symmetric else len(players)
+        if (added := pooled * (population.slots + population.evaluation_slots)) > MAX_POLICIES:
+            raise ValueError(
+                f"population.slots: {added} frozen policies would be added, more than "
+                f"{MAX_POLICIES}; lower it, or evaluation_slots"
+            )
         seats = {}
         for name, learner in learners.items():
             own = tuple(one for one in players if agents[one].policy == name)
@@ -86,7 +103,7 @@ class Pools:
                     f"population.learners.{name}.agents: '{bad[0]}' is no player; there are: "
                     + ", ".join(players)
                 )
-            if twice := [one for one in seats[name] if seats[name].count(one) > 1]:
+            if twice := [one for one, count in Counter(seats[name]).items() if count > 1]:
                 raise ValueError(
                     f"population.learners.{name}.agents: '{twice[0]}' is named twice; once is "
                     "enough"

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from troupe.job.policy import EngineSpec
-from troupe.job.section import Section
+from troupe.job.section import (
+    MAX_AGENTS,
+    MAX_POLICIES,
+    MAX_QUERIES,
+    MAX_RATE,
+    Rate,
+    Seconds,
+    Section,
+    Steps,
+    StepsOrNone,
+)
 
 if TYPE_CHECKING:
     from troupe.job.pools import Pools
@@ -44,7 +54,7 @@ LearnerKind = Literal["main", "main_exploiter", "league_exploiter"]
 class LearnerSpec(Section):
     """A trained policy whose versions become members."""
 
-    agents: list[str] = []
+    agents: list[str] = Field(default=[], max_length=MAX_AGENTS)
     """Whom it learns to play; default: the agents that it is the policy of, and in a symmetric game
     all players."""
     kind: LearnerKind = "main"
@@ -55,11 +65,11 @@ class LearnerSpec(Section):
 class MatchesSpec(Section):
     """How well payoffs are known: matches between members, of which nothing is trained."""
 
-    least: int = Field(default=16, ge=0)
+    least: int = Field(default=16, ge=0, le=MAX_QUERIES)
     """Matches of every cell of the payoff table, at least 2; 0: no matches at all."""
-    most: int = Field(default=256, ge=2)
+    most: int = Field(default=256, ge=2, le=MAX_QUERIES)
     """After so many matches a cell is as good as it gets."""
-    half_width: float | None = Field(default=None, gt=0)
+    half_width: Rate | None = None
     """Cells whose 95 % confidence interval is wider than this to either side are played on;
     default: `least` matches are enough."""
 
@@ -75,7 +85,7 @@ class LeagueSpec(Section):
     """A main exploiter that wins fewer games against the main agent meets its past instead."""
     freeze_at: float = Field(default=0.7, gt=0, le=1)
     """A learner that beats everybody it is to beat so often becomes a member for good."""
-    freeze_after: int = Field(default=4, ge=1)
+    freeze_after: Steps = 4
     """Or after so many iterations since it last did."""
 
 
@@ -83,17 +93,17 @@ class StopSpec(Section):
     """When a population is good enough, besides `pipeline.steps`. Looked at after every iteration;
     the first that holds ends the job."""
 
-    nash_conv: float | None = Field(default=None, ge=0)
+    nash_conv: float | None = Field(default=None, ge=0, le=MAX_RATE)
     """The agents together would gain at most so much by best responses in the whole game, against
     the meta-strategy over all members (half of it is exploitability); needs `population.game`."""
-    improvement: float | None = Field(default=None, ge=0)
+    improvement: float | None = Field(default=None, ge=0, le=MAX_RATE)
     """New members get at most so much more than what was played before, in every pool, in
     `patience` iterations one after another."""
-    patience: int = Field(default=2, ge=1)
+    patience: Steps = 2
     """See `improvement`."""
-    iterations: int | None = Field(default=None, ge=1)
+    iterations: Steps | None = None
     """So many iterations are over."""
-    seconds: float | None = Field(default=None, gt=0)
+    seconds: Seconds | None = None
     """So much time has passed since the job began."""
 
 
@@ -117,9 +127,9 @@ class PopulationSpec(Section):
     symmetric: bool | None = None
     """All players have the same chances and draw from one pool, as where a workflow changes seats
     from episode to episode. Default: true where one policy plays all of them."""
-    learners: dict[str, LearnerSpec] = {}
+    learners: dict[str, LearnerSpec] = Field(default={}, max_length=MAX_POLICIES)
     """By policy; those that are left out are main agents with all defaults."""
-    iteration_steps: int = Field(default=10, ge=1)
+    iteration_steps: Steps = 10
     """Optimizer steps of one best response. After each such iteration the learners' versions are
     frozen, matches fill the payoff table, and the next opponents are decided upon."""
     restart: Beginning = "latest"
@@ -128,7 +138,7 @@ class PopulationSpec(Section):
     iteration; in `pipeline_psro` of those whose best response was settled, in a `league` of
     exploiters that were settled, never of main agents. It is a version of its own, without a step;
     learning rates that warm up or fall count it. Version 0 stays on disk."""
-    redraw_steps: int = Field(default=0, ge=0)
+    redraw_steps: StepsOrNone = 0
     """Steps after which the slots are given other members, where fewer fit than there are to meet;
     0: once per iteration. In mode `async` open steps end first."""
     slots: int = Field(default=2, ge=1, le=64)

@@ -1,19 +1,64 @@
-"""What every section of the job specification shares."""
+"""What every section of the job specification shares: strictness, bounds, names, free values.
+
+Every number has a least and a largest value, and every list and mapping a largest length: what is
+stored must be representable by everything that reads it (protobuf, JSON, time-outs of gRPC and
+asyncio), and no typing error may make the orchestrator plan for ever.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import types
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticSerializationError, to_jsonable_python
+
+from troupe.yaml_input import UnreadableText, as_yaml_1_1, measure
 
 _ENTRYPOINT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 COLUMN = r"^[A-Za-z_][A-Za-z0-9._-]{0,63}\Z"
 NAME = r"^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"
+
+MAX_STEPS: Final = 1_000_000_000
+MAX_SECONDS: Final = 366 * 86_400
+# Tokens of anything: one response, a context, a micro-batch.
+MAX_TOKENS: Final = 1 << 24
+# A rate per second, a norm, a coefficient: far beyond use, far below where floats overflow.
+MAX_RATE: Final = 1e12
+MAX_COEFFICIENT: Final = 1e6
+MAX_NORM: Final = 1e12
+MAX_AGENTS: Final = 1024
+MAX_POLICIES: Final = 256
+MAX_FUNCTIONS: Final = 256
+# Queries of one step or evaluation, and what they may come to in trajectories.
+MAX_QUERIES: Final = 1 << 16
+MAX_TRAJECTORIES: Final = 1 << 18
+_MIN_SEED: Final = -(1 << 63)
+_MAX_SEED: Final = (1 << 63) - 1
+
+Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
+StepsOrNone = Annotated[int, Field(ge=0, le=MAX_STEPS)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+TokensOrNone = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
+SecondsOrNone = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
+Rate = Annotated[float, Field(gt=0, le=MAX_RATE)]
+Coefficient = Annotated[float, Field(ge=0, le=MAX_COEFFICIENT)]
+Norm = Annotated[float, Field(gt=0, le=MAX_NORM)]
+Seed = Annotated[int, Field(ge=_MIN_SEED, le=_MAX_SEED)]
+Queries = Annotated[int, Field(ge=0, le=MAX_QUERIES)]
+
+# What people write for a switch that has more than two positions.
+_SWITCH: Final[Mapping[object, str]] = {
+    **dict.fromkeys((True, "on", "yes", "y", "true"), "on"),
+    **dict.fromkeys((False, "off", "no", "n", "false"), "off"),
+}
 
 
 class Section(BaseModel):
@@ -23,6 +68,52 @@ class Section(BaseModel):
         extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_meant(cls, raw: Any) -> Any:
+        """`on` and `off` of a field that names them, which YAML 1.1 and JSON make booleans of; and
+        no boolean where a number is meant, which pydantic would take for 1 or 0."""
+        if not isinstance(raw, dict):
+            return raw
+        switches, numbers = _shapes(cls)
+        changed: dict[str, str] = {}
+        for name, choices in switches.items():
+            value = raw.get(name)
+            if isinstance(value, bool | str):
+                key = value.lower() if isinstance(value, str) else value
+                if (meant := _SWITCH.get(key)) in choices:
+                    changed[name] = meant
+        for name in numbers:
+            if isinstance(value := raw.get(name), bool):
+                changed[name] = str(value).lower()
+        return {**raw, **changed} if changed else raw
+
+
+@cache
+def _shapes(section: type[BaseModel]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Fields of a section that have `on` or `off` among their choices, with these; and those that
+    are numbers."""
+    switches, numbers = {}, []
+    for name, field in section.model_fields.items():
+        kinds = list(_kinds(field.annotation))
+        if {int, float} & set(kinds) and bool not in kinds:
+            numbers.append(name)
+        for kind in kinds:
+            if get_origin(kind) is Literal and {"on", "off"} & set(choices := get_args(kind)):
+                switches[name] = choices
+    return switches, tuple(numbers)
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """What a field's value may be."""
+    if isinstance(annotation, types.UnionType) or get_origin(annotation) is Union:
+        for one in get_args(annotation):
+            yield from _kinds(one)
+    elif get_origin(annotation) is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    else:
+        yield annotation
+
 
 def check_entrypoint(value: str) -> str:
     if not _ENTRYPOINT.fullmatch(value):
@@ -31,9 +122,15 @@ def check_entrypoint(value: str) -> str:
 
 
 def check_json(value: Any) -> Any:
+    """A value of free shape, with booleans where YAML 1.1 reads them. ValueError: it is none of
+    JSON, or too large a one."""
     try:
+        measure(value, "the value")
+        value = as_yaml_1_1(value)
         json.dumps(to_jsonable_python(value), allow_nan=False)
-    except (ValueError, PydanticSerializationError) as error:
+    except UnreadableText as error:
+        raise ValueError(f"{error.problem}; {error.remedy}") from error
+    except (ValueError, RecursionError, PydanticSerializationError) as error:
         raise ValueError(f"must consist of JSON values: {error}") from error
     return value
 
@@ -46,5 +143,10 @@ def no_directory(source: str) -> bool:
 
 
 def expand_home(value: str | None) -> str | None:
+    """A path as the services see it. ValueError: no system has it."""
+    if value is None:
+        return None
+    if "\0" in value:
+        raise ValueError("has a NUL character, which no path can have")
     # Whoever writes "~" means his own home, not the services'.
-    return os.path.expanduser(value) if value is not None and value.startswith("~") else value
+    return os.path.expanduser(value) if value.startswith("~") else value

@@ -11,21 +11,35 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from troupe.job.section import COLUMN, Section, check_entrypoint, check_json
+from troupe.job.section import (
+    COLUMN,
+    MAX_QUERIES,
+    MAX_TOKENS,
+    MAX_TRAJECTORIES,
+    Queries,
+    Seconds,
+    Section,
+    Steps,
+    StepsOrNone,
+    Tokens,
+    TokensOrNone,
+    check_entrypoint,
+    check_json,
+)
 
 
 class SamplingSpec(Section):
     """How an agent's tokens are drawn."""
 
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=1000)
     """0: greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus: the smallest set of tokens with at least this probability."""
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=MAX_TOKENS)
     """The k most likely tokens; -1: all."""
-    max_new_tokens: int = Field(default=256, ge=1)
+    max_new_tokens: Tokens = 256
     """Longest response, in tokens."""
-    stop: list[str] = []
+    stop: list[str] = Field(default=[], max_length=64)
     """Strings, each one token of the vocabulary, that end a response besides end-of-sequence."""
 
 
@@ -64,10 +78,11 @@ class PipelineSpec(Section):
     deterministic: bool = False
     """The same seed gives bitwise the same weights, whatever arrives when and whatever crashes; see
     docs/guarantees.md for its price. Not in mode `async`."""
-    steps: int = Field(ge=1)
+    steps: Steps
     """Optimizer steps per trained policy."""
-    queries_per_step: int = Field(ge=1)
-    """Queries in a global batch."""
+    queries_per_step: int = Field(ge=1, le=MAX_QUERIES)
+    """Queries in a global batch. With `over_sampling` and `max_refills`, times the trajectories of
+    each, at most 262,144 trajectories."""
     group_size: int = Field(default=8, ge=1, le=4096)
     """Trajectories per query. They start together, on one rollout worker."""
     redundant_trajectories: int = Field(default=0, ge=0, le=4096)
@@ -85,23 +100,23 @@ class PipelineSpec(Section):
     `micro_batch`; not with populations or networks."""
     micro_batch_samples: int = Field(default=32, ge=1, le=65_536)
     """Samples whose gradient is computed at once."""
-    micro_batch_tokens: int = Field(default=0, ge=0)
+    micro_batch_tokens: TokensOrNone = 0
     """Upper bound of tokens in a micro-batch; 0: none."""
     balance_tokens: bool = False
     """Choose micro-batches such that they have about equally many tokens."""
-    over_sampling: int = Field(default=0, ge=0)
+    over_sampling: Queries = 0
     """Queries in flight beyond `queries_per_step`: a step takes those that are complete first.
     The others are dropped as "surplus"; in mode `async` they go on for the next step unless they
     are too old."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and take a further query for each query that is left
     with no sample (DAPO, section 3.2)."""
-    max_refills: int = Field(default=0, ge=0)
+    max_refills: Queries = 0
     """`dynamic_sampling`: at most so many further queries per step; 0: `queries_per_step`."""
     max_uses: int = Field(default=1, ge=1, le=16)
     """Optimizer steps that a sample may contribute to; above 1 only in mode `async`, within
     `alpha`."""
-    required_columns: list[str] = []
+    required_columns: list[str] = Field(default=[], max_length=64)
     """Columns, besides the reward, that a sample waits for before it is trained. Workflows and
     other services fill them."""
 
@@ -122,42 +137,42 @@ class PipelineSpec(Section):
 class EvaluationSpec(Section):
     """Held-out evaluation before, during and after training."""
 
-    queries: int = Field(default=0, ge=0)
+    queries: Queries = 0
     """Held-out queries per evaluation; 0: no evaluation."""
-    every: int = Field(default=0, ge=0)
+    every: StepsOrNone = 0
     """Steps between evaluations; 0: only before the first and after the last step."""
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=1000)
     """Overrides the agents' temperature; default: as in training."""
 
 
 class CheckpointSpec(Section):
     """Checkpoints that `transformers` loads."""
 
-    every: int = Field(default=0, ge=0)
+    every: StepsOrNone = 0
     """Steps between checkpoints; 0: only after the last step."""
-    keep: int = Field(default=2, ge=1)
+    keep: int = Field(default=2, ge=1, le=1_000_000)
     """Newest checkpoints kept per policy."""
 
 
 class LimitsSpec(Section):
     """Deadlines and bounds. Every wait ends."""
 
-    turn_seconds: float = Field(default=120, gt=0)
+    turn_seconds: Seconds = 120
     """Longest generation of one turn, queueing included. Not applied with
     `pipeline.deterministic`."""
-    trajectory_seconds: float = Field(default=600, gt=0)
+    trajectory_seconds: Seconds = 600
     """Longest run of one trajectory. With `pipeline.deterministic` only the workflow's own time
     counts: not what it spends with engines and the reward service."""
-    step_seconds: float = Field(default=7200, gt=0)
+    step_seconds: Seconds = 7200
     """Longest step, rollout and training together."""
     trajectory_retries: int = Field(default=0, ge=0, le=100)
     """A trajectory whose environment or tool failed is begun anew at most so often, with its seed
     and within its `trajectory_seconds`; then it fails. Nothing is kept of a failed attempt."""
     max_failed_fraction: float = Field(default=0.5, ge=0, le=1)
     """The job fails when more than this fraction of a step's trajectories fail."""
-    max_concurrent_trajectories: int = Field(default=1024, ge=1)
+    max_concurrent_trajectories: int = Field(default=1024, ge=1, le=MAX_TRAJECTORIES)
     """Trajectories in flight at once."""
-    worker_deaths: int = Field(default=3, ge=1)
+    worker_deaths: int = Field(default=3, ge=1, le=1_000_000)
     """The job fails when this many worker processes died one after another while they did one and
     the same trajectory or step: what kills them would kill the next one too."""
 

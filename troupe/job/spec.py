@@ -16,7 +16,16 @@ from troupe.job.policy import PolicySpec, server_of
 from troupe.job.pools import Pools
 from troupe.job.population import PopulationSpec, check_population
 from troupe.job.routing import RoutingSpec
-from troupe.job.section import NAME, Section, check_entrypoint
+from troupe.job.section import (
+    MAX_AGENTS,
+    MAX_FUNCTIONS,
+    MAX_POLICIES,
+    MAX_TRAJECTORIES,
+    NAME,
+    Section,
+    Seed,
+    check_entrypoint,
+)
 from troupe.job.sections import (
     AgentSpec,
     CheckpointSpec,
@@ -33,7 +42,7 @@ class JobSpec(Section):
 
     name: str = Field(pattern=NAME)
     """Short name: lower-case letters, digits, '-' and '_'."""
-    seed: int = 0
+    seed: Seed = 0
     """Root of all randomness of the job."""
     workflow: str | None = None
     """`package.module:attribute`: an async function of (query, agents, tools). Language models
@@ -42,13 +51,13 @@ class JobSpec(Section):
     """Where queries come from. As `workflow`."""
     environment: EnvironmentSpec | None = None
     """What policies that are networks play, instead of `workflow` and `tasks`."""
-    agents: dict[str, AgentSpec] = Field(min_length=1)
+    agents: dict[str, AgentSpec] = Field(min_length=1, max_length=MAX_AGENTS)
     """The roles of the workflow or environment by name."""
-    policies: dict[str, PolicySpec] = Field(min_length=1)
+    policies: dict[str, PolicySpec] = Field(min_length=1, max_length=MAX_POLICIES)
     """The policies by name."""
-    tools: dict[str, FunctionSpec] = {}
+    tools: dict[str, FunctionSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
     """Functions that the workflow may call: `await tools.call(name, ...)`."""
-    rewards: dict[str, FunctionSpec] = {}
+    rewards: dict[str, FunctionSpec] = Field(default={}, max_length=MAX_FUNCTIONS)
     """Functions called with each finished trajectory; each returns rewards per agent, which add up
     with those that the workflow returns."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
@@ -137,6 +146,21 @@ class JobSpec(Section):
                 check_pools(self, pools)
             # As if the job named them: whoever serves policies serves these.
             self.policies.update(pools.added(self.population, own))
+        return self
+
+    @model_validator(mode="after")
+    def _size_of_a_step(self) -> Self:
+        pipeline = self.pipeline
+        refills = pipeline.max_refills or pipeline.queries_per_step
+        queries = pipeline.queries_per_step + pipeline.over_sampling
+        queries += refills if pipeline.dynamic_sampling else 0
+        total = queries * (pipeline.group_size + pipeline.redundant_trajectories)
+        if total > MAX_TRAJECTORIES:
+            raise ValueError(
+                f"pipeline.queries_per_step: a step may come to {total:,} trajectories "
+                f"({queries:,} queries, with over_sampling and refills), more than "
+                f"{MAX_TRAJECTORIES:,}; lower it, or group_size"
+            )
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from troupe.job.section import Section
+from troupe.job.section import Seconds, SecondsOrNone, Section, Tokens
 
 
 class TrainerSpec(Section):
@@ -23,16 +23,16 @@ class TrainerSpec(Section):
     """Whether RMSNorm and rotary embedding are computed by functions of the trainer's own. `auto`:
     where that was measured to pay, on a CPU, and in models where they are tried out to give what
     the model's own give, value and gradient, within 1e-5 in float32. `off`: never."""
-    forward_tokens: int | None = Field(default=None, ge=1)
+    forward_tokens: Tokens | None = None
     """Tokens of one forward pass, which a micro-batch is cut into; a longer sequence is a pass of
     its own. Default: what suits the device (1024 on a CPU, 16384 on a GPU)."""
     gang: int = Field(default=1, ge=1, le=4096)
     """Devices that share the policy's weights, gradients and optimizer (FSDP2), each computing its
     part of every micro-batch. 1: one device holds all of it. Sums of several devices round in
     another order: not with `pipeline.deterministic`. A resumed job may have another size."""
-    quantum_seconds: float = Field(default=1.0, ge=0)
+    quantum_seconds: SecondsOrNone = 1.0
     """Where policies outnumber the trainers' slots: a policy with work keeps its device so long
     before one with older work may take its place. Larger: fewer swaps, longer waits."""
-    idle_seconds: float = Field(default=600, gt=0)
+    idle_seconds: Seconds = 600
     """A policy that has no step to train for so long gives its device and memory back, so that
     trainers can be scaled to zero; the next step loads it again."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.markup import escape
 
 from troupe.rpc.errors import Internal, InvalidArgument
+from troupe.yaml_input import read_value
 
 app = typer.Typer(help="Environments: does one keep its promises?", no_args_is_help=True)
 
@@ -70,10 +70,11 @@ def _arguments(given: list[str]) -> dict[str, Any]:
         try:
             if not equals or not name.isidentifier():
                 raise ValueError("it is not of the form NAME=VALUE")
-            arguments[name] = yaml.safe_load(value)
-        except (ValueError, yaml.YAMLError) as error:
+            arguments[name] = read_value(value, "its value")
+        except ValueError as error:
+            shown = text if len(text) <= 80 else f"{text[:77]}..."
             raise InvalidArgument(
-                f"--arg {text}: {error}",
+                f"--arg {shown}: {error}",
                 kind="bad_argument",
                 field="--arg",
                 value=text,

@@ -21,6 +21,7 @@ from troupe.client.cli.failures import FAILED
 from troupe.client.deploying import checked_costs
 from troupe.client.function_records import Function, Invocation, InvocationProgress
 from troupe.rpc.errors import InvalidArgument
+from troupe.yaml_input import UnreadableText, read_json_object, read_value
 
 app = typer.Typer(help="Deploy rewards and tools, call them, look at them.", no_args_is_help=True)
 Name = Annotated[
@@ -243,17 +244,11 @@ def _split(name: str) -> tuple[str, str | None]:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise InvalidArgument(f"is not JSON: {error}", field="--arguments", value=text) from error
-    if not isinstance(found, dict):
+        return read_json_object(text, "it")
+    except UnreadableText as error:
         raise InvalidArgument(
-            f"is a {type(found).__name__}, not an object",
-            field="--arguments",
-            value=text,
-            remedy="""Write `{"argument": value}`.""",
-        )
-    return found
+            error.problem, field="--arguments", value=text, remedy=error.remedy
+        ) from error
 
 
 def _assignments(given: list[str]) -> dict[str, Any]:
@@ -265,9 +260,11 @@ def _assignments(given: list[str]) -> dict[str, Any]:
                 "is no assignment", field="--set", value=one, remedy="Write FIELD=VALUE."
             )
         try:
-            costs[field] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise InvalidArgument("is no YAML", field="--set", value=one) from error
+            costs[field] = read_value(value, "its value")
+        except UnreadableText as error:
+            raise InvalidArgument(
+                f"{error.where}: {error.problem}", field="--set", value=one, remedy=error.remedy
+            ) from error
     return costs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -78,14 +79,32 @@ def _table(title: str, path: str, model: type[BaseModel]) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    text = _type_name(field.annotation)
     bounds = []
-    for rule in field.metadata:
+    for rule in (*field.metadata, *_within(field.annotation)):
         for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
             value = getattr(rule, attribute, None)
             if value is not None:
-                bounds.append(f"{sign} {value:.12g}")
-    return f"{text}, {', '.join(bounds)}" if bounds else text
+                bounds.append(f"{sign} {_number(value)}")
+    return ", ".join((_type_name(field.annotation), *bounds))
+
+
+def _within(annotation: Any) -> Iterator[Any]:
+    """The bounds of a field that may be left out."""
+    if isinstance(annotation, types.UnionType) or get_origin(annotation) is Union:
+        for one in get_args(annotation):
+            if get_origin(one) is Annotated:
+                for rule in get_args(one)[1:]:
+                    yield from rule.metadata if isinstance(rule, FieldInfo) else (rule,)
+
+
+def _number(value: float) -> str:
+    """As people read it: 2^63 rather than its 19 digits."""
+    if not isinstance(value, int):
+        return f"{value:.12g}"
+    for power, less in ((abs(value), ""), (value + 1, " - 1")):
+        if power >= 1 << 40 and power.bit_count() == 1:
+            return f"{'-' * (value < 0)}2^{power.bit_length() - 1}{less}"
+    return str(value)
 
 
 def _type_name(annotation: Any) -> str:

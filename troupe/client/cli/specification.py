@@ -13,8 +13,9 @@ from troupe.client.cli import options
 from troupe.client.cli.imports import try_imports
 from troupe.client.cli.reference import reference
 from troupe.client.overrides import apply
-from troupe.job import JobSpec, load_job, parse_job
+from troupe.job import JobSpec, load_job
 from troupe.job.advice import advice
+from troupe.job.loading import job_of, load_text
 
 app = typer.Typer(
     help="The job specification: schema, validation, reference.", no_args_is_help=True
@@ -25,10 +26,7 @@ def load_with(path: Path, assignments: list[str]) -> JobSpec:
     """The job of a file with `--set` assignments applied. Raises `JobSpecError`."""
     if not assignments:
         return load_job(path)
-    if not path.is_file():
-        return load_job(path)  # raises, naming the path
-    changed = apply(path.read_text(encoding="utf-8", errors="replace"), assignments)
-    return parse_job(json.dumps(changed))
+    return job_of(apply(load_text(path), assignments, str(path)))
 
 
 @app.command()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 
 from troupe.client.cli import options
@@ -22,6 +21,7 @@ from troupe.workflow.query import Query
 from troupe.workflow.refusals import refusal_of
 from troupe.workflow.trying.policies import EchoPolicy, Policy, RandomPolicy, ScriptedPolicy
 from troupe.workflow.trying.setting import Setting
+from troupe.yaml_input import UnreadableText, read_file, read_json_object, read_text
 
 app = typer.Typer(help="Write workflows.", no_args_is_help=True)
 
@@ -148,13 +148,13 @@ def _policy(name: PolicyName | None, script: Path | None) -> Policy:
     if script is None:
         return EchoPolicy() if name is PolicyName.ECHO else RandomPolicy()
     try:
-        return ScriptedPolicy(yaml.safe_load(script.read_text(encoding="utf-8")))
+        return ScriptedPolicy(read_text(read_file(script), str(script)))
     except WorkflowError as error:
         raise refusal_of(error) from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or getattr(error, "problem", None) or str(error)
+    except UnreadableText as error:
+        at = "" if error.where == str(script) else f"{error.where}: "
         raise InvalidArgument(
-            f"cannot be read: {why}",
+            f"{at}{error.problem}",
             field="--script",
             value=str(script),
             remedy="Write a YAML list of replies, or a mapping from agent to replies.",
@@ -187,14 +187,11 @@ def _queries(setting: Setting, given: list[str], count: int, split: str) -> list
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise InvalidArgument(f"is not JSON: {error}", field="--query", value=text) from error
-    if not isinstance(data, dict):
+        return read_json_object(text, "it")
+    except UnreadableText as error:
         raise InvalidArgument(
-            f"is a {type(data).__name__}, not an object",
+            error.problem,
             field="--query",
             value=text,
             remedy="""Write `{"question": "..."}`.""",
-        )
-    return data
+        ) from error
