@@ -105,3 +105,26 @@ async def test_a_person_submits_watches_reads_and_pauses(panel: Panel, tmp_path:
         await page.screenshot(path=os.environ.get("TROUPE_SCREENSHOT", tmp_path / "panel.png"))
         assert not faults
         await browser.close()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH (apt-get install chromium)")
+async def test_the_rest_interface_is_shown_without_other_hosts(panel: Panel) -> None:
+    from playwright.async_api import async_playwright, expect
+
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = await browser.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        expect.set_options(timeout=PATIENCE_MS)
+        faults: list[str] = []
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda said: "Security Policy" in said.text and faults.append(said.text))
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        await page.goto(f"{panel.url}/docs")
+        submit = page.locator("details", has_text="POST /api/jobs").first
+        await submit.locator("summary").click()
+        await expect(submit).to_contain_text("application/yaml")
+        assert all(url.startswith(panel.url) for url in asked)
+        assert faults == []
+        await browser.close()
