@@ -1,12 +1,14 @@
-"""`Scratch`: a directory in host memory for as long as its process lives."""
+"""Directories in the host's memory, which all users share: whose they are, how long they stay."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 from typing import Final
@@ -20,6 +22,41 @@ def memory_root() -> Path:
     """Where files are in memory: `/dev/shm`, or where temporary files go on hosts without it."""
     writable = os.access(_SHARED_MEMORY, os.W_OK)
     return _SHARED_MEMORY if writable else Path(tempfile.gettempdir())
+
+
+def private_directory(path: Path) -> Path:
+    """Make the directory `path`, or take the one that is there, for this user alone; returns it.
+
+    For names that others can foresee, in places where everybody may make directories. Raises
+    PermissionError, which says why, where it is a link, another user's, or one that others may
+    write to: what lies there may be theirs. Other OSErrors when it cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if path.is_symlink():
+        raise PermissionError(errno.EPERM, "it is a link, which another user may have made")
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, f"it belongs to another user (uid {status.st_uid})")
+        if status.st_mode & 0o022:
+            mode = stat.S_IMODE(status.st_mode)
+            raise PermissionError(errno.EPERM, f"other users may write to it (mode {mode:o})")
+        if status.st_mode & 0o055:
+            os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def is_foreseeable(path: Path) -> bool:
+    """Whether any user of the host could have made `path`: all may write where it is."""
+    try:
+        return bool(path.parent.stat().st_mode & stat.S_IWOTH) and not path.is_mount()
+    except OSError:
+        return False
 
 
 class Scratch:
@@ -61,8 +98,10 @@ def _sweep(root: Path, prefix: str) -> None:
     for left in root.glob(f"{prefix}*"):
         # Gone meanwhile, somebody else's, or (BlockingIOError) alive.
         with contextlib.suppress(OSError):
-            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
+                if os.fstat(descriptor).st_uid != os.geteuid():
+                    continue
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left)
                 log.info("removed %s, which a killed process had left", left)

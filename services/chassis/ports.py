@@ -57,9 +57,9 @@ def _probe(host: str, port: int, variable: str) -> None:
 def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
     if settings.tls_cert is None and settings.tls_key is None:
         return None
-    key = _pem(settings.tls_key, "tls_key")
-    certificate = _pem(settings.tls_cert, "tls_cert")
-    authority = _pem(settings.tls_ca, "tls_ca") if settings.tls_client_auth else None
+    key = read_pem(settings.tls_key, "tls_key")
+    certificate = read_pem(settings.tls_cert, "tls_cert")
+    authority = read_pem(settings.tls_ca, "tls_ca") if settings.tls_client_auth else None
     return grpc.ssl_server_credentials(
         [(key, certificate)],
         root_certificates=authority,
@@ -67,7 +67,8 @@ def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
     )
 
 
-def _pem(path: Path | None, field: str) -> bytes:
+def read_pem(path: Path | None, field: str) -> bytes:
+    """What the file of the setting `field` holds. Raises InvalidArgument."""
     try:
         if path is None:
             raise FileNotFoundError(errno.ENOENT, "not set")

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from services.chassis.parent import watch_parent
+from services.chassis.ports import read_pem
+from services.chassis.settings import is_loopback
 from services.control_panel.access import PanelSettings
 from services.control_panel.app import create_app
-from troupe.rpc.errors import port_error
+from troupe.rpc.errors import InvalidArgument, TroupeError, port_error
 
 
 def main() -> int:
     """Serve until SIGTERM; returns the exit status."""
     settings = PanelSettings()
     token = settings.token.get_secret_value() if settings.token else None
+    try:
+        tls = tls_options(settings)
+    except TroupeError as error:
+        print(f"control panel: {error}", file=sys.stderr)
+        return 1
     try:
         listener = socket.create_server((settings.host, settings.port))
     except OSError as error:
@@ -30,6 +39,12 @@ def main() -> int:
         scratch = Path(f"{settings.port_file}.tmp")
         scratch.write_text(f"{port} {port}\n")
         os.replace(scratch, settings.port_file)
+    if token is None:
+        who = "other users of this machine" if is_loopback(settings.host) else "all who reach it"
+        print(
+            f"control panel: warning: {who} can run code through it; set TROUPE_TOKEN",
+            file=sys.stderr,
+        )
     config = uvicorn.Config(
         create_app(
             settings.orchestrator_address, token, settings.client(), hosts=settings.host_names
@@ -38,12 +53,43 @@ def main() -> int:
         access_log=False,
         # An open event stream would hold the process for ever.
         timeout_graceful_shutdown=2,
+        **tls,
     )
     server = uvicorn.Server(config)
     if settings.parent_pid is not None:
         watch_parent(settings.parent_pid, lambda: setattr(server, "should_exit", True))
     server.run(sockets=[listener])
     return 0
+
+
+def tls_options(settings: PanelSettings) -> dict[str, Any]:
+    """uvicorn's options for what `TROUPE_TLS_*` say: the panel speaks HTTPS as services speak TLS.
+
+    Raises InvalidArgument, naming the file that is missing, cannot be read or does not fit.
+    """
+    if settings.tls_cert is None and settings.tls_key is None:
+        return {}
+    names = ["tls_cert", "tls_key", *(["tls_ca"] if settings.tls_client_auth else [])]
+    for name in names:
+        read_pem(getattr(settings, name), name)
+    assert settings.tls_cert is not None  # read_pem
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            settings.tls_cert, settings.tls_key
+        )
+    except ssl.SSLError as error:
+        raise InvalidArgument(
+            f"the certificate and its key do not fit, or are not PEM: {error.reason}",
+            field="tls_cert",
+            value=settings.tls_cert,
+            remedy="Set TROUPE_TLS_CERT and TROUPE_TLS_KEY to a PEM certificate and its key.",
+        ) from error
+    return {
+        "ssl_certfile": settings.tls_cert,
+        "ssl_keyfile": settings.tls_key,
+        "ssl_ca_certs": settings.tls_ca if settings.tls_client_auth else None,
+        "ssl_cert_reqs": ssl.CERT_REQUIRED if settings.tls_client_auth else ssl.CERT_NONE,
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Who may call the panel: the host name asked for, the page that asks, the type of what it sends.
+"""Who may call the panel: the host name asked for, the page that asks, the type of what it sends,
+and the cluster's token or a session that it opened.
 
 A job is code that the cluster runs, so a page of any other website that a browser of the same
 machine shows must not reach the panel. Three checks, each of which is enough against most of it:
@@ -8,20 +9,28 @@ machine shows must not reach the panel. Three checks, each of which is enough ag
 - `Origin` and `Sec-Fetch-Site`, which browsers send and pages cannot change, say that the page is
   the panel's own. Programs that are no browsers send neither.
 - Bodies have a type that no HTML form and no simple cross-origin request can send.
+
+Where the cluster has a token, everything below /api needs it: as a bearer token from programs, as
+a session cookie from browsers, which a link that is good once (`troupe up` prints it) or the token
+itself opens.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import secrets
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import RedirectResponse
+from pydantic import BaseModel, ConfigDict, SecretStr
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.chassis.settings import ServiceSettings
 from services.control_panel import problems, views
+from troupe.rpc.tokens import LinkCodes
 
 SAFE_METHODS: Final = ("GET", "HEAD", "OPTIONS")
 YAML_TYPES: Final = (
@@ -71,22 +80,45 @@ class PanelSettings(ServiceSettings):
 class Panel(FastAPI):
     """The panel's application behind its access checks, which see every request first."""
 
-    def __init__(self, *, hosts: Iterable[str], **options: object) -> None:
+    def __init__(self, *, hosts: Iterable[str], token: str | None, **options: Any) -> None:
         """`hosts`: names in `Host` that mean this panel, besides loopback; others are FastAPI's."""
-        super().__init__(**options)  # type: ignore[arg-type]
+        super().__init__(**options)
         self._hosts = frozenset(hosts)
+        self.state.door = None if token is None else Door(token)
 
     def build_middleware_stack(self) -> ASGIApp:
         """Outside of everything else, so that answers to failures are under the same headers."""
-        return AccessGuard(super().build_middleware_stack(), self._hosts)
+        return AccessGuard(super().build_middleware_stack(), self._hosts, self.state.door)
+
+
+class Door:
+    """The token that callers must have, and the sessions that stand for it."""
+
+    def __init__(self, token: str) -> None:
+        # As bytes: what a header says need not be ASCII.
+        self._token = token.encode()
+        self.codes = LinkCodes(SecretStr(token))
+
+    def is_token(self, sent: str) -> bool:
+        """Whether `sent` is the token."""
+        return secrets.compare_digest(sent.encode("utf-8", "replace"), self._token)
+
+    def lets_in(self, request: Request) -> bool:
+        """Whether this caller has the token, or a session."""
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self.is_token(sent):
+            return True
+        return self.codes.is_session(request.cookies.get(_cookie_name(request), ""))
 
 
 class AccessGuard:
     """ASGI application in front of `app` that refuses what other sites send."""
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], door: Door | None) -> None:
+        """`door`: None where nobody needs a token."""
         self._app = app
         self._hosts = hosts
+        self._door = door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request: refused with a problem, or passed on; headers on every answer."""
@@ -100,15 +132,26 @@ class AccessGuard:
 
         async def protected(message: Message) -> None:
             if message["type"] == "http.response.start":
-                protect(MutableHeaders(scope=message), request.url.path)
+                protect(MutableHeaders(scope=message), scope["path"])
             await send(message)
 
         refusal = self._refusal(request)
         await (refusal or self._app)(scope, receive, protected)
 
     def _refusal(self, request: Request) -> Response | None:
-        problem = self._wrong_host(request) or _foreign_page(request) or _wrong_type(request)
+        problem = (
+            self._wrong_host(request)
+            or _foreign_page(request)
+            or self._stranger(request)
+            or _wrong_type(request)
+        )
         return None if problem is None else problems.answer(problem)
+
+    def _stranger(self, request: Request) -> views.Problem | None:
+        """Why this caller may not look at, or change, what the cluster does."""
+        if self._door is None or not request.scope["path"].startswith("/api"):
+            return None
+        return None if self._door.lets_in(request) else _unauthenticated()
 
     def _wrong_host(self, request: Request) -> views.Problem | None:
         given = request.headers.getlist("host")
@@ -125,9 +168,75 @@ class AccessGuard:
         )
 
 
+router = APIRouter(prefix="/session", include_in_schema=False)
+
+
+class Token(BaseModel):
+    """The cluster's token, as a person enters it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    token: str
+
+
+@router.get("")
+async def follow_link(request: Request, code: str) -> Response:
+    """Open a session for the browser that follows a link which is good once."""
+    door: Door | None = request.app.state.door
+    if door is not None and not door.codes.redeem(code):
+        return problems.answer(
+            views.Problem(
+                title="unauthenticated",
+                status=401,
+                detail="this link was used already, or is of an earlier start of the panel",
+                field="code",
+                remedy="`troupe status` prints a new one.",
+            )
+        )
+    return _with_session(request, door, RedirectResponse("/", status_code=303))
+
+
+@router.post("")
+async def enter_token(request: Request, given: Token) -> Response:
+    """Open a session for a browser whose user knows the token."""
+    door: Door | None = request.app.state.door
+    if door is not None and not door.is_token(given.token):
+        return problems.answer(_unauthenticated())
+    return _with_session(request, door, Response(status_code=204))
+
+
+def _with_session(request: Request, door: Door | None, response: Response) -> Response:
+    if door is not None:
+        response.set_cookie(
+            _cookie_name(request),
+            door.codes.session(),
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
+        )
+    return response
+
+
+def _cookie_name(request: Request) -> str:
+    """Browsers do not tell ports of a host apart, and panels of several clusters may be on one."""
+    port = request.headers.get("host", "").rpartition(":")[2]
+    return f"troupe-session-{port if port.isascii() and port.isdecimal() else request.url.scheme}"
+
+
+def _unauthenticated() -> views.Problem:
+    return views.Problem(
+        title="unauthenticated",
+        status=401,
+        detail="this call needs the cluster's token",
+        remedy="Send `Authorization: Bearer <TROUPE_TOKEN>` (an embedded cluster's is in "
+        "`.troupe/token` of its data directory); in a browser open the link that `troupe up` "
+        "and `troupe status` print.",
+    )
+
+
 def _foreign_page(request: Request) -> views.Problem | None:
     """Why the page that asks is not the panel's; None: it is, or no browser asks."""
-    headers, path = request.headers, request.url.path
+    headers, path = request.headers, request.scope["path"]
     origins = headers.getlist("origin")
     if any(not _same_origin(one, headers.get("host", "")) for one in origins):
         return _foreign("Origin", ", ".join(origins))
@@ -183,7 +292,7 @@ def protect(headers: MutableHeaders, path: str) -> None:
     headers["Content-Security-Policy"] = "; ".join(f"{k} {v}" for k, v in _POLICY.items())
     for name, value in _HEADERS.items():
         headers[name] = value
-    if path.startswith("/api"):
+    if path.startswith(("/api", "/session")):
         headers.setdefault("Cache-Control", "no-store")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sse_starlette import EventSourceResponse
 
 from services.control_panel import (
+    access,
     functions_api,
     jobs_api,
     limits,
@@ -41,8 +41,8 @@ def create_app(
 ) -> FastAPI:
     """The panel over the orchestrator at `orchestrator_address`.
 
-    With `token`, mutating calls need `Authorization: Bearer`; looking does not. `hosts`: names by
-    which browsers reach it, besides loopback.
+    With `token`, calls below /api need it as `Authorization: Bearer`, or a session that it opened.
+    `hosts`: names by which browsers reach it, besides loopback.
     """
 
     @asynccontextmanager
@@ -53,6 +53,7 @@ def create_app(
 
     app = Panel(
         hosts=hosts,
+        token=token,
         title="Troupe control panel",
         version=__version__,
         description="Submit, watch and steer jobs. Errors are `application/problem+json`.",
@@ -67,32 +68,12 @@ def create_app(
     app.openapi = lambda: limits.openapi_of_errors(describe())  # type: ignore[method-assign]
     # Inside of those that refuse a request for what it is: what they refuse is not read.
     app.add_middleware(limits.BoundedBodies)
+    app.include_router(access.router)
     app.include_router(jobs_api.router)
     app.include_router(tables_api.router)
     app.include_router(functions_api.router)
     app.include_router(populations_api.router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-
-    @app.middleware("http")
-    async def authorize(
-        request: Request, call_next: Callable[[Request], Awaitable[Response]]
-    ) -> Response:
-        # As bytes: what a header says need not be ASCII.
-        sent = request.headers.get("authorization", "").encode("latin-1")
-        if (
-            token
-            and request.method not in ("GET", "HEAD", "OPTIONS")
-            and not secrets.compare_digest(sent, f"Bearer {token}".encode())
-        ):
-            return problems.answer(
-                views.Problem(
-                    title="unauthenticated",
-                    status=401,
-                    detail="this call needs the cluster's token",
-                    remedy="Send `Authorization: Bearer <TROUPE_TOKEN>`.",
-                )
-            )
-        return await call_next(request)
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:

@@ -121,8 +121,8 @@ async def test_events_arrive_while_they_happen(panel: Panel) -> None:
 
 
 @pytest.mark.parametrize("panel", ["secret"], indirect=True)
-async def test_a_token_guards_mutating_calls(panel: Panel) -> None:
-    assert (await panel.http.get("/api/jobs")).status_code == 200
+async def test_a_token_guards_all_calls(panel: Panel) -> None:
+    assert (await panel.http.get("/api/jobs")).status_code == 401
     refused = await panel.http.post("/api/jobs", content=SPEC, headers=YAML)
     assert refused.status_code == 401
     assert "TROUPE_TOKEN" in refused.json()["remedy"]

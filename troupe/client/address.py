@@ -1,4 +1,4 @@
-"""Finds the orchestrator when nobody says where it is."""
+"""Finds the orchestrator when nobody says where it is, and how it may be called."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import re
 from pathlib import Path
 
+from troupe.cluster.access import token_path
 from troupe.cluster.errors import NoCluster
 from troupe.cluster.settings import DEFAULT_DATA_DIR
 from troupe.cluster.state import running_state
-from troupe.rpc.errors import InvalidArgument
+from troupe.rpc.errors import InvalidArgument, TroupeError
+from troupe.rpc.settings import ClientSettings
+from troupe.rpc.tokens import is_loopback_address, local_token, read_token
 
 ADDRESS_VARIABLE = "TROUPE_ORCHESTRATOR_ADDRESS"
 DATA_DIR_VARIABLE = "TROUPE_DATA_DIR"
@@ -36,6 +39,34 @@ def resolve_address(given: str | None = None, data_dir: Path | None = None) -> s
     if state is None:
         raise NoCluster(directory)
     return state.orchestrator_address
+
+
+def settings_for(address: str, data_dir: Path | None = None) -> ClientSettings:
+    """How to call the orchestrator at `address`, as far as the caller does not say.
+
+    An embedded cluster of this user takes its own token, which it keeps in its data directory, and
+    speaks without TLS, whatever `TROUPE_*` say of others. Raises `InvalidArgument`.
+    """
+    settings = ClientSettings.of_environment()
+    token = local_token(address)
+    if token is None:
+        if not _runs_in(directory := data_directory(data_dir), address):
+            return settings
+        token = read_token(token_path(directory)) or settings.token
+    return settings.model_copy(
+        update={"token": token, "tls_ca": None, "tls_cert": None, "tls_key": None}
+    )
+
+
+def _runs_in(directory: Path, address: str) -> bool:
+    """Whether the orchestrator at `address` is that of the cluster that runs in `directory`."""
+    if not is_loopback_address(address):
+        return False
+    try:
+        state = running_state(directory)
+    except TroupeError:  # whoever was given an address needs no data directory
+        return False
+    return state is not None and state.orchestrator_address == address
 
 
 def check_address(address: str) -> str:

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import SecretStr
 
-from troupe.client.address import resolve_address
+from troupe.client.address import resolve_address, settings_for
 from troupe.client.cluster_records import Cluster
 from troupe.client.functions import AsyncFunctions
 from troupe.client.handle import AsyncJobHandle
@@ -41,13 +41,14 @@ class AsyncClient:
         settings: ClientSettings | None = None,
     ) -> None:
         """`address` is "host:port"; default: `TROUPE_ORCHESTRATOR_ADDRESS`, else the embedded
-        cluster that runs here (`troupe up`). `token` is the cluster's bearer token; default:
-        `TROUPE_TOKEN`. `settings` (TLS, deadlines, retries) default to `TROUPE_*`.
+        cluster that runs here (`troupe up`). `token` is the cluster's bearer token; default: that
+        of your embedded cluster there, which is found by itself, else `TROUPE_TOKEN`. `settings`
+        (TLS, deadlines, retries) default to `TROUPE_*`.
 
         Raises `InvalidArgument` for a malformed address, `NoCluster` when there is none.
         """
         self.address = resolve_address(address)
-        settings = settings or ClientSettings.of_environment()
+        settings = settings or settings_for(self.address)
         if token is not None:
             settings = settings.model_copy(update={"token": SecretStr(token)})
         self._settings = settings

@@ -1,4 +1,7 @@
-"""`python -m troupe.cluster SETTINGS_JSON`: a supervisor on its own, as `troupe up` starts it."""
+"""`python -m troupe.cluster SETTINGS_JSON`: a supervisor on its own, as `troupe up` starts it.
+
+`-` for settings that hold passwords: they are read from standard input then.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from troupe.rpc.errors import TroupeError
 
 def main() -> int:
     """Run until a signal; the exit status is 1 when the cluster failed."""
-    settings = ClusterSettings.model_validate_json(sys.argv[1])
+    given = sys.stdin.read() if sys.argv[1] == "-" else sys.argv[1]
+    settings = ClusterSettings.model_validate_json(given)
     cluster = EmbeddedCluster(settings, tell=lambda event: print(event, flush=True))
     try:
         asyncio.run(run_until_signal(cluster))

@@ -165,6 +165,8 @@ class Child:
                 # Its own group: a terminal's Ctrl-C reaches the supervisor alone, and whatever
                 # the child starts can be ended with it.
                 start_new_session=True,
+                # What a service writes is its user's: states, logs, the append-only file.
+                umask=0o077,
             )
 
     def _environment(self) -> dict[str, str]:

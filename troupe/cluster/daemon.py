@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from troupe.cluster import logs
+from troupe.cluster.access import close_to_others
 from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.errors import (
     ChildNotReady,
@@ -69,24 +70,30 @@ async def run_until_signal(
 def start_detached(settings: ClusterSettings) -> ClusterState:
     """Start a cluster in a process of its own and wait until it is healthy.
 
-    Raises `ClusterRunning`, `NotWritable`, or `ClusterNotStarted` with what the supervisor said.
+    Raises `ClusterRunning`, `NotWritable`, `NotPrivate`, or `ClusterNotStarted` with what the
+    supervisor said.
     """
     settings = settings.resolved()
     if (state := running_state(settings.data_dir)) is not None:
         raise ClusterRunning(settings.data_dir, state.supervisor_pid)
     log = settings.data_dir / "logs" / "supervisor.log"
     try:
+        close_to_others(settings.data_dir)
         file = logs.open_log(log, "supervisor start")
     except OSError as error:
         raise NotWritable(settings.data_dir, error) from error
     with file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "troupe.cluster", settings.model_dump_json()],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "troupe.cluster", "-"],
+            # Not as an argument: every user may read those, and they may hold passwords.
+            stdin=subprocess.PIPE,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    assert process.stdin is not None  # PIPE
+    with process.stdin, suppress(BrokenPipeError):  # one that died at once has said why
+        process.stdin.write(settings.model_dump_json().encode())
     # Every service in a chain of three waits at most so long, plus what stopping takes.
     deadline = time.monotonic() + 3 * settings.start_seconds + settings.stop_seconds
     while process.poll() is None and time.monotonic() < deadline:

@@ -86,14 +86,14 @@ class ElasticTrainers:
 class Binder:
     """The orchestrator's binder, as it may be asked."""
 
-    def __init__(self, address: str, token: str | None = None) -> None:
-        """`address`: of the orchestrator of this machine; `token`: where not `TROUPE_TOKEN`."""
+    def __init__(self, address: str, token: SecretStr) -> None:
+        """`address`: of the orchestrator of this machine; `token`: that of its cluster."""
         own: dict[str, Any] = {
             "deadline_seconds": _ASK_SECONDS,
             "retry": NO_RETRY,
             # TLS is for what leaves the machine (`Child`).
             **dict.fromkeys(("tls_ca", "tls_cert", "tls_key")),
-            **({"token": SecretStr(token)} if token else {}),
+            "token": token,
         }
         settings = ClientSettings.of_environment().model_copy(update=own)
         self._channel = connect(address, settings)

@@ -8,15 +8,18 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pydantic import SecretStr
+
+from troupe.cluster.access import TOKEN_VARIABLE, close_to_others, require_token, token_path
 from troupe.cluster.child import Child
 from troupe.cluster.elastic import Binder, ElasticTrainers
 from troupe.cluster.errors import NotWritable, TransferDirNotWritable
-from troupe.cluster.layout import Routes, plan, port_names
+from troupe.cluster.layout import ChildSpec, Routes, plan, port_names
 from troupe.cluster.orphans import end_orphans
 from troupe.cluster.ports import is_free, pick_ports, require_free
 from troupe.cluster.redis import redis_executable, require_redis, write_config
@@ -38,6 +41,8 @@ from troupe.cluster.state import (
 )
 from troupe.cluster.supervisor import Supervisor
 from troupe.rpc.errors import TroupeError
+from troupe.rpc.tokens import ClusterRecord
+from troupe.scratch import is_foreseeable, private_directory
 
 # From the addresses of all processes to the ways between them, made before any of them starts.
 Router = Callable[[Mapping[str, str]], Awaitable[Routes]]
@@ -66,6 +71,8 @@ class EmbeddedCluster:
         self._supervisor: Supervisor | None = None
         self._state: ClusterState | None = None
         self._elastic: asyncio.Task[None] | None = None
+        self._token: SecretStr | None = None
+        self._record: ClusterRecord | None = None
 
     @property
     def state(self) -> ClusterState:
@@ -77,11 +84,12 @@ class EmbeddedCluster:
         """Start everything and wait until all services are healthy.
 
         Raises `ClusterRunning`, `PortInUse`, `RedisMissing`, `RedisUnavailable`, `NotWritable`,
-        `TransferDirNotWritable`, or what keeps a service from starting; nothing is left running
-        then.
+        `NotPrivate`, `TransferDirNotWritable`, or what keeps a service from starting; nothing is
+        left running then.
         """
         data_dir = self.settings.data_dir
         try:
+            close_to_others(data_dir)
             self._lock.acquire()
             await end_orphans(read_state(data_dir), timeout=self.settings.stop_seconds)
             await self._start_locked()
@@ -140,6 +148,7 @@ class EmbeddedCluster:
         settings = self.settings
         ports = pick_ports(port_names(settings), fixed=self._fixed_ports())
         cluster_id = secrets.token_hex(3)
+        self._token = require_token(settings.data_dir, settings.environment)
         if settings.redis_url is None:
             server = redis_executable()
             config, redis_url = write_config(
@@ -159,6 +168,7 @@ class EmbeddedCluster:
             ports,
             redis_url=redis_url,
             redis_command=command,
+            token=self._token,
             cluster_id=cluster_id,
             parent_pid=os.getpid(),
             routes=routes,
@@ -178,6 +188,7 @@ class EmbeddedCluster:
             panel_url=panel,
         )
         _make_transfer_dir(settings.transfer_dir)
+        self._tell_addresses(cluster_id, specs)
         self._supervisor = Supervisor(specs, settings.data_dir / "logs", self._child_changed)
         self._set_phase("starting")
         await self._supervisor.start()
@@ -187,8 +198,8 @@ class EmbeddedCluster:
             self._elastic = asyncio.create_task(elastic, name="elastic-trainers")
 
     async def _follow_demand(self, supervisor: Supervisor, idle_seconds: float) -> None:
-        token = self.settings.environment.get("TROUPE_TOKEN")
-        binder = Binder(self.state.orchestrator_address, token)
+        assert self._token is not None  # _start_locked
+        binder = Binder(self.state.orchestrator_address, self._token)
         names = [name for name in supervisor.children if name.startswith("trainer-")]
         try:
             await ElasticTrainers(supervisor, names, binder.demand, idle_seconds).run()
@@ -197,6 +208,15 @@ class EmbeddedCluster:
             raise
         finally:
             await binder.close()
+
+    def _tell_addresses(self, cluster_id: str, specs: Sequence[ChildSpec]) -> None:
+        """Have this user's programs find the token by the address of a service."""
+        addresses = [spec.address for spec in specs if TOKEN_VARIABLE in spec.environment]
+        try:
+            self._record = ClusterRecord(cluster_id, token_path(self.settings.data_dir), addresses)
+        except OSError as error:
+            # Who names the data directory still finds it.
+            self._tell(f"programs that are given an address find no token: {error.strerror}")
 
     async def _settle(self) -> None:
         """Have nobody park or bring back anything any more."""
@@ -255,6 +275,9 @@ class EmbeddedCluster:
                 gone.add(own)
             for directory in gone:
                 await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        if self._record is not None:
+            self._record.close()
+            self._record = None
         self._supervisor = None
         self._lock.release()
 
@@ -277,6 +300,8 @@ def _record(child: Child) -> ServiceRecord:
 def _make_transfer_dir(directory: Path) -> None:
     """Raises `TransferDirNotWritable`."""
     try:
+        if is_foreseeable(directory):
+            private_directory(directory)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -131,11 +131,27 @@ class TransferDirNotWritable(FailedPrecondition):
 
     def __init__(self, transfer_dir: Path, error: OSError) -> None:
         super().__init__(
-            f"cannot be written: {error.strerror or error}.",
+            f"cannot be used: {error.strerror or error}.",
             field="TROUPE_TRANSFER_DIR",
             value=transfer_dir,
             remedy="Set TROUPE_TRANSFER_DIR to a directory that this user may write to, best in "
             "shared memory; or leave it unset.",
+        )
+
+
+class NotPrivate(FailedPrecondition):
+    """What the data directory holds belongs to another user of the machine."""
+
+    default_kind = "data_dir_not_private"
+
+    def __init__(self, data_dir: Path, path: Path, owner: int) -> None:
+        what = "it" if path == data_dir else f"'{path.relative_to(data_dir)}' in it"
+        super().__init__(
+            f"{what} belongs to another user (uid {owner}), who could change what the cluster "
+            "runs and read what it writes.",
+            field="data_dir",
+            value=data_dir,
+            remedy="Choose another with --data-dir, or make it yours: chown -R $(id -u) DIRECTORY.",
         )
 
 

@@ -14,6 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit, urlunsplit
 
+from pydantic import SecretStr
+
+from troupe.cluster.access import TOKEN_VARIABLE
 from troupe.cluster.probes import Probe, ProbeKind
 from troupe.cluster.settings import LOOPBACK, ClusterSettings, transfer_fallback_dir
 
@@ -112,6 +115,7 @@ def plan(
     *,
     redis_url: str,
     redis_command: tuple[str, ...] = (),
+    token: SecretStr | None = None,
     cluster_id: str,
     parent_pid: int,
     routes: Routes = MappingProxyType({}),
@@ -120,11 +124,12 @@ def plan(
     """The children of a cluster in an order that respects `after`.
 
     `settings` are resolved; `ports` holds one per `port_names`; `redis_command` is empty when
-    the Redis at `redis_url` is somebody else's. A caller goes straight to a callee unless
+    the Redis at `redis_url` is somebody else's; `token` is what services ask for
+    and send, None: they ask for none. A caller goes straight to a callee unless
     `routes` names another way.
     """
     children: list[ChildSpec] = []
-    base = _shared_environment(settings, ports, redis_url, parent_pid)
+    base = _shared_environment(settings, ports, redis_url, token, parent_pid)
     if redis_command:
         children.append(
             ChildSpec(
@@ -186,7 +191,11 @@ def _dependencies(module: str, *, embedded_redis: bool) -> tuple[str, ...]:
 
 
 def _shared_environment(
-    settings: ClusterSettings, ports: Mapping[str, int], redis_url: str, parent_pid: int
+    settings: ClusterSettings,
+    ports: Mapping[str, int],
+    redis_url: str,
+    token: SecretStr | None,
+    parent_pid: int,
 ) -> dict[str, str]:
     assert settings.transfer_dir is not None  # ClusterSettings.resolved
     return {
@@ -203,6 +212,7 @@ def _shared_environment(
         "PYTHONPATH": python_path(Path.cwd(), os.environ.get("PYTHONPATH", "")),
         "PYTHONUNBUFFERED": "1",
         **settings.environment,
+        **({} if token is None else {TOKEN_VARIABLE: token.get_secret_value()}),
     }
 
 

@@ -16,10 +16,11 @@ _TAIL_BYTES = 8192
 
 def open_log(path: Path, title: str) -> FileIO:
     """Open `path` for appending, after a line that says what begins here."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size > ROTATE_BYTES:
         path.replace(path.with_suffix(".log.1"))
-    file = path.open("ab", buffering=0)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    file = FileIO(os.open(path, flags, 0o600), "ab")
     now = datetime.now(UTC).isoformat(timespec="seconds")
     with suppress(OSError):  # a full disk costs the line, not the service
         file.write(f"--- {title} at {now} ---\n".encode())

@@ -37,7 +37,7 @@ def write_config(
     it stands in a file that only the owner reads.
     """
     home = data_dir / "redis"
-    home.mkdir(parents=True, exist_ok=True)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     password = password or secrets.token_urlsafe(24)
     path = home / "redis.conf"
     # Paths are quoted: a directory may contain blanks.

@@ -67,7 +67,7 @@ def state_path(data_dir: Path) -> Path:
 def write_state(state: ClusterState) -> None:
     """Replace the state file; a reader sees the old or the new one, whole."""
     path = state_path(state.data_dir)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -128,7 +128,7 @@ class ClusterLock:
     def acquire(self) -> None:
         """Take the lock at once or raise `ClusterRunning`."""
         path = _lock_path(self._data_dir)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

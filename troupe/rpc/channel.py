@@ -22,6 +22,7 @@ from opentelemetry import propagate
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument, from_rpc_error
 from troupe.rpc.faults import Twice, faults_of
 from troupe.rpc.settings import ClientSettings
+from troupe.rpc.tokens import local_token
 
 # What of the log's context travels with a call, as `troupe-job-id` and so on.
 CONTEXT_IDS: Final = ("job_id", "policy", "trajectory_id")
@@ -34,6 +35,8 @@ def context_key(name: str) -> str:
 
 def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Channel:
     """An asyncio channel to the service at `address` ("host:port"). Connects when first used.
+
+    Where `settings` hold no token, a service of this user's embedded cluster is sent its own.
 
     TLS is for hosts and ports: who reaches a socket ("unix:PATH") the file system has let in, and
     no certificate names it.
@@ -111,7 +114,7 @@ class _Common:
     def __init__(self, address: str, settings: ClientSettings) -> None:
         self._address = address
         self.settings = settings
-        token = settings.token
+        token = settings.token or local_token(address)
         self._authorization = None if token is None else f"Bearer {token.get_secret_value()}"
         # None but in tests of what happens when the network misbehaves.
         self.faults = faults_of(address)

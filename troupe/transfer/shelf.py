@@ -12,6 +12,7 @@ from typing import BinaryIO
 import torch
 
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
+from troupe.scratch import is_foreseeable, private_directory
 from troupe.transfer import blob, room, sidecar
 from troupe.transfer.arguments import (
     SEGMENT,
@@ -48,18 +49,22 @@ class Shelf:
 
     def __init__(self, roots: Sequence[Path]) -> None:
         """The first of `roots` is made when it is not there. Raises InvalidArgument when it cannot
-        be."""
+        be, and where another user may have made one that is there."""
         self.roots = tuple(Path(root).absolute() for root in roots)
-        try:
-            self.roots[0].mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise InvalidArgument(
-                f"no directory can be made there: {error.strerror}",
-                kind=_UNUSABLE,
-                field="root",
-                value=self.roots[0],
-                remedy=_ELSEWHERE,
-            ) from error
+        for root in self.roots:
+            try:
+                if is_foreseeable(root):
+                    private_directory(root)
+                elif root == self.roots[0]:
+                    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as error:
+                raise InvalidArgument(
+                    f"this directory cannot be used: {error.strerror}",
+                    kind=_UNUSABLE,
+                    field="root",
+                    value=root,
+                    remedy=_ELSEWHERE,
+                ) from error
         self.spares = {root: Spares(root) for root in self.roots}
 
     def paths(self, key: str) -> list[Path]:

@@ -64,19 +64,24 @@ export function advice(message, remedy) {
   return `${message}${/[.!?]$/.test(message) ? "" : "."} ${remedy}`;
 }
 
+let asked = false;
+
+// Ask for the token once; with a session the page begins anew.
+async function signIn() {
+  if (asked) return;
+  asked = true;
+  const token = prompt("This cluster needs its token (TROUPE_TOKEN), or open the link that `troupe status` prints:");
+  if (!token) return;
+  const headers = { "content-type": "application/json" };
+  const reply = await fetch("/session", { method: "POST", headers, body: JSON.stringify({ token }) });
+  if (reply.ok) location.reload();
+  else toast("This is not the cluster's token.");
+}
+
 // A call of the REST interface. Throws an Error whose message names field and remedy, with `kind`.
 export async function api(path, options = {}) {
-  const headers = { ...(options.headers ?? {}) };
-  const token = sessionStorage.getItem("troupe-token");
-  if (token) headers.authorization = `Bearer ${token}`;
-  const reply = await fetch(path, { ...options, headers });
-  if (reply.status === 401 && !options.retried) {
-    const entered = prompt("This cluster needs its token (TROUPE_TOKEN):");
-    if (entered) {
-      sessionStorage.setItem("troupe-token", entered);
-      return api(path, { ...options, retried: true });
-    }
-  }
+  const reply = await fetch(path, options);
+  if (reply.status === 401) signIn();
   const body = await reply.json();
   if (!reply.ok) {
     const field = body.field ? `${body.field}${body.value ? ` = ${body.value}` : ""}: ` : "";

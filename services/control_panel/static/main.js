@@ -206,7 +206,11 @@ cluster.addEventListener("cluster", (event) => {
   drawQueue(data.cluster);
 });
 cluster.addEventListener("away", (event) => live(JSON.parse(event.data).message, false));
-cluster.onerror = () => live("panel away", false);
+cluster.onerror = () => {
+  live("panel away", false);
+  // Not away, but closed to a browser without a session: asking says so, and how to get one.
+  if (cluster.readyState === EventSource.CLOSED) api("/api/cluster").catch((error) => live(error.message, false));
+};
 setInterval(() => drawFunctions().catch(() => {}), 2000);
 setInterval(() => {
   if (!chosen) return;

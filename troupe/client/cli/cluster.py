@@ -17,6 +17,7 @@ from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
 from troupe.client.cli.formats import duration, size
 from troupe.client.sync import Client
+from troupe.cluster.access import sign_in_link
 from troupe.cluster.daemon import run_until_signal, start_detached, stop_running
 from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.inspection import ServiceReport, inspect
@@ -89,6 +90,7 @@ def status(data_dir: options.DataDir = None, as_json: options.AsJson = False) ->
 def _tell_places(console: Console, state: ClusterState) -> None:
     for name, place in (
         ("panel", state.panel_url),
+        ("sign in once", sign_in_link(state)),
         ("orchestrator", state.orchestrator_address),
         ("logs", str(state.data_dir / "logs")),
     ):
@@ -119,6 +121,8 @@ def _print_status(console: Console, state: ClusterState, reports: list[ServiceRe
     console.print(f"memory in all {size(sum(r.rss_bytes for r in reports))}", highlight=False)
     if state.panel_url:
         console.print(f"panel {state.panel_url}", highlight=False)
+    if link := sign_in_link(state):
+        console.print(f"sign in once {link}", highlight=False, soft_wrap=True)
 
 
 def _health(report: ServiceReport) -> str:

@@ -7,12 +7,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from troupe.client.address import data_directory, resolve_address
+from troupe.client.address import resolve_address, settings_for
 from troupe.client.aio import AsyncClient
-from troupe.client.cli.session import embedded_client_settings
-from troupe.cluster.state import running_state
 from troupe.rpc.retry import RetryPolicy
-from troupe.rpc.settings import ClientSettings
 
 T = TypeVar("T")
 # A person waits: enough for a restart of the orchestrator, not for a mistyped address.
@@ -26,10 +23,7 @@ def call(
 
     async def run() -> T:
         target = resolve_address(address, data_dir)
-        state = running_state(data_directory(data_dir))
-        embedded = state is not None and state.orchestrator_address == target
-        settings = embedded_client_settings() if embedded else ClientSettings.of_environment()
-        settings = settings.model_copy(update={"retry": _PATIENCE})
+        settings = settings_for(target, data_dir).model_copy(update={"retry": _PATIENCE})
         async with AsyncClient(target, settings=settings) as client:
             return await use(client)
 

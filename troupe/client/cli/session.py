@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from troupe.client.address import check_address
+from troupe.client.address import check_address, settings_for
 from troupe.client.aio import AsyncClient
 from troupe.client.cli.interrupts import Interrupts
+from troupe.cluster.access import sign_in_link
 from troupe.cluster.daemon import start_detached
 from troupe.cluster.embedded import EmbeddedCluster
 from troupe.cluster.settings import ClusterSettings
 from troupe.cluster.state import ClusterState, running_state
-from troupe.rpc.settings import ClientSettings
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ async def open_session(
     try:
         if address is not None:
             target, panel = check_address(address), ""
-            client_settings = ClientSettings.of_environment()
         else:
             state = running_state(settings.data_dir)
             if state is not None:
@@ -57,8 +56,8 @@ async def open_session(
                 own = EmbeddedCluster(settings, tell=say)
                 state = await interrupts.guard(own.start())
             target, panel = state.orchestrator_address, state.panel_url
-            client_settings = embedded_client_settings()
             say(_places(state))
+        client_settings = settings_for(target, settings.data_dir)
         async with AsyncClient(target, settings=client_settings) as client:
             yield Session(client, panel, own)
     finally:
@@ -67,12 +66,8 @@ async def open_session(
             await own.stop()
 
 
-def embedded_client_settings() -> ClientSettings:
-    """An embedded cluster speaks without TLS, whatever the environment says of others."""
-    settings = ClientSettings.of_environment()
-    return settings.model_copy(update={"tls_ca": None, "tls_cert": None, "tls_key": None})
-
-
 def _places(state: ClusterState) -> str:
     panel = f"panel {state.panel_url}, " if state.panel_url else ""
-    return f"cluster is up: {panel}logs {state.data_dir / 'logs'}"
+    link = sign_in_link(state)
+    opened = f"\nopen the panel with {link} (good once)" if link else ""
+    return f"cluster is up: {panel}logs {state.data_dir / 'logs'}{opened}"
