@@ -86,6 +86,25 @@ def score(model: Any, ids: Sequence[int], prompt_length: int) -> np.ndarray[Any,
     return array
 
 
+@torch.no_grad()
+def log_prob_table(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Log-probs of every token where `tokens` were drawn, float64 [len(tokens), vocabulary]."""
+    ids = torch.tensor([[*prompt, *tokens]], device=model.device)
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.double(), -1)
+
+
+def rounding(model: Any, exact: Any, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """The largest error of a log-prob that the type of `model` explains: how far it is from
+    `exact`, the same model in float64, by plain passes.
+
+    Half precision rounds otherwise on every CPU: a tolerance in nats that holds on one is too small
+    for the next. What computes in another order may be off by as much, on the other side.
+    """
+    off = log_prob_table(model, prompt, tokens) - log_prob_table(exact, prompt, tokens)
+    return float(off.abs().max())
+
+
 def make_rollout(
     query: str,
     trajectory: str,

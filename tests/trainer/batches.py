@@ -122,8 +122,11 @@ def full_batch_gradient(
         seen = torch.exp(logp - drawn).detach()
         if spec.correction == "sequence_masked":
             seen = seen.prod().expand_as(seen)
+        masks = spec.correction in ("masked", "sequence_masked")
+        inside = ((seen <= cap) & (seen >= 1 / cap)) | (not masks)
         if algorithm.loss == "gspo":
-            s = (ratio.prod() ** (1 / len(logp))).expand_as(ratio)
+            # What is masked is no part of the sequence.
+            s = (ratio[inside].prod() ** (1 / max(1, int(inside.sum())))).expand_as(ratio)
             loss = -torch.minimum(s * advantage, s.clamp(low, high) * advantage)
         elif algorithm.loss == "cispo":
             loss = -ratio.detach().clamp(max=high) * advantage * logp
@@ -143,9 +146,7 @@ def full_batch_gradient(
                 first = response_logprobs(reference, row)[0]
             loss = loss + algorithm.kl_coefficient * (torch.exp(first - logp) - (first - logp) - 1)
         loss = loss - algorithm.entropy_coefficient * entropy
-        if spec.correction in ("masked", "sequence_masked"):
-            inside = (seen <= cap) & (seen >= 1 / cap)
-            loss = torch.where(inside, loss, 0.0)
+        loss = torch.where(inside, loss, 0.0)
         losses.append(loss)
     if algorithm.normalize == "token":
         total = torch.cat(losses).mean()

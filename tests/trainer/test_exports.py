@@ -18,7 +18,7 @@ from services.rollout.engines.sglang.client import SglangClient
 from services.trainer.checkpoint import checkpoint_path
 from services.trainer.policy_model import load_adapted, load_model
 from tests.rollout.engines.real_server import running
-from tests.support.training import tiny_config
+from tests.support.training import log_prob_table, rounding, tiny_config
 from tests.trainer.stage import TrainingStage
 from troupe.checkpoints.verifying import verify
 from troupe.client.cli.app import main
@@ -96,15 +96,6 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     return ids[len(prompt) :]
 
 
-@torch.no_grad()
-def table(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Log-probs of every token where `tokens` were drawn, float64 [len(tokens), vocabulary]."""
-    ids = torch.tensor([[*prompt, *tokens]], device=model.device)
-    return torch.log_softmax(
-        model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].double(), 1
-    )
-
-
 class Judge:
     """An export in float64, which says how likely what rounded arithmetic drew really was."""
 
@@ -113,16 +104,14 @@ class Judge:
 
     def shortfall(self, prompt: list[int], tokens: list[int]) -> float:
         """How much less likely than the most likely one a token was at most, in nats."""
-        logp = table(self.exact, prompt, tokens)
+        logp = log_prob_table(self.exact, prompt, tokens)
         return float((logp.max(1).values - logp[torch.arange(len(tokens)), tokens]).max())
 
     def allowed(self, prompt: list[int], tokens: list[int]) -> float:
         """The shortfall that rounding explains: who is wrong by e about every token takes one that
-        is less likely by up to 2 e. e is measured, since it differs from CPU to CPU; half as much
-        again is for arithmetic that rounds in another order than the model that it is measured on.
-        """
-        off = table(self.rounded, prompt, tokens) - table(self.exact, prompt, tokens)
-        return 3.0 * float(off.abs().max())
+        is less likely by up to 2 e. Half as much again is for what rounds in another order than the
+        model that e is measured on."""
+        return 3.0 * rounding(self.rounded, self.exact, prompt, tokens)
 
 
 async def engine_says(

@@ -13,7 +13,9 @@ masked: w_t = rho_t inside [1/c, c], else the token carries no loss at all (IceP
 sequence_masked: w_t = rho(y) for all tokens of y where rho(y) is inside [1/c, c], else y carries no
     loss at all. rho(y) strays further the longer y is: it wants a larger c than a token does.
 
-Losses that weigh tokens by rho_t themselves take from a mask only which tokens carry a loss.
+Losses that weigh tokens by rho_t themselves take from a mask only which tokens carry a loss. What
+a mask takes out is out before anything is computed of it: its gradient is exactly zero, whatever
+its log-probs are (`taken` in losses.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Literal
 
 import torch
 
+from troupe.algorithms.objectives import bounded_exp, where_weighed
 from troupe.algorithms.sequences import sequence_sums
 
 Correction = Literal["none", "truncated", "masked", "sequence_masked"]
@@ -50,12 +53,14 @@ def sequence_ratio(
     logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, sequences: torch.Tensor
 ) -> torch.Tensor:
     """rho(y) of the sequence of each token, [T]; `sequences` as of `sequence_sums`."""
-    return torch.exp(sequence_sums(logprobs - behaviour_logprobs, sequences))
+    return bounded_exp(sequence_sums(logprobs - behaviour_logprobs, sequences))
 
 
 def corrected_loss(
     logprobs: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """-w_t A_t, per token [T], with the gradient -w_t A_t grad log pi(a_t)."""
+    factors = weights * advantages
+    x = where_weighed(logprobs, factors)
     # exp(x - constant x) is one, and its derivative that of x.
-    return -(weights * advantages) * torch.exp(logprobs - logprobs.detach())
+    return -factors * torch.exp(x - x.detach())

@@ -27,6 +27,7 @@ from troupe.algorithms.corrections import (
     within,
 )
 from troupe.algorithms.objectives import (
+    MAX_LOG_RATIO,
     Loss,
     cispo_loss,
     clipped_loss,
@@ -64,9 +65,10 @@ def normalizer(lengths: Sequence[int], normalize: Normalize, constant: int = 1) 
 def k3_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
     """Estimate of KL(pi || ref) at each token [T]: q - log q - 1 with q = ref(a_t)/pi(a_t).
 
-    Never negative, unbiased over a_t ~ pi (Schulman's k3).
+    Never negative, unbiased over a_t ~ pi (Schulman's k3). q is at most e^40; beyond that no
+    gradient flows, as with a ratio (`bounded_exp`).
     """
-    log_q = reference_logprobs - logprobs
+    log_q = (reference_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
     return torch.exp(log_q) - log_q - 1.0
 
 
@@ -127,19 +129,30 @@ def grpo_loss_sum(
 
     All arguments are [T]; gradients flow through `logprobs` and `entropy`. `sequences` (int64, see
     `sequence_sums`) names each token's sequence, all of whose tokens are there: `gspo` and
-    `sequence_masked` need it. What is masked carries no KL and no entropy either; N counts it all
-    the same, so that it does not depend on the weights. `truncated` weighs the policy term only.
+    `sequence_masked` need it. What is masked carries no KL and no entropy either, is no part of its
+    sequence's ratio under `gspo`, and its gradient is exactly zero, whatever its numbers are; N
+    counts it all the same, so that it does not depend on the weights. `truncated` weighs the policy
+    term only.
     `old_logprobs`: of the weights that the step began with, where the loss is against those.
     Raises ValueError for `truncated` with another loss than `ppo_clip` and no `old_logprobs`: they
     use rho_t already.
     """
     start = logprobs if old_logprobs is None else old_logprobs
-    seen = correction_ratio(start, behaviour_logprobs, sequences, correction)
-    anchor = behaviour_logprobs if old_logprobs is None else old_logprobs
+    seen = correction_ratio(start.detach(), behaviour_logprobs, sequences, correction)
+    kept = taken(seen, correction, correction_cap) & (weights != 0)
+
+    def of_kept(values: torch.Tensor) -> torch.Tensor:
+        # Before anything is computed of them: a gradient of zero times infinity is NaN.
+        return torch.where(kept, values, torch.zeros_like(values))
+
+    logprobs, advantages = of_kept(logprobs), of_kept(advantages)
+    anchor = of_kept(behaviour_logprobs if old_logprobs is None else old_logprobs)
     if old_logprobs is None and loss == "ppo_clip":
+        # A correction's weights are constants; PPO's own clip has the gradient of its ratio.
+        ratio = importance_ratio(logprobs, anchor) if correction == "none" else seen
         total = policy_loss(
             logprobs,
-            seen,
+            ratio,
             advantages,
             clip_low=clip_low,
             clip_high=clip_high,
@@ -149,18 +162,23 @@ def grpo_loss_sum(
     elif old_logprobs is None and correction == "truncated":
         raise ValueError(f"{loss} weighs tokens by pi/mu itself; `truncated` would do it again")
     else:
-        total = _objective(loss, logprobs, anchor, advantages, sequences, clip_low, clip_high)
+        total = _objective(loss, logprobs, anchor, advantages, sequences, kept, clip_low, clip_high)
     if old_logprobs is not None and correction != "none":
         weigh = truncated_weights if correction == "truncated" else masked_weights
         total = weigh(seen, correction_cap) * total
     if reference_logprobs is not None and kl_coefficient > 0:
-        total = total + kl_coefficient * k3_kl(logprobs, reference_logprobs)
+        total = total + kl_coefficient * k3_kl(logprobs, of_kept(reference_logprobs))
     if entropy is not None and entropy_coefficient > 0:
-        total = total - entropy_coefficient * entropy
+        total = total - entropy_coefficient * of_kept(entropy)
+    return (of_kept(total) * weights).sum()
+
+
+def taken(seen: torch.Tensor, correction: Correction, cap: float) -> torch.Tensor:
+    """Bool [T]: tokens that a correction leaves in the loss, given what it looks at
+    (`correction_ratio`)."""
     if correction in ("masked", "sequence_masked"):
-        kept = within(seen.detach(), correction_cap)
-        total = torch.where(kept, total, torch.zeros_like(total))
-    return (total * weights).sum()
+        return within(seen, cap)
+    return torch.ones_like(seen, dtype=torch.bool)
 
 
 def _objective(
@@ -169,6 +187,7 @@ def _objective(
     anchor: torch.Tensor,
     advantages: torch.Tensor,
     sequences: torch.Tensor | None,
+    kept: torch.Tensor,
     clip_low: float,
     clip_high: float,
 ) -> torch.Tensor:
@@ -176,7 +195,7 @@ def _objective(
     if loss == "dppo_mask":
         return divergence_masked_loss(logprobs, anchor, advantages, clip_low, clip_high)
     if loss == "gspo":
-        ratio = sequence_level_ratio(logprobs, anchor, _given(sequences, loss))
+        ratio = sequence_level_ratio(logprobs, anchor, _given(sequences, loss), kept)
     else:
         ratio = importance_ratio(logprobs, anchor)
     if loss == "cispo":

@@ -16,7 +16,7 @@ dppo_mask: -min(rho_t, 20) A_t log pi(a_t), the weight without gradient, but not
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -24,23 +24,37 @@ from troupe.algorithms.sequences import sequence_means
 
 Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
 
+# Of log-ratios: e^40 is beyond any cap and clip. Of more, the exponential or its square would
+# overflow single precision, and zero times infinity is NaN in the gradient of what a clip or a mask
+# takes out.
+MAX_LOG_RATIO: Final = 40.0
 # `dppo_mask`: a token that mu found impossible must not carry the step alone.
 MAX_WEIGHT = 20.0
 
 
 def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -> torch.Tensor:
     """rho_t [T] = pi(a_t) / mu(a_t), mu being the policy that generated the tokens."""
-    return torch.exp(logprobs - behaviour_logprobs)
+    return bounded_exp(logprobs - behaviour_logprobs)
+
+
+def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(min(log_ratio, 40)): always finite, also of infinity. Beyond the bound no gradient flows;
+    NaN stays NaN."""
+    return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
 
 
 def sequence_level_ratio(
-    logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor, sequences: torch.Tensor
+    logprobs: torch.Tensor,
+    behaviour_logprobs: torch.Tensor,
+    sequences: torch.Tensor,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """s(y) [T] of each token's sequence y, with gradient: exp(mean_t log rho_t).
 
-    `sequences` as of `sequence_sums`; the whole of every sequence has to be there.
+    `sequences` as of `sequence_sums`; the whole of every sequence has to be there. `kept`: bool
+    [T], the tokens that the mean is over where a correction takes others out; None: all.
     """
-    return torch.exp(sequence_means(logprobs - behaviour_logprobs, sequences))
+    return bounded_exp(sequence_means(logprobs - behaviour_logprobs, sequences, kept))
 
 
 def clipped_loss(
@@ -64,7 +78,14 @@ def cispo_loss(
     logprobs: torch.Tensor, ratio: torch.Tensor, advantages: torch.Tensor, clip_high: float
 ) -> torch.Tensor:
     """-sg(min(rho_t, 1 + high)) A_t log pi(a_t), per token [T]: every token keeps a gradient."""
-    return -ratio.detach().clamp(max=1.0 + clip_high) * advantages * logprobs
+    factors = ratio.detach().clamp(max=1.0 + clip_high) * advantages
+    return -factors * where_weighed(logprobs, factors)
+
+
+def where_weighed(logprobs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """log pi(a_t), and a constant zero where it is multiplied by zero: the log-prob of a token that
+    pi finds impossible is infinite, and zero times infinity is NaN."""
+    return torch.where(factors == 0, torch.zeros_like(logprobs), logprobs)
 
 
 def is_outside(
@@ -92,9 +113,9 @@ def divergence_masked_loss(
 ) -> torch.Tensor:
     """-sg(min(rho_t, 20)) A_t log pi(a_t), or zero where `is_outside`, per token [T]."""
     weights = importance_ratio(logprobs, behaviour_logprobs).detach().clamp(max=MAX_WEIGHT)
-    loss = -weights * advantages * logprobs
     outside = is_outside(logprobs, behaviour_logprobs, advantages, low, high)
-    return torch.where(outside, torch.zeros_like(loss), loss)
+    factors = torch.where(outside, torch.zeros_like(weights), weights * advantages)
+    return -factors * where_weighed(logprobs, factors)
 
 
 def removed_by(
@@ -105,12 +126,16 @@ def removed_by(
     sequences: torch.Tensor | None,
     clip_low: float,
     clip_high: float,
+    kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Bool [T]: tokens that the loss clips or masks; with `cispo` those whose weight is capped."""
+    """Bool [T]: tokens that the loss clips or masks; with `cispo` those whose weight is capped.
+
+    `kept` as of `sequence_level_ratio`.
+    """
     if loss == "dppo_mask":
         return is_outside(logprobs, behaviour_logprobs, advantages, clip_low, clip_high)
     if loss == "gspo" and sequences is not None:
-        ratio = sequence_level_ratio(logprobs, behaviour_logprobs, sequences)
+        ratio = sequence_level_ratio(logprobs, behaviour_logprobs, sequences, kept)
     else:
         ratio = importance_ratio(logprobs, behaviour_logprobs)
     if loss == "cispo":

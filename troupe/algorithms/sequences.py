@@ -16,10 +16,19 @@ def sequence_sums(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor
     return sums.index_select(0, segments)
 
 
-def sequence_means(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """For each token the mean of `values` over its sequence, [T]; differentiable."""
-    lengths = sequence_sums(torch.ones_like(values, requires_grad=False), sequences)
-    return sequence_sums(values, sequences) / lengths
+def sequence_means(
+    values: torch.Tensor, sequences: torch.Tensor, kept: torch.Tensor | None = None
+) -> torch.Tensor:
+    """For each token the mean of `values` over its sequence, [T]; differentiable.
+
+    `kept`: bool [T], the tokens that count; None: all. Where none does the mean is zero.
+    """
+    if kept is None:
+        counted = torch.ones_like(values, requires_grad=False)
+    else:
+        counted = kept.to(values.dtype)
+        values = torch.where(kept, values, torch.zeros_like(values))
+    return sequence_sums(values, sequences) / sequence_sums(counted, sequences).clamp(min=1.0)
 
 
 def _segments(sequences: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from troupe.algorithms.corrections import (
     truncated_weights,
     within,
 )
-from troupe.algorithms.losses import correction_ratio, k3_kl
+from troupe.algorithms.losses import correction_ratio, k3_kl, taken
 from troupe.algorithms.objectives import Loss, importance_ratio, removed_by
 
 
@@ -74,16 +74,17 @@ class TokenStatistics:
         masked = torch.zeros_like(ratio, dtype=torch.bool)
         recomputed = old_logprobs is not None
         anchor = behaviour_logprobs if old_logprobs is None else old_logprobs
+        start = logprobs if old_logprobs is None else old_logprobs
+        seen = correction_ratio(start, behaviour_logprobs, sequences, correction)
         # A correction takes the place of PPO's clip, unless that is against other weights.
         if correction == "none" or loss != "ppo_clip" or recomputed:
             of_loss = (logprobs, anchor, advantages, sequences, clip_low, clip_high)
-            removed = removed_by(loss, *of_loss)
+            kept = taken(seen, correction, correction_cap)
+            removed = removed_by(loss, *of_loss, kept)
             self.clipped = self.clipped + removed.sum()
             if loss == "dppo_mask":
                 masked = removed
         if correction != "none":
-            start = logprobs if old_logprobs is None else old_logprobs
-            seen = correction_ratio(start, behaviour_logprobs, sequences, correction)
             weighs = loss == "ppo_clip" or recomputed
             cut = self._add_correction(seen, correction, correction_cap, weighs=weighs)
             if correction != "truncated":

@@ -19,6 +19,7 @@ from torchrl.modules import IndependentNormal, PopArtValueNorm
 from torchrl.objectives.multiagent import IPPOLoss, MAPPOLoss
 from torchrl.objectives.value.functional import vec_generalized_advantage_estimate
 
+from troupe.algorithms.objectives import MAX_LOG_RATIO
 from troupe.networks.acting import ActingNetwork
 from troupe.networks.belongings import Belongings, Owner
 from troupe.networks.fragments import Fragment
@@ -71,6 +72,24 @@ class _Values(TensorDictModuleBase):  # type: ignore[misc]
         return tensordict
 
 
+class _BoundedRatio:
+    """Of a PPO loss: log pi/mu is at most `MAX_LOG_RATIO`. Where the clip takes a ratio out that
+    has overflowed, TorchRL's gradient is zero times infinity, and one action far from what the
+    policy now does would make all weights NaN."""
+
+    def _log_weight(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        log_weight, *others = super()._log_weight(*args, **kwargs)  # type: ignore[misc]
+        return log_weight.clamp(max=MAX_LOG_RATIO), *others
+
+
+class _IndependentLoss(_BoundedRatio, IPPOLoss):  # type: ignore[misc]
+    """IPPO's."""
+
+
+class _TeamLoss(_BoundedRatio, MAPPOLoss):  # type: ignore[misc]
+    """MAPPO's."""
+
+
 class PPOLearner(Owner):
     """`troupe.networks.learning.Learner` by clipped policy gradients on the fragments of one
     update."""
@@ -99,7 +118,7 @@ class PPOLearner(Owner):
                 return_log_prob=True,
             ),
         )
-        self._loss = (MAPPOLoss if self._team else IPPOLoss)(
+        self._loss = (_TeamLoss if self._team else _IndependentLoss)(
             policy,
             self._values,
             value_norm=norm,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from tests.rollout.engines.models import (
     reference_logprobs,
     transfer_in,
 )
+from tests.support.training import rounding
 from troupe.job import PolicySpec
 
 COUNT = 6
@@ -182,7 +184,12 @@ async def test_half_precision_draws_what_its_model_would(tmp_path: Path, context
         ids = prompt(random.Random(1))
         answer = await ask(engine, "r1", ids, max_new_tokens=12)
     expected = reference_logprobs(model, ids, answer.token_ids, 1.0)
-    assert answer.logprobs == pytest.approx(expected, abs=0.05)
+    off = rounding(model, copy.deepcopy(model).double(), ids, answer.token_ids)
+    assert answer.logprobs == pytest.approx(expected, abs=3 * off)
+    # Weights that differ say something else.
+    other = make_model(1).bfloat16()
+    wrong = reference_logprobs(other, ids, answer.token_ids, 1.0)
+    assert answer.logprobs != pytest.approx(wrong, abs=9 * off)
 
 
 async def test_weights_that_are_no_numbers_leave_nothing_behind(
