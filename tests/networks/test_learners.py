@@ -127,6 +127,48 @@ def test_padding_and_the_cut_of_fragments_change_nothing(paradigm: str) -> None:
         torch.testing.assert_close(value, other.published()[name], atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("paradigm", "kind", "parameters"), EVERY)
+def test_what_lies_behind_an_episodes_end_is_never_read(
+    paradigm: str, kind: str, parameters: str
+) -> None:
+    given = [fragment(1, [2, 6, 1]), fragment(2, [3, 1])]
+    filled = []
+    for one in given:
+        arrays = {name: array.copy() for name, array in one.arrays.items()}
+        for name, array in arrays.items():
+            if SHAPES[name].startswith("T") and array.dtype.kind == "f":
+                for episode, length in enumerate(one["lengths"]):
+                    array[length + SHAPES[name].startswith("T+1") :, episode] = np.nan
+        filled.append(Fragment("p", 0, AGENTS, arrays))
+    one, other = (
+        make_learner(network(paradigm, kind, parameters), SPACES, AGENTS, seed=3) for _ in "12"
+    )
+    one.update(given)
+    other.update(filled)
+    for name, value in one.published().items():
+        assert torch.isfinite(value).all()
+        assert torch.equal(value, other.published()[name])
+
+
+@pytest.mark.parametrize("paradigm", ["ppo", "mappo"])
+@pytest.mark.parametrize("off", [100.0, -100.0, 1000.0, -1000.0])
+def test_an_action_far_from_what_the_policy_does_leaves_its_weights_numbers(
+    paradigm: str, off: float
+) -> None:
+    """What the clip takes out has no gradient, and the rest learns."""
+    given = fragment(1, [4, 6])
+    log_probs = given["log_probs"].copy()
+    log_probs[0] -= off
+    far = Fragment("p", 0, AGENTS, {**given.arrays, "log_probs": log_probs})
+    learner = make_learner(network(paradigm), SPACES, AGENTS, seed=3)
+    before = learner.published()
+    metrics = learner.update([far])
+    assert all(np.isfinite(value) for value in metrics.values())
+    after = learner.published()
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert any(not torch.equal(value, before[name]) for name, value in after.items())
+
+
 @pytest.mark.parametrize("paradigm", ["ppo", "mappo", "dqn"])
 def test_of_who_did_not_play_nothing_is_learned(paradigm: str) -> None:
     """Fragments of some of its agents, in one update, are those in which the others never act."""

@@ -88,7 +88,7 @@ def check(
                 f"has actions beyond 0 to {spaces.actions - 1}", field="fragments.actions"
             )
         for name in ("rewards", "log_probs"):
-            if not np.isfinite(fragment[name]).all():
+            if not np.isfinite(fragment[name][fragment.valid()]).all():
                 raise InvalidArgument("has values that are no numbers", field=f"fragments.{name}")
 
 
@@ -171,7 +171,10 @@ def _own_turns(rows: Rows, acting: Array) -> Rows:
 
 def _joined(fragments: Sequence[Fragment], name: str, steps: int) -> Array:
     """The array of all episodes [steps, E, ...], padded with zeros; what a fragment leaves out is
-    true everywhere."""
+    true everywhere.
+
+    Zeros take the place of what lies behind an episode's end, too: a NaN there would reach the
+    gradient of a network with a memory, whatever it is multiplied by."""
     parts = []
     for fragment in fragments:
         array = fragment.arrays.get(name)
@@ -179,6 +182,13 @@ def _joined(fragments: Sequence[Fragment], name: str, steps: int) -> Array:
             like = next(other[name] for other in fragments if name in other.arrays)
             shape = (steps, fragment.episodes, *like.shape[2:])
             array = np.ones(shape, like.dtype)
+        elif array.dtype.kind == "f":
+            # One more is seen than decided: what there is in the end.
+            seen = fragment["lengths"] + SHAPES[name].startswith("T+1")
+            inside = np.arange(len(array))[:, None] < seen
+            if not inside.all():
+                wide = inside.reshape(*inside.shape, *[1] * (array.ndim - 2))
+                array = np.where(wide, array, np.zeros((), array.dtype))
         if len(array) < steps:
             padding = np.zeros((steps - len(array), *array.shape[1:]), array.dtype)
             array = np.concatenate([array, padding])
