@@ -49,6 +49,11 @@ class NotJsonError(ValueError):
     """A value, or a text, that is not JSON."""
 
 
+class Interruption(BaseException):
+    """Raised by Troupe itself inside of user code that blocks or that a person has interrupted.
+    Whatever contains what user code raises lets it through."""
+
+
 # Texts.
 
 
@@ -94,9 +99,9 @@ def described(error: BaseException, limit: int = TEXT_CHARS) -> str:
     if not _is_group(error):
         said = safe_text(error, limit)
         return _clipped(f"{kind}: {said}" if said else kind, limit)
-    first = [f"{type_name(one)}: {safe_text(one, limit)}" for one in _leaves(error, _SHOWN_MEMBERS)]
+    first = "; ".join(described(one, limit) for one in _leaves(error, _SHOWN_MEMBERS))
     message = safe_text(_GROUP.message.__get__(error), limit)
-    return _clipped(f"{kind}: {message} ({'; '.join(first)})", limit)
+    return _clipped(f"{kind}: {message} ({first})", limit)
 
 
 def type_name(value: object) -> str:
@@ -178,18 +183,23 @@ def finite_number(value: object) -> float:
     raise NotFiniteError(f"{shown(value)} is no finite number{why}")
 
 
-def json_text(value: object, *, allow_nan: bool = False, most_bytes: int | None = None) -> str:
+def json_text(
+    value: object,
+    *,
+    allow_nan: bool = False,
+    most_bytes: int | None = None,
+    depth: int = JSON_DEPTH,
+) -> str:
     """`value` as JSON, in ASCII unless it has halves of surrogate pairs, which are replaced as by
     `utf8_text`. numpy and torch scalars and arrays are the numbers that they are.
 
     Raises `NotJsonError`, whatever the value raises, also for NaN and infinities (unless
-    `allow_nan`), for more than `JSON_DEPTH` containers in each other, and for more than
-    `most_bytes`.
+    `allow_nan`), for more than `depth` containers in each other, and for more than `most_bytes`.
     """
     try:
         text = json.dumps(value, allow_nan=allow_nan, default=_as_plain)
     except RecursionError:
-        raise NotJsonError(_too_deep()) from None
+        raise NotJsonError(_too_deep(depth)) from None
     except MemoryError:
         raise
     except BaseException as error:
@@ -197,8 +207,8 @@ def json_text(value: object, *, allow_nan: bool = False, most_bytes: int | None 
         raise NotJsonError(said or described(error, 500)) from None
     if most_bytes is not None and len(text) > most_bytes:
         raise NotJsonError(f"{len(text):,} bytes of JSON; {most_bytes:,} at most")
-    if _depth(text) > JSON_DEPTH:
-        raise NotJsonError(_too_deep())
+    if _depth(text) > depth:
+        raise NotJsonError(_too_deep(depth))
     if _SURROGATE.search(text):
         return utf8_text(json.dumps(json.loads(text), allow_nan=allow_nan, ensure_ascii=False))
     return text
@@ -242,8 +252,8 @@ def _depth(text: str) -> int:
     return max(accumulate(map(_OPENS.__getitem__, brackets)), default=0)
 
 
-def _too_deep() -> str:
-    return f"more than {JSON_DEPTH} lists and dicts in each other"
+def _too_deep(most: int = JSON_DEPTH) -> str:
+    return f"more than {most} lists and dicts in each other"
 
 
 def _is_utf8(text: str) -> bool:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
+import signal
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, ParamSpec, TypeVar
 
-from troupe.outcomes import described
+from troupe.outcomes import Interruption, described
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,7 +37,7 @@ _MISREAD: Final = (
 )
 
 
-class UserCodeExit(Exception):
+class UserCodeExit(RuntimeError):
     """User code raised what ends threads, tasks or processes: SystemExit, KeyboardInterrupt,
     GeneratorExit, a cancellation of nobody's, or a group with one of these."""
 
@@ -51,24 +53,28 @@ class UserCodeTimeout(Exception):
 def as_exception(error: BaseException) -> Exception:
     """What may be raised in a service in place of `error`, which user code raised: itself, unless
     that would end a thread, a task, an event loop or a process, or be taken for a cancellation."""
-    kind = type(error)
-    if issubclass(kind, Exception) and not issubclass(kind, _MISREAD):
+    if _passes(error):
         return error  # type: ignore[return-value]
     replacement = UserCodeExit(error)
     replacement.__cause__ = error
     return replacement
 
 
+def _passes(error: BaseException) -> bool:
+    return issubclass(type(error), Exception) and not issubclass(type(error), _MISREAD)
+
+
 def call_contained(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """`function(*args, **kwargs)`, which is user code. Raises nothing but what is an `Exception`
-    (`as_exception`)."""
+    (`as_exception`), or is an `Interruption` of Troupe's own."""
     try:
         return function(*args, **kwargs)
+    except Interruption:
+        raise
     except BaseException as error:
-        contained = as_exception(error)
-        if contained is error:
+        if _passes(error):
             raise
-        raise contained from error
+        raise UserCodeExit(error) from error
 
 
 async def await_contained(awaitable: Awaitable[T]) -> T:
@@ -80,12 +86,35 @@ async def await_contained(awaitable: Awaitable[T]) -> T:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise as_exception(error) from error
+        raise UserCodeExit(error) from error
+    except Interruption:
+        raise
     except BaseException as error:
-        contained = as_exception(error)
-        if contained is error:
+        if _passes(error):
             raise
-        raise contained from error
+        raise UserCodeExit(error) from error
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C ends what runs inside, user code that catches whatever it raises itself included.
+    Raises KeyboardInterrupt then. For programs that call user code in their main thread."""
+    handler = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or handler is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise Interruption("interrupted")
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except Interruption as error:
+        raise KeyboardInterrupt from error
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 async def call_in_thread(
@@ -110,6 +139,15 @@ async def call_in_thread(
     finally:
         call.cancel()
         del call  # what it raised keeps this frame, which is not to keep it
+
+
+def call_within(function: Callable[..., T], /, *args: Any, seconds: float) -> T:
+    """As `call_in_thread`, for a caller in a thread of its own: blocking."""
+    call = _started(lambda: function(*args))
+    concurrent.futures.wait([call], timeout=seconds)
+    if not call.done():
+        raise UserCodeTimeout(f"did not end within {seconds:g} s")
+    return call.result()
 
 
 class DaemonThreads(ThreadPoolExecutor):

@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Coroutine
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from pydantic import ValidationError
@@ -21,7 +22,9 @@ from services.chassis.parent import watch_parent
 from services.chassis.server import Factory, RunningServer, Service, serve
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import configure_tracing
+from troupe.outcomes import described
 from troupe.rpc import TroupeError
+from troupe.user_code import as_exception
 
 log = structlog.get_logger("troupe.process")
 
@@ -66,7 +69,7 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
     logs.configure(name, values.log_level, values.log_format)
     tracing = configure_tracing(name)
     try:
-        asyncio.run(_live(make_service, values))
+        run_to_end(_live(make_service, values))
     except TroupeError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
@@ -77,6 +80,28 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
         if tracing is not None:
             tracing.shutdown()
     return 0
+
+
+def run_to_end(main: Coroutine[Any, Any, None]) -> None:
+    """Run an event loop until `main` has ended, and nothing else ends it.
+
+    `SystemExit` and `KeyboardInterrupt` that any task or callback raises leave the loop, and a
+    callback may stop it; a service's code does neither, so it was a job's, and the service goes on.
+    Signals do not come this way (`_live`).
+    """
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(main)
+        while not task.done():
+            try:
+                loop.run_until_complete(task)
+            except BaseException as error:
+                if task.done():
+                    break
+                log.error("something tried to end the event loop", error=described(error))
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None:
+            raise as_exception(failure)
 
 
 async def _live(make_service: Factory[S], settings: S) -> None:

@@ -14,6 +14,7 @@ from services.chassis.calls import ObservedCall
 from services.chassis.idempotency import IdempotencyCache
 from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
+from troupe.outcomes import described
 from troupe.rpc import (
     DeadlineExceeded,
     Internal,
@@ -221,10 +222,10 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 kind="service_draining",
             )
             return cut.code, cut
-        if not isinstance(raised, Exception):
+        if isinstance(raised, GeneratorExit):  # of a stream that is closed
             return grpc.StatusCode.UNKNOWN, None
         error = Internal(
-            f"{type(raised).__name__}: {raised}",
+            described(raised),
             field=method.lstrip("/"),
             remedy="This is a fault of Troupe; the service's log has the traceback.",
         )

@@ -17,6 +17,7 @@ from services.chassis.interceptor import ChassisInterceptor
 from services.chassis.ports import bind, server_options
 from services.chassis.settings import ServiceSettings, is_loopback
 from services.chassis.telemetry import Telemetry
+from troupe.user_code import DaemonThreads
 
 log = structlog.get_logger("troupe.app")
 
@@ -92,6 +93,8 @@ class RunningServer(Generic[S]):
 
         Raises `TroupeError` when a port cannot be had.
         """
+        # Also for the users' own `asyncio.to_thread`.
+        asyncio.get_running_loop().set_default_executor(DaemonThreads())
         server = grpc.aio.server(
             interceptors=[self._interceptor], options=server_options(self.settings)
         )

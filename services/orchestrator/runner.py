@@ -33,6 +33,7 @@ from services.orchestrator.step_rollout import Crew
 from services.orchestrator.table_watch import TableWatch
 from services.orchestrator.training import Trainers
 from troupe.job.advice import advice
+from troupe.outcomes import described
 from troupe.rpc import FailedPrecondition, Internal, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
@@ -98,16 +99,18 @@ class JobRunner:
             raise
         except TroupeError as error:
             await self._end_failed(error)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt, BaseExceptionGroup) as error:
             _log.exception("a fault of the orchestrator", job_id=self._job_id)
-            await self._end_failed(Internal(f"{type(error).__name__}: {error}"))
+            await self._end_failed(Internal(described(error)))
         finally:
             if self._population is not None:
                 await self._population.close()
             if self._trainers is not None:
                 self._trainers.close()
             if self._sinks is not None:
-                await self._sinks.close()
+                for trouble in await self._sinks.close():
+                    with suppress(TroupeError):
+                        await self._job.warn(trouble)
         if self._cancel:
             await self._end(pb.JOB_STATE_CANCELLED, "cancelling: giving workers back")
 

@@ -1,7 +1,8 @@
 """Where metrics go: JSON lines always, TensorBoard and Weights & Biases when asked.
 
-Redis holds the rows; a sink is a copy that people's tools read. Sinks run in one thread, so that
-a slow disk holds up no job; their faults are reported and never end one.
+Redis holds the rows; a sink is a copy that people's tools read. Sinks run in threads of their own
+and are waited for a little only, so that neither a slow disk nor a service that is away holds up a
+job; their faults are reported and never end one.
 """
 
 from __future__ import annotations
@@ -9,18 +10,25 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import structlog
 import yaml
 
 from troupe.job import JobSpec
+from troupe.outcomes import described
 from troupe.rpc import FailedPrecondition
+from troupe.user_code import UserCodeTimeout, call_in_thread
 from troupe.v1 import orchestrator_pb2 as orch
 
-_log = structlog.get_logger(__name__)
+# A job waits for its sinks so long, then goes on while they catch up.
+PATIENCE_SECONDS = 10.0
+# One that has not come back from a call by then never will.
+GIVE_UP_SECONDS = 300.0
+_TROUBLE_CHARS = 500
 
 
 async def make_directory(directory: Path, spec: JobSpec) -> None:
@@ -120,6 +128,80 @@ class Wandb:
         self._run.finish()
 
 
+# The event loop keeps only weak references to tasks.
+_feeding: set[asyncio.Task[None]] = set()
+
+
+@dataclass
+class _Entry:
+    """Rows on their way to a sink; its end, if there are none. `done` once the sink has them."""
+
+    rows: Sequence[orch.MetricsLogged] | None
+    done: asyncio.Future[None]
+
+
+class _Feed:
+    """One sink, and the rows that wait for it: it is opened and written to in order, in threads.
+
+    A sink is a tool of others: it may raise anything, exit, or hang. What it raises is told; when
+    it has not come back from a call after `GIVE_UP_SECONDS`, nothing is written to it any more.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Sink], remedy: str = "") -> None:
+        """`remedy`: for people who read that it cannot be opened."""
+        self.name = name
+        self.troubles: list[str] = []
+        """What went wrong and has not been told."""
+        self.late = False
+        """Whether it was told that it does not answer."""
+        self._make, self._remedy = make, remedy
+        self._queue: asyncio.Queue[_Entry] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    def take(self, rows: Sequence[orch.MetricsLogged] | None) -> asyncio.Future[None]:
+        """Hand rows over, or None to close it; the result is there once that is done."""
+        entry = _Entry(rows, asyncio.get_running_loop().create_future())
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+            _feeding.add(self._task)
+            self._task.add_done_callback(_feeding.discard)
+        if self._task.done():
+            entry.done.set_result(None)
+        else:
+            self._queue.put_nowait(entry)
+        return entry.done
+
+    async def _run(self) -> None:
+        try:
+            sink = await call_in_thread(self._make, seconds=GIVE_UP_SECONDS)
+            while await self._serve(sink):
+                self.late = False
+        except UserCodeTimeout as error:
+            self.troubles.append(f"{self.name} is given up: it {error}")
+        except Exception as error:
+            said = described(error, _TROUBLE_CHARS)
+            self.troubles.append(f"no {self.name}: {said}. {self._remedy}".rstrip())
+        finally:
+            while not self._queue.empty():
+                self._queue.get_nowait().done.set_result(None)
+
+    async def _serve(self, sink: Sink) -> bool:
+        """Do one entry; whether another may follow. Raises `UserCodeTimeout`."""
+        entry = await self._queue.get()
+        try:
+            if entry.rows is None:
+                await call_in_thread(sink.close, seconds=GIVE_UP_SECONDS)
+            else:
+                await call_in_thread(sink.write, entry.rows, seconds=GIVE_UP_SECONDS)
+        except UserCodeTimeout:
+            raise
+        except Exception as error:
+            self.troubles.append(f"{self.name}: {described(error, _TROUBLE_CHARS)}")
+        finally:
+            entry.done.set_result(None)
+        return entry.rows is not None
+
+
 class Sinks:
     """All sinks of one job."""
 
@@ -128,64 +210,50 @@ class Sinks:
         self._job_id = job_id
         self._directory = directory
         self._lines = JsonLines(directory / "metrics.jsonl")
-        self._others: list[Sink] = []
-        self._lock = asyncio.Lock()
+        self._feeds = [_Feed("JsonLines", lambda: self._lines)]
 
     async def open(self, rows: Sequence[orch.MetricsLogged]) -> list[str]:
         """Open the sinks and bring them up to `rows`, all that the job has logged.
 
         Returns what could not be opened, for people.
         """
-        return await asyncio.to_thread(self._open, rows)
+        logging, troubles, missing = self._spec.logging, [], rows[:0]
+        if logging.tensorboard:
+            directory = self._directory / "tensorboard"
+            remedy = "`pip install tensorboard`."
+            self._feeds.append(_Feed("TensorBoard", partial(TensorBoard, directory), remedy))
+        if (project := logging.wandb_project) is not None:
+            config = self._spec.model_dump(mode="json")
+            make = partial(Wandb, project, self._job_id, self._directory, config)
+            self._feeds.append(_Feed("Weights & Biases", make, "`pip install wandb`."))
+        try:
+            # What was logged just before a crash may be missing.
+            missing = rows[await call_in_thread(self._lines.count, seconds=PATIENCE_SECONDS) :]
+        except (OSError, UserCodeTimeout) as error:
+            troubles.append(f"metrics.jsonl: {error}")
+        return troubles + await self._hand_out(missing)
 
     async def write(self, row: orch.MetricsLogged) -> list[str]:
         """Append a row everywhere. Returns what went wrong, for people."""
-        async with self._lock:
-            return await asyncio.to_thread(self._write, [row])
+        return await self._hand_out([row])
 
-    async def close(self) -> None:
-        """Close all of them."""
-        async with self._lock:
-            await asyncio.to_thread(self._close)
-
-    def _open(self, rows: Sequence[orch.MetricsLogged]) -> list[str]:
-        troubles = []
-        logging = self._spec.logging
-        try:
-            if logging.tensorboard:
-                self._others.append(TensorBoard(self._directory / "tensorboard"))
-        except Exception as error:
-            troubles.append(f"no TensorBoard events: {error}. `pip install tensorboard`.")
-        try:
-            if logging.wandb_project is not None:
-                config = self._spec.model_dump(mode="json")
-                self._others.append(
-                    Wandb(logging.wandb_project, self._job_id, self._directory, config)
-                )
-        except ImportError:
-            troubles.append("no Weights & Biases: it is not installed. `pip install wandb`.")
-        except Exception as error:
-            troubles.append(f"no Weights & Biases: {error}")
-        try:
-            # What was logged just before a crash may be missing.
-            missing = rows[self._lines.count() :]
-        except OSError as error:
-            return [*troubles, f"metrics.jsonl: {error}"]
-        return troubles + (self._write(missing) if missing else [])
-
-    def _write(self, rows: Sequence[orch.MetricsLogged]) -> list[str]:
-        troubles = []
-        for sink in (self._lines, *self._others):
-            try:
-                sink.write(rows)
-            except Exception as error:
-                troubles.append(f"{type(sink).__name__}: {error}")
+    async def close(self) -> list[str]:
+        """Close all of them; those that are late go on for as long as this process does. Returns
+        what went wrong, for people."""
+        troubles = await self._hand_out(None)
+        self._feeds.clear()
         return troubles
 
-    def _close(self) -> None:
-        for sink in self._others:
-            try:
-                sink.close()
-            except Exception as error:
-                _log.warning("sink not closed", sink=type(sink).__name__, error=str(error))
-        self._others.clear()
+    async def _hand_out(self, rows: Sequence[orch.MetricsLogged] | None) -> list[str]:
+        """Give every sink its entry, and wait for them a little; what went wrong since."""
+        given = {feed: feed.take(rows) for feed in self._feeds}
+        if given:
+            await asyncio.wait(given.values(), timeout=PATIENCE_SECONDS)
+        troubles = []
+        for feed, done in given.items():
+            told, feed.troubles = feed.troubles, []
+            troubles += told
+            if not done.done() and not feed.late:
+                feed.late = True
+                troubles.append(f"{feed.name} does not answer: the job goes on, its rows wait")
+        return troubles

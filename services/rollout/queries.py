@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from troupe.job import TasksSpec
-from troupe.workflow import Tasks, WorkflowError, load_tasks
+from troupe.outcomes import NotJsonError, described, json_text, type_name
+from troupe.user_code import call_in_thread
+from troupe.workflow import Tasks, WorkflowError, load_counted_tasks
 
 # A step's queries come once per trajectory of their group: they are asked for once.
 _KEPT = 2048
@@ -26,6 +27,8 @@ class QuerySource:
     def __init__(self, spec: TasksSpec) -> None:
         self._spec = spec
         self._splits: dict[str, Tasks] = {}
+        # As they said when they were made; they may say something else, or raise, later.
+        self._lengths: dict[str, int] = {}
         self._items: OrderedDict[tuple[str, int], Mapping[str, Any]] = OrderedDict()
         # Items that are waited for, and by how many.
         self._wanted: Counter[tuple[str, int]] = Counter()
@@ -35,7 +38,8 @@ class QuerySource:
     async def load(self, split: str) -> int:
         """Make the split; returns its length. Raises `EntrypointError`."""
         async with self._lock:
-            return len(await self._tasks(split))
+            await self._tasks(split)
+            return self._lengths[split]
 
     async def get(self, split: str, index: int) -> Mapping[str, Any]:
         """Item `index` modulo the split's length: a mapping of JSON values.
@@ -45,14 +49,14 @@ class QuerySource:
         if split not in self._splits:
             await self.load(split)
         tasks = self._splits[split]
-        key = (split, index % len(tasks))
+        key = (split, index % self._lengths[split])
         if (found := self._items.get(key)) is not None:
             return found
         self._wanted[key] += 1
         try:
             async with self._lock:
                 if key not in self._items:
-                    self._keep(await asyncio.to_thread(self._made, tasks, key, list(self._wanted)))
+                    self._keep(await call_in_thread(self._made, tasks, key, list(self._wanted)))
                 return self._items[key]
         finally:
             self._wanted[key] -= 1
@@ -83,24 +87,28 @@ class QuerySource:
 
     async def _tasks(self, split: str) -> Tasks:
         if split not in self._splits:
-            self._splits[split] = await asyncio.to_thread(
-                load_tasks, self._spec.source, split, self._spec.args
+            tasks, length = await call_in_thread(
+                load_counted_tasks, self._spec.source, split, self._spec.args
             )
+            self._splits[split], self._lengths[split] = tasks, length
         return self._splits[split]
 
     def _item(self, tasks: Tasks, split: str, index: int) -> Mapping[str, Any]:
-        where = f"{split}[{index % len(tasks)}] of {self._spec.source}"
+        where = f"{split}[{index}] of {self._spec.source}"
         try:
-            item = tasks[index % len(tasks)]
-        except Exception as error:
-            raise _bad_task(f"{where} raised {type(error).__name__}: {error}") from error
-        if not isinstance(item, Mapping):
-            raise _bad_task(f"{where} is a {type(item).__name__}, not a mapping")
+            item = tasks[index]
+            # A copy: a mapping of the user's own may raise whenever it is read.
+            data = dict(item) if isinstance(item, Mapping) else None
+        except BaseException as error:
+            raise _bad_task(f"{where} raised {described(error)}") from error
+        if data is None:
+            raise _bad_task(f"{where} is a {type_name(item)}, not a mapping")
         try:
-            json.dumps(dict(item))
-        except (TypeError, ValueError) as error:
+            # Missing numbers of a table are NaN.
+            json_text(data, allow_nan=True)
+        except NotJsonError as error:
             raise _bad_task(f"{where} does not consist of JSON values: {error}") from error
-        return item
+        return data
 
 
 def _bad_task(message: str) -> WorkflowError:

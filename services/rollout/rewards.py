@@ -20,11 +20,12 @@ from troupe.functions.costs import to_spec
 from troupe.functions.definitions import definition
 from troupe.functions.describing import IMPORT_SECONDS, Described
 from troupe.job import FunctionSpec, JobSpec
+from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc import RetryPolicy
 from troupe.rpc.errors import DeadlineExceeded, Internal, NotFound, TroupeError, Unavailable
 from troupe.rpc.ids import new_id
 from troupe.v1 import reward_pb2 as pb
-from troupe.workflow import ToolError
+from troupe.workflow import ToolError, scoring
 
 if TYPE_CHECKING:
     from troupe.v1.reward_pb2_grpc import RewardAsyncStub
@@ -353,7 +354,15 @@ class TrajectoryTools:
 
     async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a reward function; its JSON value. Raises `ToolError`."""
-        return json.loads(await self._call(f"rewards/{name}", json.dumps(arguments)))
+        answer = await self._call(f"rewards/{name}", scoring.as_arguments(arguments))
+        try:
+            return parse_json(answer)
+        except NotJsonError as error:
+            raise ToolError(
+                f"rewards/{name} answered what is no JSON: {error}",
+                kind="bad_result",
+                field=f"rewards.{name}",
+            ) from error
 
     async def _call(self, name: str, arguments_json: str, expected_seconds: float = 0.0) -> str:
         left = self._clock.bound(math.inf)

@@ -13,7 +13,8 @@ from services.rollout.prepared import PreparedJob
 from services.rollout.store import TrajectoryLog
 from services.rollout.trajectory import Trajectory
 from troupe.endpoint.server import EndpointServer
-from troupe.rpc.errors import TroupeError, Unavailable
+from troupe.outcomes import described
+from troupe.rpc.errors import Internal, TroupeError, Unavailable
 from troupe.states import TRAJECTORY, is_terminal
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
@@ -227,8 +228,13 @@ class Runner:
             # The store or Troupe itself failed: the listener's call fails, so that the
             # trajectory is given to somebody again.
             known = isinstance(error, TroupeError)
-            log.error("a trajectory was lost", error=str(error), exc_info=not known)
+            log.error("a trajectory was lost", error=described(error), exc_info=not known)
             running.publish(error)
+        except BaseException as error:
+            # Nobody would hear of its end otherwise: their call would last as long as the step.
+            log.exception("a trajectory was lost")
+            running.publish(Internal(described(error), kind="trajectory_lost"))
+            raise
         finally:
             if self._running.get(key) is running:
                 del self._running[key]

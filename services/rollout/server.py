@@ -24,7 +24,6 @@ from services.rollout.runner import Runner
 from services.rollout.scoring import score
 from services.rollout.settings import RolloutSettings
 from services.rollout.store import TrajectoryLog
-from services.rollout.threads import DaemonThreads
 from services.rollout.warmup import warm_up
 from services.rollout.watchdog import Watchdog
 from troupe.endpoint.server import EndpointServer
@@ -93,8 +92,6 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 
     async def start(self) -> None:
         """Begin to tell the orchestrator that this worker is here."""
-        # Also for the users' own `asyncio.to_thread`.
-        asyncio.get_running_loop().set_default_executor(DaemonThreads())
         self._watchdog.start()
         warm_up()
         if self._fixed_port:  # one that is taken must be known now, not by the first trajectory

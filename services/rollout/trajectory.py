@@ -20,8 +20,9 @@ from services.rollout.rewards import TrajectoryTools
 from services.rollout.store import End, Place, TrajectoryLog
 from services.rollout.turns import TurnBackend
 from services.rollout.watchdog import blocked_note
-from services.rollout.workflow_call import FATAL, bounded, call_workflow
+from services.rollout.workflow_call import FATAL, bounded, call_workflow, failure_of
 from troupe.endpoint.server import EndpointServer
+from troupe.outcomes import safe_text
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
 from troupe.states import TRAJECTORY, check, is_terminal
 from troupe.v1 import common_pb2 as pb
@@ -34,6 +35,7 @@ log = structlog.get_logger(__name__)
 Emit = Callable[[rollout.TrajectoryEvent], None]
 
 _REASON_LIMIT = 1000
+_DOMAIN_LIMIT = 200
 
 
 class Trajectory:
@@ -92,7 +94,7 @@ class Trajectory:
             except WorkflowError as error:
                 await self._ahead.wait()
                 state: pb.TrajectoryState.ValueType = pb.TRAJECTORY_STATE_FAILED
-                reason = f"{error.kind}: {error.message}"[:_REASON_LIMIT]
+                reason = f"{safe_text(error.kind, 60)}: {safe_text(error.message, _REASON_LIMIT)}"
                 problem = _problem(error) if error.kind in FATAL else None
                 log.info("a trajectory failed", reason=reason)
                 if self._stored:
@@ -144,6 +146,11 @@ class Trajectory:
             except WorkflowError as error:
                 if not await attempts.again(error):
                     raise
+            except TroupeError:
+                raise
+            except Exception as error:  # what was played made our own code fail: not the next one's
+                log.exception("a trajectory failed outside of its workflow")
+                raise failure_of(error) from error
             finally:
                 if limits.trajectory_retries:
                     self._metrics = self._metrics | {RETRIES: float(attempts.made)}
@@ -181,7 +188,7 @@ class Trajectory:
             assert job.workflow is not None, "language models play"
             data = await job.queries.get(ticket.split, ticket.index)
             query = Query(ticket.query_id, ticket.split, ticket.index, data)
-            backend.domain = str(data.get("domain", ""))
+            backend.domain = safe_text(data.get("domain", ""), _DOMAIN_LIMIT)
             waits_for = "the workflow"
             toolbox = Tools(
                 job.spec.tools, seat.tools(tools) if seat else tools, job.functions.definitions

@@ -20,6 +20,8 @@ from typing import Any, Final
 
 import structlog
 
+from troupe.outcomes import Interruption
+
 log = structlog.get_logger(__name__)
 
 # A module that is being imported must not be torn apart for a second or two.
@@ -50,7 +52,7 @@ def blocked_note(start: float) -> str:
     return f"; for {seconds:.1f} s of it the workflow of {culprit} blocked the event loop"
 
 
-class WorkflowBlockedError(BaseException):
+class WorkflowBlockedError(Interruption):
     """Raised inside a blocking workflow. Not an `Exception`: a loop with `except Exception` would
     go on."""
 

@@ -12,6 +12,8 @@ import structlog
 
 from services.rollout.clock import TrajectoryClock
 from services.rollout.watchdog import IN_WORKFLOW, WorkflowBlockedError
+from troupe.outcomes import described, safe_text
+from troupe.user_code import await_contained
 from troupe.workflow import Agents, Query, ToolError, Tools, TurnError, Workflow, WorkflowError
 from troupe.workflow.environments.errors import EnvironmentFault
 
@@ -53,27 +55,46 @@ async def call_workflow(
             field="workflow",
             remedy="Await instead of blocking; put heavy work into a tool or asyncio.to_thread.",
         ) from error
-    except (TurnError, ToolError, EnvironmentFault) as error:
-        # Not a fault of the workflow: it did not catch what the world did to it.
-        if isinstance(error, ToolError):
-            error.kind = f"tool_{error.kind}"
-        elif isinstance(error, EnvironmentFault):
-            error.kind = f"environment_{error.reason}"
-        raise
-    except WorkflowError as error:
-        if error.kind in FATAL:
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
             raise
-        raise _raised(error) from error
-    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
-        raise _raised(error) from error
+        raise failure_of(error) from error
+    except BaseException as error:
+        if _is_the_worlds(error):
+            raise
+        raise failure_of(error) from error
 
 
-def _raised(error: BaseException) -> WorkflowError:
+def _is_the_worlds(error: BaseException) -> bool:
+    """Whether it says itself why a trajectory failed: it is Troupe's, and no fault of the
+    workflow's code, or one that the next trajectory would meet, too."""
+    try:
+        if isinstance(error, WorkflowError) and type(error).__module__.startswith("troupe."):
+            # The workflow did not catch what the world did to it.
+            if isinstance(error, ToolError):
+                error.kind = f"tool_{error.kind}"
+            elif isinstance(error, EnvironmentFault):
+                error.kind = f"environment_{error.reason}"
+            # Its attributes are whatever was made of them since.
+            error.kind = safe_text(error.kind, 60)
+            error.message = safe_text(error.message)
+            return isinstance(error, TurnError | ToolError | EnvironmentFault) or (
+                error.kind in FATAL
+            )
+    except BaseException:  # of attributes that are the user's
+        log.debug("an error of a workflow cannot be read", error=described(error))
+    return False
+
+
+def failure_of(error: BaseException) -> WorkflowError:
+    """Why a trajectory failed that raised `error`: any exception, also one whose class or text is
+    the user's own."""
     frames = traceback.extract_tb(error.__traceback__)
     # The innermost frame outside of Troupe is where its author has to look.
     own = [f for f in frames if "/troupe/workflow/" not in f.filename][-1:]
     at = f" ({own[0].filename.rsplit('/', 1)[-1]}:{own[0].lineno} in {own[0].name})" if own else ""
-    return WorkflowError(f"{type(error).__name__}: {error}{at}", kind="workflow_raised")
+    return WorkflowError(f"{described(error)}{at}", kind="workflow_raised")
 
 
 async def bounded(
@@ -81,7 +102,7 @@ async def bounded(
 ) -> Any:
     """Result of `work`. When `clock` has run out raises `late()`, which is asked before anything is
     cancelled; also when `work` refuses to be: then it is left behind."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(await_contained(work))
     error: WorkflowError | None = None
     try:
         while True:
@@ -114,7 +135,7 @@ async def _let_go(task: asyncio.Future[Any]) -> None:
     if not task.done():
         log.warning("a workflow does not end when cancelled")
         assert isinstance(task, asyncio.Task)
-        with contextlib.suppress(RuntimeError, WorkflowError):  # it refuses even this; or said so
+        with contextlib.suppress(Exception):  # it refuses even this; or said so
             task.get_coro().close()
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_SECONDS)

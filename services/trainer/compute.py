@@ -15,6 +15,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from troupe.user_code import call_contained
+
 # Of a GPU's memory.
 _STATE_SHARE = 0.75
 
@@ -62,7 +64,8 @@ class Compute:
 
     async def hold(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """As `run`, of what keeps the thread from computing."""
-        act = functools.partial(call, *args, **kwargs)
+        # Environments and models of users may raise what would end the event loop.
+        act = functools.partial(call_contained, call, *args, **kwargs)
         future = asyncio.get_running_loop().run_in_executor(self._pool, act)
         # What it raises concerns nobody once its caller was cancelled: asking marks it as seen.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())

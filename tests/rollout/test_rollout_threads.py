@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.threads import DaemonThreads
 from tests.rollout.house import evaluation, open_house
+from troupe.user_code import DaemonThreads
 from troupe.v1 import common_pb2 as common
 
 # A pool has at most 32 threads, whatever the machine.
 MANY = 40
 HANGING = """
 import asyncio, time
-from services.rollout.threads import DaemonThreads
+from troupe.user_code import DaemonThreads
 
 async def main():
     asyncio.get_running_loop().set_default_executor(DaemonThreads())

@@ -38,6 +38,7 @@ from troupe.outcomes import (
     utf8_text,
 )
 from troupe.v1 import common_pb2 as pb
+from troupe.workflow.messages import as_template_takes, parse_messages, parse_tools
 
 
 def _check_text(text: str, limit: int) -> None:
@@ -216,3 +217,14 @@ def test_time_grows_with_the_length_of_a_text() -> None:
     for part in ('"\\"', "[", '["', "[[]],", "\\"):
         small, large = seconds(part * 4_000), seconds(part * 64_000)
         assert large < max(0.05, 16 * small * 8), part
+
+
+def test_tools_and_messages_come_to_templates_as_utf8() -> None:
+    tool = {"type": "function", "function": {"name": f"a{HALF}", "description": HALF}}
+    (given,) = parse_tools([tool]).given
+    assert given["function"] == {"name": "a\ufffd", "description": "\ufffd"}
+    call = {"id": HALF, "function": {"name": HALF, "arguments": '{"x": "\\ud800"}'}}
+    messages = [{"role": "assistant", "content": HALF, "tool_calls": [call]}]
+    (message,) = map(as_template_takes, parse_messages(messages, None))
+    assert json.dumps(message, ensure_ascii=False).encode()
+    assert message["tool_calls"][0]["function"]["arguments"] == {"x": "\ufffd"}

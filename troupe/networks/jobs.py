@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from troupe.job import JobSpec
 from troupe.networks.vector import VectorEnvironment, make_environment
-from troupe.rpc.errors import InvalidArgument, TroupeError
+from troupe.outcomes import described, safe_text
+from troupe.rpc.errors import InvalidArgument
 from troupe.workflow.errors import EntrypointError
 from troupe.workflow.refusals import refusal_of
 
 _SOURCE = "environment.source"
+_log = logging.getLogger(__name__)
 
 
 def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment:
@@ -21,25 +26,13 @@ def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment
     """
     section = job.environment
     assert section is not None, "a job of networks"
-    try:
+    with environment_guard(job):
         made = make_environment(section.source, copies or section.copies, **section.args)
-    except EntrypointError as error:
-        raise refusal_of(error) from error
-    except TroupeError as error:
-        error.field = _field(error.field)
-        raise
-    except Exception as error:  # the user's code
+        agents = tuple(map(safe_text, made.agents))
+    if set(agents) != set(job.agents):
+        close_environment(made)
         raise InvalidArgument(
-            f"could not be made: {type(error).__name__}: {error}",
-            kind="environment_raised",
-            field=_SOURCE,
-            value=section.source,
-            remedy="Look at `environment.args`, and at what it needs on this machine.",
-        ) from error
-    if set(made.agents) != set(job.agents):
-        made.close()
-        raise InvalidArgument(
-            f"the agents of {section.source} are {', '.join(made.agents)}",
+            f"the agents of {section.source} are {', '.join(agents)}",
             kind="unknown_agent",
             field="agents",
             value=", ".join(sorted(job.agents)),
@@ -48,8 +41,41 @@ def environment_of(job: JobSpec, copies: int | None = None) -> VectorEnvironment
     return made
 
 
+@contextlib.contextmanager
+def environment_guard(job: JobSpec) -> Iterator[None]:
+    """Whatever an environment raises inside, while it is made or looked at, becomes InvalidArgument
+    naming the field of the job at fault."""
+    section = job.environment
+    assert section is not None, "a job of networks"
+    try:
+        yield
+    except EntrypointError as error:
+        raise refusal_of(error) from error
+    except InvalidArgument as error:
+        error.field = _field(error.field)
+        raise
+    except BaseException as error:  # the user's code, which may exit
+        raise InvalidArgument(
+            f"could not be made: {described(error)}",
+            kind="environment_raised",
+            field=_SOURCE,
+            value=section.source,
+            remedy="Look at `environment.args`, and at what it needs on this machine.",
+        ) from error
+
+
+def close_environment(environment: Any) -> None:
+    """Give an environment up, whatever it raises."""
+    try:
+        environment.close()
+    except BaseException as error:
+        _log.warning("an environment did not close: %s", described(error))
+
+
 def _field(name: str | None) -> str:
     """Where the job says what the library calls `name`."""
+    if (name or "").startswith(f"{_SOURCE}") or name == "agents":
+        return name or ""
     setting = (name or "").removeprefix("environment").removeprefix(".")
     if setting in ("args", "copies"):
         return f"environment.{setting}"

@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
 
+from troupe.outcomes import safe_text
 from troupe.v1 import common_pb2 as pb
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
@@ -24,6 +25,8 @@ DETAILS_KEY: Final = "grpc-status-details-bin"
 _MESSAGE_LIMIT: Final = 1500
 _FIELD_LIMIT: Final = 300
 _PRINTABLE: Final = "".join(chr(one) for one in range(0x20, 0x7F) if one != ord("%"))
+# Of a text in an error that stays in its process.
+_TEXT_LIMIT: Final = 16_000
 _TOO_LARGE: Final = re.compile(r"(Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
 
 
@@ -47,12 +50,13 @@ class TroupeError(Exception):
         remedy: str | None = None,
         retry_after_ms: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        # They may quote what users' code said, and have to cross the wire.
+        self.message = safe_text(message, _TEXT_LIMIT)
+        super().__init__(self.message)
         self.kind = kind or self.default_kind
-        self.field = field
-        self.value = None if value is None else str(value)
-        self.remedy = remedy
+        self.field = None if field is None else safe_text(field, _TEXT_LIMIT)
+        self.value = None if value is None else safe_text(value, _TEXT_LIMIT)
+        self.remedy = None if remedy is None else safe_text(remedy, _TEXT_LIMIT)
         self.retry_after_ms = retry_after_ms
 
     def __str__(self) -> str:

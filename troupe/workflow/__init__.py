@@ -22,7 +22,14 @@ from troupe.workflow.errors import (
     UnknownAgentError,
     WorkflowError,
 )
-from troupe.workflow.loading import Tasks, Workflow, load_attribute, load_tasks, load_workflow
+from troupe.workflow.loading import (
+    Tasks,
+    Workflow,
+    load_attribute,
+    load_counted_tasks,
+    load_tasks,
+    load_workflow,
+)
 from troupe.workflow.query import Query
 from troupe.workflow.reply import Reply
 from troupe.workflow.toolcalls import ToolCall
@@ -78,6 +85,7 @@ __all__ = [
     "WorkflowError",
     "branch",
     "load_attribute",
+    "load_counted_tasks",
     "load_tasks",
     "load_workflow",
     "make_role",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from operator import index as as_int
 from typing import Any, overload
 
+from troupe.outcomes import utf8_text
 from troupe.workflow import numbering
 from troupe.workflow.backend import Endpoint, EndpointBackend
 from troupe.workflow.errors import ChatTemplateError, InvalidMessagesError, WorkflowError
@@ -211,6 +212,7 @@ class Agent:
         stopped = cut is None and generation.finish_reason == "stop"
         if cut is None:
             text = tokenizer.text(ids, stopped=stopped)
+        text = utf8_text(text)
         content, calls = self._read(text, ids[: len(ids) - stopped], turn, tools)
         reply = Reply(
             role.name,
@@ -249,6 +251,8 @@ class Agent:
         if not parsed.calls:
             return text, ()
         names = call_ids(len(parsed.calls), (*turn.path, turn.prompt_digest))
+        # What a model escapes in JSON may be half of a surrogate pair.
         return parsed.content, tuple(
-            ToolCall(name, *call) for name, call in zip(names, parsed.calls, strict=True)
+            ToolCall(name, *map(utf8_text, call))
+            for name, call in zip(names, parsed.calls, strict=True)
         )

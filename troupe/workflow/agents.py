@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from troupe.outcomes import safe_text
 from troupe.workflow.agent import Agent
 from troupe.workflow.backend import Backend
 from troupe.workflow.errors import UnknownAgentError
@@ -24,7 +25,7 @@ class Agents(Mapping[str, Agent]):
         try:
             return self._agents[name]
         except KeyError:
-            known = ", ".join(sorted(self._agents))
+            known, name = ", ".join(sorted(self._agents)), safe_text(name, 120)
             raise UnknownAgentError(
                 f"the job has no agent '{name}'; known: {known}",
                 field="agents",

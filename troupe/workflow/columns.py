@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from troupe.outcomes import NotJsonError, json_text
 from troupe.workflow.errors import WorkflowError, shown
 
 # As the experience store takes them.
@@ -54,7 +55,7 @@ class Columns(MutableMapping[str, Any]):
         if isinstance(value, np.ndarray) or _is_tensor(value):
             value = _copied(value, field)
         else:
-            _check_json(value, field)
+            value = _checked_json(value, field)
         if name in _PER_TOKEN:
             value = self._per_token(value, field)
         self._values[name] = value
@@ -80,7 +81,7 @@ class Columns(MutableMapping[str, Any]):
             value = value.float().numpy()
         try:
             vector = np.array(value, np.float32)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             vector = np.empty(0, np.float32)
         if vector.shape != (self._tokens,) or not np.isfinite(vector).all():
             raise InvalidColumnError(
@@ -106,10 +107,11 @@ def _copied(value: Any, field: str) -> Any:
     return value.detach().to("cpu", copy=True).contiguous()
 
 
-def _check_json(value: Any, field: str) -> None:
+def _checked_json(value: Any, field: str) -> Any:
+    """A copy: what was set may change, or be another when it is asked again."""
     try:
-        size = len(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
+        text = json_text(value)
+    except NotJsonError as error:
         raise InvalidColumnError(
             f"is neither an array nor JSON: {error}",
             field=field,
@@ -117,12 +119,13 @@ def _check_json(value: Any, field: str) -> None:
             remedy="Set a numpy array, a torch tensor, or strings, finite numbers, booleans, None, "
             "lists and dicts of them.",
         ) from error
-    if size > JSON_BYTES:
+    if len(text) > JSON_BYTES:
         raise InvalidColumnError(
-            f"is {size:,} bytes of JSON; at most {JSON_BYTES:,} are stored",
+            f"is {len(text):,} bytes of JSON; at most {JSON_BYTES:,} are stored",
             field=field,
             remedy="Set an array: large ones are stored by reference.",
         )
+    return json.loads(text)
 
 
 def _is_tensor(value: Any) -> bool:

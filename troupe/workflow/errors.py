@@ -6,6 +6,12 @@ The rollout service turns each of them into the reason of the trajectory that it
 
 from __future__ import annotations
 
+from troupe.outcomes import safe_text
+from troupe.outcomes import shown as shown
+
+# Of what an error says; values and whole modules of users' code may be in it.
+_MESSAGE_CHARS = 4000
+
 
 class WorkflowError(Exception):
     """Base: `kind` is stable and machine-readable; the rest is for the person who reads it."""
@@ -23,11 +29,11 @@ class WorkflowError(Exception):
     ) -> None:
         if kind is not None:
             self.kind = kind
-        self.message = message
-        self.field = field
+        self.message = safe_text(message, _MESSAGE_CHARS)
+        self.field = None if field is None else safe_text(field)
         self.value = None if value is None else _short(value)
-        self.remedy = remedy
-        super().__init__(f"{message}. {remedy}" if remedy else message)
+        self.remedy = None if remedy is None else safe_text(remedy)
+        super().__init__(f"{self.message}. {self.remedy}" if remedy else self.message)
 
 
 class UnknownAgentError(WorkflowError, KeyError):
@@ -98,12 +104,5 @@ class ToolError(WorkflowError):
         self.traceback = traceback
 
 
-def _short(value: object, limit: int = 120) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def shown(value: object, limit: int = 60) -> str:
-    """A value in a message: as Python writes it, not too much of it."""
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _short(value: object) -> str:
+    return safe_text(value, 120) if issubclass(type(value), str) else shown(value, 120)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+from troupe.outcomes import described
 from troupe.workflow.agents import Agents
 from troupe.workflow.errors import EntrypointError
 from troupe.workflow.freshness import forget_edited, remember_files
@@ -43,14 +44,14 @@ def load_module(name: str, field: str, value: str) -> Any:
     try:
         module = importlib.import_module(name)
         remember_files()
-    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
+    except BaseException as error:  # a module may raise anything while it is imported
         missing = isinstance(error, ModuleNotFoundError) and (
             name == error.name or name.startswith(f"{error.name}.")
         )
         raise EntrypointError(
             f"module '{name}' does not exist here"
             if missing
-            else f"importing '{name}' failed: {type(error).__name__}: {error}",
+            else f"importing '{name}' failed: {described(error)}",
             field=field,
             value=value,
             remedy="Put the directory that holds it on PYTHONPATH of the services."
@@ -73,13 +74,15 @@ def load_attribute(entrypoint: str, field: str) -> Any:
     module = load_module(module_name, field, entrypoint)
     try:
         return getattr(module, attribute)
-    except AttributeError:
+    except BaseException as error:  # a module's own `__getattr__` may raise anything
+        missing = isinstance(error, AttributeError)
         raise EntrypointError(
-            f"module '{module_name}' has no attribute '{attribute}'",
+            f"module '{module_name}' has no attribute '{attribute}'"
+            + ("" if missing else f": {described(error)}"),
             field=field,
             value=entrypoint,
             remedy="Name a function or class defined at the module's top level.",
-        ) from None
+        ) from (None if missing else error)
 
 
 def load_workflow(entrypoint: str, field: str = "workflow") -> Workflow:
@@ -113,6 +116,13 @@ def load_tasks(
     source: str, split: str, args: Mapping[str, Any], field: str = "tasks.source"
 ) -> Tasks:
     """One split of a job's tasks. Raises `EntrypointError` when it is not a non-empty sequence."""
+    return load_counted_tasks(source, split, args, field)[0]
+
+
+def load_counted_tasks(
+    source: str, split: str, args: Mapping[str, Any], field: str = "tasks.source"
+) -> tuple[Tasks, int]:
+    """As `load_tasks`, and how many they are."""
     factory = load_attribute(source, field)
     if not callable(factory):
         raise EntrypointError(
@@ -124,19 +134,19 @@ def load_tasks(
     try:
         tasks = factory(split=split, **args)
         length = len(tasks)
-    except Exception as error:
+        indexed = hasattr(tasks, "__getitem__")
+    except BaseException as error:  # one that reads the command line exits
         raise EntrypointError(
-            f"{source}(split={split!r}, ...) failed: {type(error).__name__}: {error}",
+            f"{source}(split={split!r}, ...) failed: {described(error)}",
             field=field,
             value=source,
             remedy="Check `tasks.args`; the result must have `__len__` and `__getitem__(index)`.",
         ) from error
-    if length < 1 or not hasattr(tasks, "__getitem__"):
+    if length < 1 or not indexed:
         raise EntrypointError(
             f"split '{split}' has {length} queries to index",
             field=field,
             value=source,
             remedy="Return an object with at least one item and `__getitem__(index) -> dict`.",
         )
-    loaded: Tasks = tasks
-    return loaded
+    return tasks, length

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from troupe.outcomes import NotJsonError, json_text, parse_json, safe_text, utf8_text
 from troupe.workflow.errors import InvalidMessagesError, shown
 from troupe.workflow.toolcalls import ToolCall
 
@@ -59,12 +60,13 @@ def parse_tools(given: Sequence[Any] | None) -> ToolSet:
     if not given:
         return ToolSet()
     try:
-        text = json.dumps(list(given), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
+        text = json_text(list(given))
+    except NotJsonError as error:
         raise InvalidMessagesError(
             f"tools are not JSON: {error}", field="tools", remedy="Pass JSON values only."
         ) from error
-    return ToolSet(tuple(given), text)
+    # Templates write the texts that are in them, which tokenizers take as UTF-8.
+    return ToolSet(tuple(given) if text.isascii() else tuple(json.loads(text)), text)
 
 
 def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tuple[AnyMessage, ...]:
@@ -86,6 +88,7 @@ def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tup
     for index, item in enumerate(items):
         mapping = item if isinstance(item, Mapping) else getattr(item, "message", None)
         role = mapping.get("role") if isinstance(mapping, Mapping) else None
+        role = utf8_text(role) if isinstance(role, str) else None
         if not isinstance(mapping, Mapping) or not isinstance(role, str):
             raise _no_message(index, item)
         calls = _calls(mapping.get("tool_calls"), index) if role == "assistant" else ()
@@ -94,7 +97,7 @@ def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tup
             content = ""
         if content is None:
             raise _no_message(index, item)
-        call_id = str(mapping.get("tool_call_id") or "") if role == "tool" else ""
+        call_id = safe_text(mapping.get("tool_call_id") or "") if role == "tool" else ""
         tooled = calls or call_id
         messages.append(ToolMessage(role, content, calls, call_id) if tooled else (role, content))
     if not messages:
@@ -102,7 +105,7 @@ def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tup
             "chat() got no messages", field="messages", remedy="Pass at least one user message."
         )
     if system_prompt is not None and messages[0][0] != "system":
-        messages.insert(0, ("system", system_prompt))
+        messages.insert(0, ("system", utf8_text(system_prompt)))
     return tuple(messages)
 
 
@@ -126,7 +129,7 @@ def _no_message(index: int, item: Any) -> InvalidMessagesError:
 def _text(content: Any, field: str) -> str | None:
     """A message's text; that of its parts, one per line. None when there is no text at all."""
     if not isinstance(content, list | tuple):
-        return content if isinstance(content, str) else None
+        return utf8_text(content) if isinstance(content, str) else None
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -138,7 +141,7 @@ def _text(content: Any, field: str) -> str | None:
                 value=kind,
                 remedy="Send text only: agents see no images, sounds or files.",
             )
-        texts.append(text)
+        texts.append(utf8_text(text))
     return "\n".join(texts)
 
 
@@ -151,7 +154,7 @@ def _calls(given: Any, index: int) -> tuple[ToolCall, ...]:
         name = function.get("name") if isinstance(function, Mapping) else None
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
         if isinstance(arguments, Mapping):
-            arguments = json.dumps(arguments)
+            arguments = _arguments(arguments, f"messages[{index}].tool_calls[{number}]")
         if not isinstance(name, str) or not isinstance(arguments, str):
             raise InvalidMessagesError(
                 "a call needs a `function` with `name` and `arguments`, both strings",
@@ -159,8 +162,21 @@ def _calls(given: Any, index: int) -> tuple[ToolCall, ...]:
                 value=item,
                 remedy="Send the reply's `tool_calls` back as they came.",
             )
-        calls.append(ToolCall(str(item.get("id") or ""), name, arguments))
+        call_id = safe_text(item.get("id") or "")
+        calls.append(ToolCall(call_id, utf8_text(name), utf8_text(arguments)))
     return tuple(calls)
+
+
+def _arguments(given: Mapping[str, Any], field: str) -> str:
+    try:
+        return json_text(dict(given))
+    except NotJsonError as error:
+        raise InvalidMessagesError(
+            f"the arguments of a call are not JSON: {error}",
+            field=f"{field}.function.arguments",
+            value=given,
+            remedy="Send the reply's `tool_calls` back as they came.",
+        ) from error
 
 
 def as_template_takes(message: AnyMessage) -> dict[str, Any]:
@@ -173,6 +189,6 @@ def as_template_takes(message: AnyMessage) -> dict[str, Any]:
     if message.calls:
         shaped["tool_calls"] = [call.message for call in message.calls]
         for call in shaped["tool_calls"]:
-            with suppress(ValueError, RecursionError):
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+            with suppress(NotJsonError):
+                call["function"]["arguments"] = parse_json(call["function"]["arguments"] or "{}")
     return shaped

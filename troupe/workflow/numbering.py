@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, 
 from contextvars import ContextVar, copy_context
 from typing import Any
 
+from troupe.outcomes import described
 from troupe.workflow.errors import BranchExitedError
 
 Path = tuple[int, ...]
@@ -110,14 +111,14 @@ class _Factory:
             context = copy_context()
             context.run(_CURRENT.set, branch.fork())
             options["context"] = context
-            if asyncio.iscoroutine(coro):
-                coro = _Contained(coro)
+        if branch is not None and asyncio.iscoroutine(coro):
+            coro = _Contained(coro)
         return self._former(loop, coro, **options)
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A branch's coroutine. A task that raises SystemExit would end the event loop, and with it
-    all trajectories of the process."""
+    """A branch's coroutine. A task that raises SystemExit or KeyboardInterrupt would end the event
+    loop, and with it all trajectories of the process."""
 
     __slots__ = ("_coro",)
 
@@ -136,22 +137,22 @@ class _Contained(Coroutine[Any, Any, Any]):
     def send(self, value: Any) -> Any:
         try:
             return self._coro.send(value)
-        except SystemExit as error:
+        except (SystemExit, KeyboardInterrupt) as error:
             raise _exited(error) from error
 
     def throw(self, *raised: Any) -> Any:
         try:
             return self._coro.throw(*raised)
-        except SystemExit as error:
+        except (SystemExit, KeyboardInterrupt) as error:
             raise _exited(error) from error
 
     def close(self) -> None:
         self._coro.close()
 
 
-def _exited(error: SystemExit) -> BranchExitedError:
+def _exited(error: BaseException) -> BranchExitedError:
     return BranchExitedError(
-        f"a branch raised SystemExit: {error}", field="workflow", remedy="Raise an error instead."
+        f"a branch raised {described(error)}", field="workflow", remedy="Raise an error instead."
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from troupe.outcomes import NotFiniteError, finite_number, safe_text, utf8_text
 from troupe.workflow.errors import WorkflowError
 
 
@@ -36,17 +36,14 @@ class Query(Mapping[str, Any]):
         """
         for name, value in values.items():
             try:
-                number = float(value)
-            except (TypeError, ValueError):
-                number = math.nan
-            if not math.isfinite(number):
+                self.metrics[utf8_text(name)] = finite_number(value)
+            except NotFiniteError as error:
                 raise WorkflowError(
-                    f"query.log({name}=...) needs a finite number",
+                    f"query.log({safe_text(name)}=...) needs a finite number",
                     field=name,
                     value=value,
                     remedy="Log numbers only.",
-                )
-            self.metrics[name] = number
+                ) from error
 
     def __getitem__(self, key: str) -> Any:
         try:

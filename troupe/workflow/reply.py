@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from troupe.outcomes import NotFiniteError, finite_number
 from troupe.workflow.columns import Columns
 from troupe.workflow.errors import InvalidRewardError, shown
 from troupe.workflow.toolcalls import ToolCall
@@ -101,14 +101,11 @@ class Reply:
 def finite(value: Any, field: str) -> float:
     """`value` as a finite float. Raises `InvalidRewardError` naming `field`."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, str) or not math.isfinite(number):
+        return finite_number(value)
+    except NotFiniteError as error:
         raise InvalidRewardError(
             f"{field} must be a finite number, not {shown(value)}",
             field=field,
             value=value,
             remedy="Return numbers; give a failed attempt a low reward instead of NaN.",
-        )
-    return number
+        ) from error

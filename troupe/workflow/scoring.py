@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from troupe.outcomes import (
+    JSON_DEPTH,
+    NotJsonError,
+    described,
+    json_text,
+    safe_text,
+    shown,
+    type_name,
+)
 from troupe.workflow.errors import InvalidRewardError, ToolError, WorkflowError
 from troupe.workflow.query import Query
 from troupe.workflow.reply import finite
@@ -13,6 +23,8 @@ from troupe.workflow.turns import Turn
 
 # Belongs to no agent: the team's success, reported beside the agents' rewards.
 TEAM = "team"
+# Longer than any agent's name.
+_NAME_CHARS = 200
 
 
 class Scorer(Protocol):
@@ -37,26 +49,20 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
     """
     if given is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise RewardFailedError(
-            f"{source} returned {_shown(given)}, not a dict of rewards per agent",
-            kind="reward_bad_type",
-            field=source,
-            value=given,
-            remedy='Return {"agent": number, ...}.',
-        )
     rewards = {}
-    for agent, value in given.items():
+    for agent, value in _items(given, source):
         if agent not in agents and agent != TEAM:
+            named = agent.isprintable() and len(agent) <= _NAME_CHARS
             raise RewardFailedError(
-                f"{source} rewards '{agent}', which is no agent of the job",
-                kind="reward_unknown_agent",
+                f"{source} rewards '{safe_text(agent, 60)}', which is no agent of the job",
+                # What can be no agent's name comes from what was played, not from the code.
+                kind="reward_unknown_agent" if named else "reward_bad_name",
                 field=source,
                 value=agent,
                 remedy=f"Known: {', '.join(sorted(agents))}, and {TEAM} for the team's success.",
             )
         try:
-            rewards[str(agent)] = finite(value, f"the reward of '{agent}' from {source}")
+            rewards[agent] = finite(value, f"the reward of '{agent}' from {source}")
         except InvalidRewardError as error:
             raise RewardFailedError(
                 error.message,
@@ -66,6 +72,29 @@ def check_rewards(given: Any, agents: Collection[str], source: str) -> dict[str,
                 remedy=error.remedy,
             ) from error
     return rewards
+
+
+def _items(given: Any, source: str) -> list[tuple[str, Any]]:
+    """What a returned mapping holds, its keys as texts."""
+    kind, why = "reward_bad_type", ""
+    try:
+        if isinstance(given, Mapping):
+            return [(_as_name(key), value) for key, value in given.items()]
+    except BaseException as error:  # of a mapping that is the user's own
+        kind, why = "reward_unreadable", f", which raised {described(error, 200)} when it was read"
+    what = f"{type_name(given)} {shown(given)}{why}"
+    raise RewardFailedError(
+        f"{source} returned {what}, not a dict of rewards per agent",
+        kind=kind,
+        field=source,
+        value=given,
+        remedy='Return {"agent": number, ...}.',
+    )
+
+
+def _as_name(key: object) -> str:
+    # A text's own characters, whatever its class makes of them; others can name no agent.
+    return str.__str__(key) if isinstance(key, str) else f"\0{shown(key)}"
 
 
 async def call_functions(
@@ -127,12 +156,34 @@ async def call_functions(
     return [task.result() for task in tasks]
 
 
+def as_arguments(arguments: Mapping[str, Any]) -> str:
+    """The arguments of a reward function as JSON. Raises `ToolError` of kind `bad_arguments`."""
+    try:
+        # What a query may hold, inside of what `call_functions` makes of it.
+        return json_text(arguments, allow_nan=True, depth=JSON_DEPTH + 10)
+    except NotJsonError as error:
+        raise ToolError(
+            f"what reward functions are called with is not JSON: {error}",
+            kind="bad_arguments",
+            field="query.data",
+            remedy="Leave the query's data as the tasks gave it.",
+        ) from error
+
+
 def add_up(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sum per agent over all sources."""
+    """Sum per agent over all sources. Raises `RewardFailedError` of kind `reward_not_finite`."""
     total: dict[str, float] = {}
     for part in parts:
         for agent, value in part.items():
             total[agent] = total.get(agent, 0.0) + value
+            if not math.isfinite(total[agent]):
+                raise RewardFailedError(
+                    f"the rewards of '{agent}' add up to more than a float can be",
+                    kind="reward_not_finite",
+                    field=f"agents.{agent}",
+                    value=value,
+                    remedy="Return rewards of an ordinary size, as between -1 and 1.",
+                )
     return total
 
 
@@ -159,16 +210,12 @@ def check_complete(
 
 def with_turn_rewards(rewards: Mapping[str, float], turns: Sequence[Turn]) -> dict[str, float]:
     """Rewards to report: an agent that only has turn-level rewards shows their mean."""
-    shown = dict(rewards)
+    means = dict(rewards)
     own: dict[str, list[float]] = {}
     for turn in turns:
         if turn.reply is not None and turn.reply.reward is not None:
             own.setdefault(turn.role.name, []).append(turn.reply.reward)
     for agent, values in own.items():
-        shown.setdefault(agent, sum(values) / len(values))
-    return shown
-
-
-def _shown(value: Any) -> str:
-    text = f"{type(value).__name__} {value!r}"
-    return text if len(text) < 80 else text[:77] + "..."
+        # Divided first: their sum may be beyond a float.
+        means.setdefault(agent, math.fsum(value / len(values) for value in values))
+    return means

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, Final
 
+from troupe.outcomes import NotJsonError, json_text, parse_json, safe_text
 from troupe.workflow import numbering
 from troupe.workflow.backend import ToolBackend
 from troupe.workflow.errors import ToolError
@@ -17,6 +18,8 @@ from troupe.workflow.toolcalls import ToolCall
 _FOR_THE_MODEL: Final = frozenset(
     {"unknown_tool", "bad_arguments", "raised", "timeout", "out_of_memory", "bad_result"}
 )
+# Longer than any tool's name.
+_NAME_CHARS: Final = 200
 
 
 class Tools:
@@ -67,11 +70,11 @@ class Tools:
         failed) is told to it, for it may do better next. Other `ToolError`s are raised.
         """
         try:
-            arguments = json.loads(call.arguments or "{}")
+            arguments = parse_json(call.arguments or "{}")
             if not isinstance(arguments, dict):
-                raise ValueError(f"a JSON object is needed, not {type(arguments).__name__}")
+                raise NotJsonError(f"a JSON object is needed, not {type(arguments).__name__}")
             told = await self.call(call.name, **arguments)
-        except ValueError as error:
+        except NotJsonError as error:
             told = f"error: the arguments are no JSON object: {error}"
         except ToolError as error:
             if error.kind not in _FOR_THE_MODEL:
@@ -86,6 +89,7 @@ class Tools:
         Raises `ToolError`: `kind` tells a wrong call (`unknown_tool`, `bad_arguments`) from a
         failed one (`raised`, `timeout`, `out_of_memory`, ...). Ends by the tool's timeout.
         """
+        name = safe_text(name, _NAME_CHARS)
         if name not in self._names:
             known = ", ".join(sorted(self._names)) or "none"
             raise ToolError(
@@ -96,8 +100,8 @@ class Tools:
                 remedy=f"Declare it under `tools.{name}` in the job.",
             )
         try:
-            payload = json.dumps(arguments, allow_nan=False)
-        except (TypeError, ValueError) as error:
+            payload = json_text(arguments)
+        except NotJsonError as error:
             raise ToolError(
                 f"arguments of tool '{name}' are not JSON: {error}",
                 kind="bad_arguments",
@@ -107,4 +111,13 @@ class Tools:
             ) from error
         with numbering.outside():
             expected = self._expected_seconds
-            return json.loads(await self._backend.invoke(name, payload, expected_seconds=expected))
+            answer = await self._backend.invoke(name, payload, expected_seconds=expected)
+        try:
+            return parse_json(answer)
+        except NotJsonError as error:
+            raise ToolError(
+                f"tools/{name} answered what is no JSON: {error}",
+                kind="bad_result",
+                field=f"tools.{name}",
+                remedy="Return finite numbers, strings, lists and dicts of them.",
+            ) from error

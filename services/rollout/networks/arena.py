@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
@@ -19,6 +18,7 @@ from troupe.networks.actor import Played
 from troupe.networks.jobs import agents_of, environment_of
 from troupe.networks.modules import identity_width
 from troupe.networks.vector import VectorEnvironment
+from troupe.outcomes import described, traceback_text
 from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.workflow import WorkflowError
 from troupe.workflow.environments.counters import COUNTERS
@@ -187,8 +187,7 @@ class Arena:
             )
         if isinstance(error, WorkflowError):
             return error
-        lines = "".join(traceback.format_exception(error)[-3:])
-        return self._fault("raised", f"{type(error).__name__}: {error}", traceback=lines)
+        return self._fault("raised", described(error), traceback=traceback_text(error))
 
     def _fault(self, reason: FaultReason, message: str, **more: str) -> EnvironmentFault:
         error = EnvironmentFault(message, reason=reason, environment=self._source, **more)

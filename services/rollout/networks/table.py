@@ -7,15 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-import structlog
-
 from services.rollout.networks.engine import Served
 from troupe.job import JobSpec
 from troupe.networks.actor import Actor, Played, Seat
-from troupe.networks.jobs import agents_of
+from troupe.networks.jobs import agents_of, close_environment
 from troupe.networks.vector import Actions, Observed, Stepped, VectorEnvironment
-
-log = structlog.get_logger(__name__)
 
 # Actors that are kept. Of a population there are as many seatings as ways to put its slots to the
 # table; to make one anew takes a moment.
@@ -104,10 +100,7 @@ class Table:
 
     def close(self) -> None:
         """Give the environment up, whatever it raises."""
-        try:
-            self._environment.close()
-        except Exception as error:  # the user's code
-            log.warning("an environment did not close", error=repr(error))
+        close_environment(self._environment)
 
 
 def _seats(job: JobSpec, agents: tuple[str, ...], seating: Seating) -> dict[str, Seat]:

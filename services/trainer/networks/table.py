@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from troupe.job import JobSpec
-from troupe.networks.jobs import agents_of, environment_of
+from troupe.networks.jobs import (
+    agents_of,
+    close_environment,
+    environment_guard,
+    environment_of,
+)
 from troupe.networks.vector import Spaces
+from troupe.user_code import call_within
+
+# Other policies wait for this worker's thread meanwhile.
+_MAKE_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True)
@@ -23,8 +33,13 @@ def table_of(spec: JobSpec, policy: str) -> Table:
 
     Raises InvalidArgument naming the field of the job at fault.
     """
+    with environment_guard(spec):
+        return call_within(_looked_at, spec, policy, seconds=_MAKE_SECONDS)
+
+
+def _looked_at(spec: JobSpec, policy: str) -> Table:
     environment = environment_of(spec, copies=1)
     try:
         return Table(environment.spaces, agents_of(spec, environment.agents, policy))
     finally:
-        environment.close()
+        close_environment(environment)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import traceback
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,9 @@ from rich.console import Console
 from troupe.client.cli import options
 from troupe.client.cli.failures import FAILED
 from troupe.client.cli.rehearsals import as_record, print_rehearsed, print_totals
+from troupe.outcomes import described
 from troupe.rpc.errors import InvalidArgument
+from troupe.user_code import call_contained, interruptible
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.query import Query
 from troupe.workflow.refusals import refusal_of
@@ -132,8 +133,7 @@ def _open(source: str, job: Path | None, split: str) -> Setting:
     except EntrypointError as error:
         cause = error.__cause__
         if cause is not None and (own := explain(cause).traceback):
-            last = traceback.format_exception_only(cause)[-1].rstrip()
-            typer.echo(f"{own}\n{last}", err=True)
+            typer.echo(f"{own}\n{described(cause)}", err=True)
         raise refusal_of(error) from error
 
 
@@ -170,13 +170,18 @@ def _queries(setting: Setting, given: list[str], count: int, split: str) -> list
             field="--query",
             remedy="""Give `--query '{"question": "..."}'`, or a job whose tasks to use.""",
         )
-    found = []
-    for index in range(min(count, len(setting.tasks))):
+    tasks, found = setting.tasks, []
+
+    def item(index: int) -> dict[str, Any]:
+        return dict(tasks[index])
+
+    for index in range(min(count, len(tasks))):
         try:
-            data = dict(setting.tasks[index])
+            with interruptible():
+                data = call_contained(item, index)
         except Exception as error:  # the user's code
             raise InvalidArgument(
-                f"{split}[{index}] raised or is no mapping: {type(error).__name__}: {error}",
+                f"{split}[{index}] raised or is no mapping: {described(error)}",
                 field="tasks.source",
                 value=setting.spec.tasks.source if setting.spec and setting.spec.tasks else None,
                 remedy="`tasks[index]` must return a dict of JSON values.",

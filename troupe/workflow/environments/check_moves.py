@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any, Final
 
+from troupe.outcomes import Interruption, described
 from troupe.workflow.environments.contract import Contract
 from troupe.workflow.environments.errors import (
     EpisodeOverError,
@@ -106,9 +107,11 @@ def _refuses(environment: Environment, joint: dict[str, Any], where: str) -> int
         return 1
     except MoveError as error:
         raise Broken(f"{where}: refused as {type(error).__name__}, not as illegal") from error
-    except Exception as error:
+    except Interruption:
+        raise
+    except BaseException as error:
         raise Broken(
-            f"{where}: an illegal move raises {type(error).__name__}: {error}, not IllegalMoveError"
+            f"{where}: an illegal move raises {described(error)}, not IllegalMoveError"
         ) from error
     raise Broken(f"{where}: the move {_NONSENSE!r} was taken")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from troupe.outcomes import Interruption, described
 from troupe.workflow.environments import wire
 from troupe.workflow.environments.interface import Environment
 from troupe.workflow.environments.playing import Record, plain_step, play_randomly
@@ -176,8 +177,10 @@ def close_repeatable(trial: Trial) -> str:
         for _ in range(2):
             try:
                 environment.close()
-            except Exception as error:
-                raise Broken(f"close {when} raises {type(error).__name__}: {error}") from error
+            except Interruption:
+                raise
+            except BaseException as error:
+                raise Broken(f"close {when} raises {described(error)}") from error
     return "before a reset, in the middle of an episode"
 
 

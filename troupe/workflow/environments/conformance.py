@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from troupe.outcomes import Interruption
+from troupe.user_code import interruptible
 from troupe.workflow.environments import check_moves, checks
 from troupe.workflow.environments.errors import ObservationTooLargeError, RewardNotFiniteError
 from troupe.workflow.environments.interface import EnvironmentFactory
@@ -87,7 +89,11 @@ def check(
     `move(observation, random, seat)` chooses an action; the default draws a legal one, and a few
     words where the environment lists none. Never raises for what an environment does wrong.
     """
-    trial = Trial(make, tuple(seeds), move)
+    with interruptible():
+        return _report(Trial(make, tuple(seeds), move))
+
+
+def _report(trial: Trial) -> Report:
     findings: list[Finding] = []
     hidden: list[Finding] = []
     for name, attempt in _CHECKS.items():
@@ -104,7 +110,9 @@ def check(
                 hidden.append(Finding(owner, False, str(error)))
             else:
                 findings.append(Finding(name, False, str(error)))
-        except Exception as error:  # whatever the environment's own code raises
+        except Interruption:
+            raise
+        except BaseException as error:  # whatever the environment's own code raises
             findings.append(Finding(name, False, raised_fault(trial.name, error).message))
         if name == "interface" and not findings[-1].ok:
             break  # nothing else would tell more

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from troupe.outcomes import NotFiniteError, finite_number
 from troupe.workflow.environments.errors import (
     EnvironmentContractError,
     EpisodeOverError,
@@ -219,9 +219,10 @@ def _no_such(field: str, value: object, remedy: str) -> EnvironmentContractError
 
 def _is_finite(value: Any) -> bool:
     try:
-        return not isinstance(value, bool | str) and math.isfinite(value)
-    except (TypeError, ValueError):
+        finite_number(value)
+    except NotFiniteError:
         return False
+    return type(value) is not bool
 
 
 def _names(seats: Iterable[str]) -> str:

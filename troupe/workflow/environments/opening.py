@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from troupe.outcomes import Interruption, described, traceback_text
 from troupe.workflow.environments.errors import EnvironmentFault
 from troupe.workflow.environments.interface import Environment
 from troupe.workflow.errors import EntrypointError, WorkflowError
 from troupe.workflow.loading import load_attribute
 
 T = TypeVar("T")
-
-_TRACEBACK_LINES = 20
 
 
 def open_environment(
@@ -49,17 +47,18 @@ def guarded(name: str, call: Callable[[], T]) -> T:
         return call()
     except WorkflowError:
         raise
-    except (Exception, SystemExit) as error:
+    except Interruption:
+        raise
+    except BaseException as error:
         raise raised_fault(name, error) from error
 
 
 def raised_fault(name: str, error: BaseException) -> EnvironmentFault:
     """The fault of an environment whose code raised `error`."""
-    lines = "".join(traceback.format_exception(error)).splitlines()
     return EnvironmentFault(
-        f"environment {name} raised {type(error).__name__}: {error}",
+        f"environment {name} raised {described(error)}",
         reason="raised",
         environment=name,
         remedy="Mend the environment if it always does; `troupe environment check` tries it.",
-        traceback="\n".join(lines[-_TRACEBACK_LINES:]),
+        traceback=traceback_text(error),
     )

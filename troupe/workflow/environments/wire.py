@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from troupe.plain import plain
+from troupe.outcomes import NotJsonError, json_text
 from troupe.workflow.environments import errors
 from troupe.workflow.environments.interface import Observation, Properties, Reset, Step
 from troupe.workflow.errors import EntrypointError, WorkflowError
@@ -42,8 +42,9 @@ _TYPED: Final[dict[str, type[WorkflowError]]] = {
 def pack(message: Mapping[str, Any]) -> bytes:
     """A frame. Raises `EnvironmentContractError` when it is too large or not JSON."""
     try:
-        body = json.dumps(message, separators=(",", ":"), default=plain).encode()
-    except (TypeError, ValueError, RecursionError) as error:
+        # A reward may be NaN, which the contract refuses by its name.
+        body = json_text(message, allow_nan=True).encode()
+    except NotJsonError as error:
         raise errors.EnvironmentContractError(
             f"what passes between a workflow and a hosted environment must be JSON: {error}",
             field="environment",

@@ -6,11 +6,11 @@ import asyncio
 import inspect
 import json
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from troupe.plain import plain
+from troupe.outcomes import NotJsonError, described, json_text, parse_json, shown, traceback_text
+from troupe.workflow import scoring
 from troupe.workflow.errors import ToolError
 
 Function = Callable[..., Any]
@@ -43,7 +43,7 @@ class LocalFunctions:
 
     async def score(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Call a reward function. Raises `ToolError`."""
-        return json.loads(await self._call(f"rewards/{name}", json.dumps(arguments)))
+        return parse_json(await self._call(f"rewards/{name}", scoring.as_arguments(arguments)))
 
     async def _call(self, name: str, arguments_json: str) -> str:
         limit = self._seconds if isinstance(self._seconds, float | int) else self._seconds[name]
@@ -60,16 +60,16 @@ class LocalFunctions:
             ) from error
         except _Raised as raised:
             raise ToolError(
-                f"{name}: {type(raised.error).__name__}: {raised.error}",
+                f"{name}: {described(raised.error)}",
                 kind="raised",
                 field=field,
-                traceback=_author_view(raised.error),
+                traceback=traceback_text(raised.error, hidden=__file__),
             ) from raised.error
         try:
-            return json.dumps(result, allow_nan=False, default=plain)
-        except (TypeError, ValueError, RecursionError) as error:
+            return json_text(result)
+        except NotJsonError as error:
             raise ToolError(
-                f"{name}: {error}: the function returned {result!r:.200}",
+                f"{name}: {error}: the function returned {shown(result, 200)}",
                 kind="bad_result",
                 field=field,
                 remedy="Return finite numbers, strings, lists and dicts of them.",
@@ -113,11 +113,3 @@ async def _in_thread(function: Function, arguments: dict[str, Any]) -> Any:
 
 async def _awaited(awaitable: Any) -> Any:
     return await awaitable
-
-
-def _author_view(error: BaseException) -> str:
-    """The traceback without the frames of this file."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames)).rstrip()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from troupe.functions.definitions import definition_of
+from troupe.outcomes import json_text, safe_text
+from troupe.user_code import await_contained
 from troupe.workflow import scoring
 from troupe.workflow.agent import Agent
 from troupe.workflow.agents import Agents
@@ -124,7 +125,7 @@ class Trial:
 
     async def _play(self) -> Any:
         self.agents.enter()
-        return await self._workflow(self.query, self.agents, self._tools)
+        return await await_contained(self._workflow(self.query, self.agents, self._tools))
 
     def _late(self) -> WorkflowError:
         waiting = [turn.role.name for turn in self.agents.begun if turn.reply is None]
@@ -180,10 +181,10 @@ async def play(
 def check_json(query: Query) -> None:
     """Queries travel as JSON. Raises `WorkflowError` of kind `bad_task`."""
     try:
-        json.dumps(dict(query.data))
-    except (TypeError, ValueError) as error:
+        json_text(dict(query.data), allow_nan=True)
+    except BaseException as error:  # of a mapping that is the user's own
         raise WorkflowError(
-            f"query {query.id} does not consist of JSON values: {error}",
+            f"query {query.id} does not consist of JSON values: {safe_text(error)}",
             kind="bad_task",
             field="query",
             remedy="Use strings, numbers, booleans, None, lists and dicts of them.",

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from troupe.outcomes import Interruption, described
 from troupe.scheduling.admission import seed_of
+from troupe.user_code import UserCodeExit, await_contained, interruptible
 from troupe.workflow.errors import ToolError, WorkflowError
 from troupe.workflow.query import Query
 from troupe.workflow.trying.functions import LocalFunctions
@@ -69,7 +71,9 @@ class Rehearsal:
         main thread."""
         for query in self.queries:
             for number in range(self.group_size):
-                yield self._one(Query(query.id, query.split, query.index, query.data), number)
+                with interruptible():
+                    one = self._one(Query(query.id, query.split, query.index, query.data), number)
+                yield one
 
     def _one(self, query: Query, number: int) -> Rehearsed:
         setting = self.setting
@@ -95,9 +99,11 @@ class Rehearsal:
         try:
             with _interrupting(self.seconds + _GRACE_SECONDS):
                 played = asyncio.run(self._played(trial))
-        except KeyboardInterrupt:
-            raise
-        except (Exception, SystemExit, GeneratorExit, asyncio.CancelledError, _Blocked) as error:
+        except Interruption as error:
+            if not isinstance(error, _Blocked):
+                raise
+            failure = explain(error)
+        except BaseException as error:  # Ctrl-C is an Interruption
             failure = explain(error)
         return Rehearsed(query, trial.trajectory_id, trial.agents.close(), played, failure)
 
@@ -108,7 +114,7 @@ class Rehearsal:
             # Its event loop ends here, and so must the processes of environments.
             close = getattr(self.setting.workflow, "close", None)
             if inspect.iscoroutinefunction(close):
-                await close()
+                await await_contained(close())
 
 
 def groups_of(rehearsed: Sequence[Rehearsed]) -> Counter[str]:
@@ -132,8 +138,9 @@ def explain(error: BaseException) -> Failure:
         return Failure(kind, error.message, error.remedy or "", own)
     if isinstance(error, WorkflowError):
         return Failure(error.kind, error.message, error.remedy or "", _own_traceback(error))
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return Failure("workflow_raised", text, "", _own_traceback(error))
+    if isinstance(error, UserCodeExit):
+        error = error.raised
+    return Failure("workflow_raised", described(error), "", _own_traceback(error))
 
 
 def _own_traceback(error: BaseException) -> str:
@@ -146,7 +153,7 @@ def _own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_list(frames)).rstrip()
 
 
-class _Blocked(BaseException):
+class _Blocked(Interruption):
     """Raised inside a workflow that does not let the event loop run."""
 
 
