@@ -18,13 +18,12 @@ from troupe.outcomes import described
 from troupe.rpc import (
     DeadlineExceeded,
     Internal,
-    InvalidArgument,
     TroupeError,
     Unauthenticated,
     Unavailable,
     to_status,
 )
-from troupe.rpc.errors import DETAILS_KEY
+from troupe.rpc.errors import DETAILS_KEY, undecodable
 
 _HEALTH: Final = "/grpc.health."
 # Answered at any time, also before the service is ready and while it drains.
@@ -98,15 +97,15 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         compared = getattr(behavior, "compares", _all_of)
 
         async def unary(raw: Any, context: Any) -> Any:
-            request, undecodable = decode(raw)
+            request, fault = decode(raw)
             call = self._observe(method, "unary", request, context)
             task = _current_task()
             self._unary.add(task)
             code, error = grpc.StatusCode.OK, None
             try:
                 self._admit(method, context)
-                if undecodable is not None:
-                    raise undecodable
+                if fault is not None:
+                    raise fault
                 request_id = getattr(request, "request_id", "")
                 if not request_id:
                     return await self._bounded(method, behavior, request, context)
@@ -134,15 +133,15 @@ class ChassisInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self, method: str, behavior: Any, decode: Decode
     ) -> Callable[[Any, Any], AsyncIterator[Any]]:
         async def stream(raw: Any, context: Any) -> AsyncIterator[Any]:
-            request, undecodable = decode(raw)
+            request, fault = decode(raw)
             call = self._observe(method, "stream", request, context)
             task = _current_task()
             self._streams.add(task)
             code, error = grpc.StatusCode.OK, None
             try:
                 self._admit(method, context)
-                if undecodable is not None:
-                    raise undecodable
+                if fault is not None:
+                    raise fault
                 responses = behavior(request, context)
                 if inspect.isawaitable(responses):  # a handler that writes on the context
                     await responses
@@ -241,17 +240,11 @@ def _unless_bytes(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
 def _decoded(decode: Callable[[bytes], Any]) -> Decode:
     """Turns the bytes of a request into the message, or into what is wrong with them."""
 
-    def decoded(raw: bytes) -> tuple[Any, InvalidArgument | None]:
+    def decoded(raw: bytes) -> tuple[Any, TroupeError | None]:
         try:
             return decode(raw), None
         except Exception as error:
-            return None, InvalidArgument(
-                f"these {len(raw):,} bytes are not the request of this call: {error}",
-                kind="undecodable_request",
-                field="request",
-                remedy="Send the message that protos/troupe/v1 says, as protobuf encodes it; "
-                "strings are UTF-8.",
-            )
+            return None, undecodable(raw, error)
 
     return decoded
 
@@ -262,9 +255,9 @@ def _all_decoded(decode: Callable[[bytes], Any]) -> Decode:
 
     async def messages(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
         async for raw in requests:
-            request, undecodable = decoded(raw)
-            if undecodable is not None:
-                raise undecodable
+            request, fault = decoded(raw)
+            if fault is not None:
+                raise fault
             yield request
 
     return lambda requests: (messages(requests), None)

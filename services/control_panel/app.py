@@ -24,7 +24,7 @@ from services.control_panel import (
     views,
 )
 from services.control_panel.access import Panel
-from services.control_panel.events import EVENT_STREAM, cluster_events
+from services.control_panel.events import EVENT_STREAM, ClusterPicture
 from services.control_panel.upstream import Upstream
 from troupe import __version__
 from troupe.rpc import ClientSettings
@@ -48,6 +48,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.upstream = Upstream(orchestrator_address, client)
+        app.state.picture = ClusterPicture(app.state.upstream)
         yield
         await app.state.upstream.close()
 
@@ -106,7 +107,7 @@ def create_app(
 
     @app.get("/api/cluster/events", tags=["cluster"], **EVENT_STREAM)
     async def watch_cluster(request: Request) -> EventSourceResponse:
-        """The cluster and all jobs about every second: server-sent events `cluster`."""
-        return EventSourceResponse(cluster_events(request.app.state.upstream), ping=15)
+        """The cluster and its newest jobs about every second: server-sent events `cluster`."""
+        return EventSourceResponse(request.app.state.picture.events(), ping=15)
 
     return app

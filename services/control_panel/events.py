@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,6 +26,8 @@ from troupe.v1 import orchestrator_pb2 as pb
 # People perceive a second as live; the picture costs the orchestrator a few milliseconds.
 CLUSTER_PERIOD_SECONDS = 1.0
 RECONNECT_SECONDS = 1.0
+# Jobs in each picture; the page fetches older ones when somebody wants them.
+NEWEST_JOBS = 50
 # After these the same call may succeed; after others it never will.
 _PASSING = (Unavailable, DeadlineExceeded, ResourceExhausted, Aborted, Internal)
 # How a route that answers with events is declared.
@@ -73,25 +76,43 @@ def _job_event(event: pb.JobEvent) -> ServerSentEvent:
     return ServerSentEvent(event=kind, data=_json(data), id=event.event_id or None)
 
 
-async def cluster_events(source: Upstream) -> AsyncIterator[ServerSentEvent]:
-    """A picture of the cluster and of all jobs, about every second, for as long as one looks."""
-    while True:
+class ClusterPicture:
+    """The cluster and its newest jobs, asked for once a second however many look at it."""
+
+    def __init__(self, source: Upstream) -> None:
+        self._source = source
+        self._asking = asyncio.Lock()
+        self._event: ServerSentEvent | None = None
+        self._due = 0.0
+
+    async def events(self) -> AsyncIterator[ServerSentEvent]:
+        """A picture about every second, for as long as one looks."""
+        while True:
+            yield await self._newest()
+            await asyncio.sleep(CLUSTER_PERIOD_SECONDS)
+
+    async def _newest(self) -> ServerSentEvent:
+        async with self._asking:
+            if self._event is None or time.monotonic() >= self._due:
+                self._event = await self._ask()
+                self._due = time.monotonic() + 0.9 * CLUSTER_PERIOD_SECONDS
+            return self._event
+
+    async def _ask(self) -> ServerSentEvent:
+        stub = self._source.stub
         try:
-            cluster, jobs = await asyncio.gather(
-                source.stub.GetCluster(pb.GetClusterRequest()),
-                source.stub.ListJobs(pb.ListJobsRequest()),
+            cluster, listed = await asyncio.gather(
+                stub.GetCluster(pb.GetClusterRequest()),
+                stub.ListJobs(pb.ListJobsRequest(page_size=NEWEST_JOBS)),
             )
-            data = {
-                "cluster": views.plain(cluster),
-                # Newest first: the page shows the first.
-                "jobs": [
-                    views.job(job).model_dump(exclude={"spec"}) for job in reversed(jobs.jobs)
-                ],
-            }
-            yield ServerSentEvent(event="cluster", data=_json(data))
         except TroupeError as error:
-            yield ServerSentEvent(event="away", data=_json({"message": error.message}))
-        await asyncio.sleep(CLUSTER_PERIOD_SECONDS)
+            return ServerSentEvent(event="away", data=_json({"message": error.message}))
+        data = {
+            "cluster": views.plain(cluster),
+            "jobs": [views.job(job).model_dump(exclude={"spec"}) for job in listed.jobs],
+            "next_page": listed.next_page_token,
+        }
+        return ServerSentEvent(event="cluster", data=_json(data))
 
 
 def _json(data: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,6 +20,11 @@ from troupe.v1 import common_pb2
 from troupe.v1 import orchestrator_pb2 as pb
 
 MAX_SPEC_BYTES = 1 << 20
+_STATES = {
+    name.removeprefix("JOB_STATE_").lower(): number
+    for name, number in common_pb2.JobState.items()
+    if number
+}
 
 router = APIRouter(prefix="/api/jobs", tags=["jobs"])
 
@@ -44,10 +50,25 @@ def upstream(request: Request) -> Upstream:
 
 
 @router.get("")
-async def list_jobs(request: Request) -> list[views.Job]:
-    """All jobs, newest first."""
-    reply = await upstream(request).stub.ListJobs(pb.ListJobsRequest())
-    return [views.job(job) for job in reversed(reply.jobs)]
+async def list_jobs(
+    request: Request,
+    response: Response,
+    state: Annotated[
+        str | None, Query(pattern=f"^({'|'.join(_STATES)})$", description="Only in this state.")
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    page: Annotated[str, Query(description="As the header `Link` of the answer before.")] = "",
+) -> list[views.Job]:
+    """Jobs, newest first. The header `Link` has the address of the next page (`rel="next"`)."""
+    wanted = pb.ListJobsRequest(page_size=limit, page_token=page)
+    if state is not None:
+        wanted.state = common_pb2.JobState.ValueType(_STATES[state])
+    reply = await upstream(request).stub.ListJobs(wanted)
+    if reply.next_page_token:
+        query = {"state": state, "limit": limit, "page": reply.next_page_token}
+        given = {name: value for name, value in query.items() if value is not None}
+        response.headers["Link"] = f'</api/jobs?{urlencode(given)}>; rel="next"'
+    return [views.job(job) for job in reply.jobs]
 
 
 @router.post("", status_code=201, openapi_extra=_specification_body(required=True))
@@ -116,7 +137,8 @@ async def cancel_job(
 async def forget_job(
     request: Request, job_id: JobId, idempotency_key: IdempotencyKey = None
 ) -> views.Job:
-    """Free the rows that an ended job keeps for a resume; its log and checkpoints stay."""
+    """Delete what the cluster's memory holds of an ended job; its directory stays. Answers with
+    what the job was."""
     reply = await upstream(request).stub.ForgetJob(
         pb.ForgetJobRequest(request_id=idempotency_key or new_id("panel"), job_id=job_id)
     )

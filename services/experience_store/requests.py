@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple
 
 from troupe import tensors
 from troupe.rpc import InvalidArgument
+from troupe.rpc.ids import check_name
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as store_pb
 
 # Part of Redis keys and hash tags: neither braces nor slashes.
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 # Records are lines of tab-separated fields.
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
@@ -33,17 +33,6 @@ DEFAULT_PAGE: Final = 50
 # Columns that Troupe itself reads.
 _TYPED_COLUMNS: Final = {"reference_logprobs": pb.DTYPE_FLOAT32}
 _ITEM_BYTES: Final = {pb.DTYPE_INT32: 4, pb.DTYPE_FLOAT32: 4}
-
-
-def check_name(field: str, value: str) -> str:
-    """A job id or the name of a policy."""
-    if not _NAME.fullmatch(value):
-        raise InvalidArgument(
-            "must be 1 to 128 letters, digits, '.', '_' or '-', and begin with a letter or digit",
-            field=field,
-            value=printable(value),
-        )
-    return value
 
 
 def check_id(field: str, value: str) -> str:

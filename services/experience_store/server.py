@@ -20,6 +20,7 @@ from services.experience_store.settings import StoreSettings
 from services.experience_store.store import Store
 from services.experience_store.writes import Batch, Writes
 from troupe.rpc import TroupeError, to_status
+from troupe.rpc.ids import check_name
 from troupe.v1 import experience_store_pb2 as store_pb
 from troupe.v1 import experience_store_pb2_grpc as store_grpc
 
@@ -249,7 +250,7 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def GetStep(
         self, request: store_pb.GetStepRequest, context: Any
     ) -> store_pb.GetStepResponse:
-        requests.check_name("job_id", request.job_id)
+        check_name("job_id", request.job_id)
         requests.check_step(request.step)
         status = await self.store.steps.status(
             request.job_id,
@@ -276,15 +277,15 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def WatchTables(
         self, request: store_pb.WatchTablesRequest, context: Any
     ) -> AsyncIterator[store_pb.TableStatus]:
-        requests.check_name("job_id", request.job_id)
+        check_name("job_id", request.job_id)
         async for status in self.store.watching.watch(request.job_id):
             yield status
 
     async def ListSamples(
         self, request: store_pb.ListSamplesRequest, context: Any
     ) -> store_pb.ListSamplesResponse:
-        requests.check_name("job_id", request.job_id)
-        requests.check_name("policy", request.policy)
+        check_name("job_id", request.job_id)
+        check_name("policy", request.policy)
         samples, token = await self.store.samples.page(
             request.job_id,
             request.policy,
@@ -319,20 +320,20 @@ class ExperienceStoreService(store_grpc.ExperienceStoreServicer):
     async def DescribeTables(
         self, request: store_pb.DescribeTablesRequest, context: Any
     ) -> store_pb.DescribeTablesResponse:
-        requests.check_name("job_id", request.job_id)
+        check_name("job_id", request.job_id)
         return await self.store.descriptions.describe(request.job_id)
 
     async def AuditTables(
         self, request: store_pb.AuditTablesRequest, context: Any
     ) -> store_pb.AuditTablesResponse:
-        requests.check_name("job_id", request.job_id)
+        check_name("job_id", request.job_id)
         return await self.store.audit.check(request.job_id)
 
     async def ReadLog(
         self, request: store_pb.ReadLogRequest, context: Any
     ) -> AsyncIterator[store_pb.LoggedStep]:
-        requests.check_name("job_id", request.job_id)
-        requests.check_name("policy", request.policy)
+        check_name("job_id", request.job_id)
+        check_name("policy", request.policy)
         requests.check_not_negative("from_step", request.from_step)
         logged = self.store.audit.read(request.job_id, request.policy, request.from_step)
         async for step in logged:

@@ -61,14 +61,24 @@ class Sweeper:
         Raises Unavailable and DeadlineExceeded, which are of the database.
         """
         before, self._decided = self._decided, {}
-        for name in await self._database.execute("SMEMBERS", JOBS):
-            job = name.decode()
+        for job in await self._jobs():
             try:
                 await self._sweep_job(job, before)
             except (Unavailable, DeadlineExceeded):
                 raise
             except (TroupeError, *DAMAGED) as error:
                 log.warning("sweep_failed", job=job, error=repr(error))
+
+    async def _jobs(self) -> list[str]:
+        """The jobs that have live steps. Most have ended: they are asked for in one round trip."""
+        jobs = [name.decode() for name in await self._database.execute("SMEMBERS", JOBS)]
+        try:
+            live = await self._database.execute_each([("EXISTS", JobKeys(j).live) for j in jobs])
+        except (Unavailable, DeadlineExceeded):
+            raise
+        except TroupeError:  # a Redis that answers only for its own slots
+            return jobs
+        return [job for job, found in zip(jobs, live, strict=True) if found]
 
     async def _sweep_job(self, job: str, before: dict[tuple[str, int], int]) -> None:
         try:

@@ -147,6 +147,7 @@ class Generation:
         both = (orch.WORKER_KIND_ROLLOUT, orch.WORKER_KIND_TRAINER)
         await shared.workers.wait_for(both, patience)
         await make_room(shared, record.job_id)
+        await shared.store.note_states(record.job_id)
         worker = shared.workers.usable(orch.WORKER_KIND_ROLLOUT)[0]
         trainers = Trainers(job, entries)
         try:

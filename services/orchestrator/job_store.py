@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from services.orchestrator.event_log import EventLog
-from services.orchestrator.records import JobRecord, problem_field, timestamp
-from services.orchestrator.redis_access import INDEX, JobKeys, RedisAccess, Value
+from services.orchestrator.ledger import entries_of
+from services.orchestrator.records import MAX_JOB_ID, JobRecord, problem_field, timestamp
+from services.orchestrator.redis_access import INDEX, STATES, JobKeys, RedisAccess, Value
 from troupe import states
-from troupe.rpc import Aborted, AlreadyExists, FailedPrecondition, NotFound
+from troupe.rpc import Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
 # The event log is bounded; a step logs about one event, so this is months of steps.
 _LOG_CAP = 50_000
+# Jobs of the index that are looked at at once.
+_SCANNED: Final = 500
+_SCORE: Final = re.compile(r"[0-9]{1,20}\.[0-9]{1,20}")
 # What to do about a move that a job's state forbids.
 _REMEDIES = {
     pb.JOB_STATE_SUBMITTED: "Only a paused, failed or cancelled job can go on.",
@@ -29,6 +37,15 @@ class Superseded(Aborted):
     """Another orchestrator has taken the job over: stop, and write no more."""
 
     default_kind = "superseded"
+
+
+@dataclass(frozen=True)
+class JobView:
+    """What lists show of a job."""
+
+    record: JobRecord
+    versions: Mapping[str, int]
+    metrics: Mapping[str, float]
 
 
 class JobStore:
@@ -73,6 +90,76 @@ class JobStore:
     async def ids(self) -> list[str]:
         """All job ids, oldest first."""
         return [job_id.decode() for job_id in await self._redis.call("ZRANGE", INDEX, 0, -1)]
+
+    async def page(
+        self, size: int, token: str = "", state: pb.JobState.ValueType | None = None
+    ) -> tuple[list[str], str]:
+        """Ids of up to `size` jobs (in `state`), newest first, after the one that `token` names;
+        the token of the next page, empty on the last.
+
+        Raises `InvalidArgument` for what is no token of this list.
+        """
+        highest, last = _parse_page(token)
+        found: list[tuple[float, str]] = []
+        skip = 0
+        while len(found) <= size:
+            rows = await self._redis.call(
+                *("ZREVRANGEBYSCORE", INDEX, repr(highest), "-inf"),
+                *("WITHSCORES", "LIMIT", skip, _SCANNED),
+            )
+            pairs = _scored(rows)
+            skip += len(pairs)
+            # Jobs of one moment are sorted by id; those down to `last` were on pages before.
+            fresh = [one for one in pairs if not last or one < (highest, last)]
+            found += fresh if state is None else await self._in_state(fresh, state)
+            if len(pairs) < _SCANNED:
+                break
+        page, more = found[:size], len(found) > size
+        after = f"{page[-1][0]!r}:{page[-1][1]}" if page and more else ""
+        return [job_id for _, job_id in page], after
+
+    async def _in_state(
+        self, jobs: Sequence[tuple[float, str]], state: pb.JobState.ValueType
+    ) -> list[tuple[float, str]]:
+        states = await self._redis.call_each(
+            [("HGET", JobKeys(job_id).record, "state") for _, job_id in jobs]
+        )
+        wanted = str(int(state)).encode()
+        return [job for job, found in zip(jobs, states, strict=True) if found == wanted]
+
+    async def views(self, job_ids: Sequence[str]) -> list[JobView]:
+        """What lists show of jobs, those that there are no more left out; one round trip."""
+        keys = [JobKeys(job_id) for job_id in job_ids]
+        replies = await self._redis.call_each(
+            [("HGETALL", key) for one in keys for key in (one.record, one.ledger, one.latest)]
+        )
+        found = []
+        for number in range(0, len(replies), 3):
+            record, ledger, latest = replies[number : number + 3]
+            if record:
+                entries = entries_of(ledger)
+                versions = {policy: one.weights.version for policy, one in entries.items()}
+                found.append(JobView(JobRecord.from_hash(record), versions, _numbers(latest)))
+        return found
+
+    async def delete(self, job_id: str) -> None:
+        """Forget the job, with all that Redis holds of it. Repeatable."""
+        await self._redis.call("UNLINK", *JobKeys(job_id).all)
+        # The index last: what a crash leaves is still listed, and can be forgotten again.
+        await self._redis.call("ZREM", INDEX, job_id)
+        self._log.wake(job_id)
+
+    async def note_states(self, job_id: str) -> None:
+        """From now on hosts may hold published weights of the job."""
+        await self._redis.call("SADD", STATES, job_id)
+
+    async def note_no_states(self, job_id: str) -> None:
+        """No host holds any."""
+        await self._redis.call("SREM", STATES, job_id)
+
+    async def with_states(self) -> list[str]:
+        """The jobs of which hosts may hold published weights."""
+        return sorted(one.decode() for one in await self._redis.call("SMEMBERS", STATES))
 
     async def move(
         self,
@@ -173,8 +260,7 @@ class JobStore:
 
     async def latest(self, job_id: str) -> dict[str, float]:
         """Newest value of every metric."""
-        values = await self._redis.call("HGETALL", JobKeys(job_id).latest)
-        return {name.decode(): float(value) for name, value in values.items()}
+        return _numbers(await self._redis.call("HGETALL", JobKeys(job_id).latest))
 
     async def _record(
         self,
@@ -262,6 +348,32 @@ def same_submission(found: JobRecord, record: JobRecord) -> None:
             value=record.job_id,
             remedy="Choose another job_id or request_id.",
         )
+
+
+def _numbers(fields: Mapping[bytes, bytes]) -> dict[str, float]:
+    return {name.decode(): float(value) for name, value in fields.items()}
+
+
+def _scored(rows: Sequence[Any]) -> list[tuple[float, str]]:
+    """Members with their scores, as either protocol of Redis tells them."""
+    if rows and not isinstance(rows[0], bytes):
+        return [(float(score), member.decode()) for member, score in rows]
+    return [(float(rows[i + 1]), rows[i].decode()) for i in range(0, len(rows), 2)]
+
+
+def _parse_page(token: str) -> tuple[float, str]:
+    """Score and id of the last job of a page; of no page, what is before all jobs."""
+    if not token:
+        return math.inf, ""
+    score, _, job_id = token.partition(":")
+    if not _SCORE.fullmatch(score) or not job_id or len(job_id) > MAX_JOB_ID:
+        raise InvalidArgument(
+            "is not a page of this list",
+            field="page_token",
+            value=token,
+            remedy="Start from the first page.",
+        )
+    return float(score), job_id
 
 
 def _name(state: pb.JobState.ValueType) -> str:

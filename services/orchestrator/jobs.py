@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import re
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -17,7 +17,7 @@ from services.orchestrator.context import Shared
 from services.orchestrator.job_store import Superseded, same_submission
 from services.orchestrator.records import JobRecord
 from services.orchestrator.redis_access import RedisUnavailable
-from services.orchestrator.room import drop_tables
+from services.orchestrator.room import delete_states, drop_tables
 from services.orchestrator.runner import JobRunner
 from troupe.job import JobSpec, JobSpecError, parse_job
 from troupe.job.compatibility import Difference, differences, incompatible
@@ -48,12 +48,13 @@ class Jobs:
         self._check = check
         self._runners: dict[str, JobRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # While somebody has or waits for them: anything can be asked for, and there are many jobs.
+        self._locks = WeakValueDictionary[str, asyncio.Lock]()
         self._stopping = False
 
     def lock(self, job_id: str) -> asyncio.Lock:
         """Held by whoever changes a job's state or binds its policies."""
-        return self._locks[job_id]
+        return self._locks.setdefault(job_id, asyncio.Lock())
 
     async def submit(self, text: str, request_id: str, job_id: str) -> JobRecord:
         """Store a job and start it. Repeating it with the same ids finds the same job.
@@ -165,7 +166,8 @@ class Jobs:
             return record
 
     async def forget(self, job_id: str) -> JobRecord:
-        """Free the rows that an ended job holds; it cannot be resumed then.
+        """Delete what the cluster's memory holds of an ended job; its directory stays. Returns what
+        its record was.
 
         Raises `FailedPrecondition` while the job has not ended.
         """
@@ -173,7 +175,7 @@ class Jobs:
             record = await self._shared.store.get(job_id)
             if not record.terminal:
                 raise FailedPrecondition(
-                    f"job {job_id} is {record.state_name}: its rows are needed",
+                    f"job {job_id} is {record.state_name}: what is stored of it is needed",
                     kind="job_active",
                     field="job_id",
                     value=job_id,
@@ -181,10 +183,9 @@ class Jobs:
                 )
             await self._runner_before(job_id)
             with suppress(NotFound):  # it ended before it had any
-                await drop_tables(self._shared, job_id)
-            await self._shared.log.notice(
-                job_id, orch.Notice.SEVERITY_INFO, "its rows are freed; it cannot be resumed"
-            )
+                await drop_tables(self._shared, job_id, purge_log=True)
+            await delete_states(self._shared, job_id)
+            await self._shared.store.delete(job_id)
             return record
 
     def launch(self, job_id: str) -> None:

@@ -8,7 +8,7 @@ content is refused.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from services.orchestrator.records import timestamp
@@ -36,14 +36,7 @@ class Ledger:
 
     async def entries(self, job_id: str) -> dict[str, Entry]:
         """The newest entry of every policy that has one."""
-        fields = await self._redis.call("HGETALL", JobKeys(job_id).ledger)
-        found: dict[str, Entry] = {}
-        for name, value in fields.items():
-            policy, _, kind = name.decode().rpartition(":")
-            if kind == "entry":
-                version = orch.PolicyVersion.FromString(value)
-                found[policy] = Entry(done=version.step, weights=version.weights)
-        return found
+        return entries_of(await self._redis.call("HGETALL", JobKeys(job_id).ledger))
 
     async def versions(self, job_id: str, policy: str = "") -> list[orch.PolicyVersion]:
         """Every entry that the ledger held, oldest first; of one policy or of all."""
@@ -135,3 +128,14 @@ class Ledger:
                 value=done - 1,
             )
         return Entry(done=newest.step, weights=newest.weights)
+
+
+def entries_of(fields: Mapping[bytes, bytes]) -> dict[str, Entry]:
+    """The newest entry of every policy, from the hash of a job's ledger."""
+    found: dict[str, Entry] = {}
+    for name, value in fields.items():
+        policy, _, kind = name.decode().rpartition(":")
+        if kind == "entry":
+            version = orch.PolicyVersion.FromString(value)
+            found[policy] = Entry(done=version.step, weights=version.weights)
+    return found

@@ -24,6 +24,8 @@ MODES: Final[Mapping[str, pb.PipelineMode.ValueType]] = {
     "micro_batch": pb.PIPELINE_MODE_MICRO_BATCH,
     "async": pb.PIPELINE_MODE_ASYNC,
 }
+# Characters of the longest job id.
+MAX_JOB_ID: Final = 128
 # Value of `evaluated` and `checkpointed` before the first time.
 NEVER: Final = -1
 

@@ -30,7 +30,12 @@ _TIMEOUT: Final = 10.0
 _PASSING: Final = (OutOfMemoryError, ReadOnlyError, MasterDownError)
 _PASSING_CODES: Final = ("MISCONF", "BUSY", "NOREPLICAS")
 
+# Sorted set: ids of all jobs by when they were created.
 INDEX: Final = f"{_PREFIX}:jobs"
+# Set: ids of jobs of which hosts may hold published weights.
+STATES: Final = f"{_PREFIX}:jobs:states"
+# Kept apart, so that training does not push evaluations and matches out.
+TRAJECTORY_KINDS: Final = ("train", "evaluate", "match")
 Value = str | bytes | int | float
 
 
@@ -94,6 +99,22 @@ class JobKeys:
         """Hash: what members answer in every information state of a game, by pool and member."""
         return self._key("population:answers")
 
+    @property
+    def all(self) -> list[str]:
+        """Every key that a job may have."""
+        return [
+            self.record,
+            self.events,
+            self.ledger,
+            self.versions,
+            self.rows,
+            self.latest,
+            self.population,
+            *self.matches,
+            self.answers,
+            *(key for kind in TRAJECTORY_KINDS for key in self.trajectories(kind)),
+        ]
+
     def trajectories(self, kind: str) -> tuple[str, str, str]:
         """Recent trajectories of a kind: order (list), summaries and full ones (hashes)."""
         base = f"trajectories:{kind}"
@@ -140,6 +161,18 @@ class RedisAccess:
     async def call(self, *command: Value) -> Any:
         """The reply of one command. Text is bytes."""
         return await self._repeat(lambda: self._execute(*command))
+
+    async def call_each(self, commands: Sequence[Sequence[Value]]) -> list[Any]:
+        """The replies of several commands, which travel together; not atomic."""
+
+        async def send() -> list[Any]:
+            pipeline = self._client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: list[Any] = await pipeline.execute()
+            return replies
+
+        return await self._repeat(send) if commands else []
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[Value]) -> Any:
         """The reply of one script of `lua/`, atomically."""

@@ -41,6 +41,31 @@ async def make_room(shared: Shared, job_id: str, *, self_too: bool = False) -> N
             if await _over(shared, over, binding.job_id):
                 calls.append(_release(worker, binding, seconds))
     await asyncio.gather(*calls, return_exceptions=True)
+    for held in await shared.store.with_states():
+        if held != job_id and await _over(shared, over, held):
+            await delete_states(shared, held)
+
+
+async def delete_states(shared: Shared, job_id: str) -> None:
+    """Delete what hosts' memory holds of a job that nobody trains or serves any more: published
+    weights, values of samples. Where a worker does not answer, `make_room` tries again."""
+    seconds = shared.settings.cleanup_seconds
+    calls: list[Awaitable[object]] = []
+    for worker in shared.workers.usable(orch.WORKER_KIND_ROLLOUT):
+        release = ro.ReleaseJobRequest(
+            request_id=new_id("release"), job_id=job_id, delete_states=True
+        )
+        calls.append(worker.rollout.ReleaseJob(release, timeout=seconds))
+    for worker in shared.workers.usable(orch.WORKER_KIND_TRAINER):
+        # Hosts may have trainers only.
+        give = tr.ReleaseRequest(request_id=new_id("release"), job_id=job_id, delete_states=True)
+        calls.append(worker.trainer.Release(give, timeout=seconds))
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    faults = [one for one in answers if isinstance(one, BaseException)]
+    if calls and not faults:
+        await shared.store.note_no_states(job_id)
+    for fault in faults:
+        _log.warning("weights not deleted", job_id=job_id, error=str(fault))
 
 
 async def _release(worker: Worker, binding: tr.BindingStatus, seconds: float) -> None:
@@ -61,12 +86,13 @@ async def free_tables(shared: Shared, job_id: str) -> None:
         _log.warning("tables not freed", job_id=job_id, error=str(error))
 
 
-async def drop_tables(shared: Shared, job_id: str, *, timeout: float | None = None) -> None:
-    """Free the rows of a job within `timeout` seconds (default: the client's); its log stays.
-
-    Raises `NotFound` when it never had any.
+async def drop_tables(
+    shared: Shared, job_id: str, *, timeout: float | None = None, purge_log: bool = False
+) -> None:
+    """Free the rows of a job within `timeout` seconds (default: the client's), and with `purge_log`
+    its log of what became of them. Raises `NotFound` when it never had any.
     """
-    request = es.DropTablesRequest(request_id=new_id("drop"), job_id=job_id)
+    request = es.DropTablesRequest(request_id=new_id("drop"), job_id=job_id, purge_log=purge_log)
     await shared.experience.DropTables(request, timeout=timeout)
 
 

@@ -27,7 +27,7 @@ from services.orchestrator.populations import on_demand
 from services.orchestrator.progress import Progress
 from services.orchestrator.records import JobRecord
 from services.orchestrator.redis_access import RedisUnavailable
-from services.orchestrator.room import free_tables, make_room
+from services.orchestrator.room import delete_states, free_tables, make_room
 from services.orchestrator.sinks import Sinks, make_directory
 from services.orchestrator.step_rollout import Crew
 from services.orchestrator.table_watch import TableWatch
@@ -212,6 +212,7 @@ class JobRunner:
             for commit in found.commits:
                 await shared.ledger.commit(self._job_id, commit)
             step += 1
+        await shared.store.note_states(self._job_id)
         self._tables = TableWatch(shared.experience, self._job_id, shared.binder.touch)
         self._trainers = Trainers(job, await shared.ledger.entries(self._job_id), self._tables)
         await self._trainers.bind_all(self._patience("bind"))
@@ -302,6 +303,8 @@ class JobRunner:
         await self._let_members_go()
         if self._trainers is not None:
             await self._trainers.release(seconds)
+        if self._job_id in await self._shared.store.with_states():
+            await delete_states(self._shared, self._job_id)
 
     async def _let_members_go(self) -> None:
         """Members of a population are published for its engines only."""

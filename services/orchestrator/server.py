@@ -26,6 +26,8 @@ from troupe.v1 import reward_pb2_grpc
 
 _PAGE_SIZE: Final = 50
 _MAX_PAGE_SIZE: Final = 500
+# Steps and versions are numbers that Lua and JSON can say exactly.
+_MOST_STEPS: Final = 2**53
 # Of a call that set no deadline.
 _GENERATE_SECONDS: Final = 600.0
 
@@ -63,11 +65,21 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         return orch.GetJobResponse(job=await self._view(await self._record(request)))
 
     async def ListJobs(self, request: orch.ListJobsRequest, context: Any) -> orch.ListJobsResponse:
-        store = self._at.shared.store
-        records = [await store.get(job_id) for job_id in await store.ids()]
-        if request.HasField("state"):
-            records = [record for record in records if record.state == request.state]
-        return orch.ListJobsResponse(jobs=[await self._view(record) for record in records])
+        shared = self._at.shared
+        state = request.state if request.HasField("state") else None
+        ids, token = await shared.store.page(_page_size(request), request.page_token, state)
+        views = await shared.store.views(ids)
+        return orch.ListJobsResponse(
+            jobs=[
+                view.record.to_message(
+                    versions=view.versions,
+                    metrics=view.metrics,
+                    activity=shared.log.activity(view.record.job_id),
+                )
+                for view in views
+            ],
+            next_page_token=token,
+        )
 
     async def WatchJob(
         self, request: orch.WatchJobRequest, context: Any
@@ -103,8 +115,10 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         self, request: orch.ForgetJobRequest, context: Any
     ) -> orch.ForgetJobResponse:
         _check_id(request)
+        view = await self._view(await self._at.shared.store.get(request.job_id))
         record = await self._at.jobs.forget(request.job_id)
-        return orch.ForgetJobResponse(job=await self._view(record))
+        view.state = record.state
+        return orch.ForgetJobResponse(job=view)
 
     async def ListVersions(
         self, request: orch.ListVersionsRequest, context: Any
@@ -258,6 +272,13 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
                 "the commit and its weights must name one policy",
                 field="commit.policy",
                 value=commit.policy,
+            )
+        if not 0 <= commit.step < _MOST_STEPS or not 0 <= commit.weights.version < _MOST_STEPS:
+            raise InvalidArgument(
+                "is no step of a job",
+                field="commit.step",
+                value=commit.step,
+                remedy="Report the commit as the experience store has it.",
             )
         await self._at.shared.ledger.commit(request.job_id, commit)
         return orch.ReportCommitResponse()

@@ -8,13 +8,11 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import Final
 
-from services.orchestrator.redis_access import JobKeys, RedisAccess
+from services.orchestrator.redis_access import TRAJECTORY_KINDS, JobKeys, RedisAccess
 from troupe.rpc import InvalidArgument, NotFound
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import rollout_pb2 as ro
 
-# Kept apart, so that training does not push evaluations and matches out.
-_KINDS: Final = ("train", "evaluate", "match")
 # Below it compression is not worth its time; above it even the compressed one is cut.
 _COMPRESS_BYTES: Final = 16 * 2**10
 _LARGEST_BYTES: Final = 256 * 2**10
@@ -100,7 +98,7 @@ class RecentTrajectories:
     ) -> tuple[list[orch.TrajectorySummary], str]:
         """Up to `size` summaries, newest first, after the trajectory `token`; the next token."""
         listed: list[orch.TrajectorySummary] = []
-        for kind in _KINDS:
+        for kind in TRAJECTORY_KINDS:
             order, summaries, _ = JobKeys(job_id).trajectories(kind)
             ids = await self._redis.call("LRANGE", order, 0, -1)
             if ids:
@@ -135,7 +133,7 @@ class RecentTrajectories:
 
     async def get(self, job_id: str, trajectory_id: str) -> orch.GetTrajectoryResponse:
         """One trajectory with its turns. Raises `NotFound`."""
-        for kind in _KINDS:
+        for kind in TRAJECTORY_KINDS:
             full = JobKeys(job_id).trajectories(kind)[2]
             found = await self._redis.call("HGET", full, trajectory_id)
             if found:

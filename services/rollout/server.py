@@ -29,6 +29,7 @@ from services.rollout.watchdog import Watchdog
 from troupe.endpoint.server import EndpointServer
 from troupe.experience import ExperienceWriter
 from troupe.rpc import InvalidArgument, RetryPolicy, connect
+from troupe.rpc.ids import check_name
 from troupe.states import TRAJECTORY, is_terminal
 from troupe.v1 import orchestrator_pb2, reward_pb2_grpc, rollout_pb2_grpc
 from troupe.v1 import rollout_pb2 as pb
@@ -255,7 +256,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         """Stop a job's engines."""
         _require("job_id", request.job_id)
         await self._jobs.release(request.job_id)
-        await asyncio.to_thread(self._transfer.forget_fetched, f"{request.job_id}/")
+        clear = self._transfer.clear if request.delete_states else self._transfer.forget_fetched
+        await asyncio.to_thread(clear, f"{request.job_id}/")
         return pb.ReleaseJobResponse()
 
     def _beat(self) -> orchestrator_pb2.HeartbeatRequest:
@@ -272,6 +274,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
 def _require(field: str, value: str) -> None:
     if not value:
         raise InvalidArgument("must not be empty", field=field)
+    if field == "job_id":
+        check_name(field, value)
 
 
 def _check_ticket(field: str, ticket: pb.Ticket, seen: set[str]) -> None:

@@ -14,6 +14,7 @@ from services.trainer.binding import Binding
 from services.trainer.settings import TrainerSettings
 from services.trainer.worker import TrainerWorker
 from troupe.rpc import InvalidArgument
+from troupe.rpc.ids import check_name
 from troupe.v1 import trainer_pb2, trainer_pb2_grpc
 
 
@@ -185,9 +186,12 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     async def Release(
         self, request: trainer_pb2.ReleaseRequest, context: Any
     ) -> trainer_pb2.ReleaseResponse:
-        """Give a policy up."""
-        _require(request, "job_id", "policy")
-        await self.worker.release(request.job_id, request.policy)
+        """Give a policy up, delete what this host's memory holds of the job, or both."""
+        _require(request, "job_id", *(() if request.delete_states else ("policy",)))
+        if request.policy:
+            await self.worker.release(request.job_id, request.policy)
+        if request.delete_states:
+            await self.worker.delete_states(request.job_id)
         return trainer_pb2.ReleaseResponse()
 
     async def ListBindings(
@@ -207,5 +211,8 @@ def _bound(binding: Binding) -> trainer_pb2.BindResponse:
 
 def _require(request: Any, *fields: str) -> None:
     for field in fields:
-        if not getattr(request, field):
+        value = getattr(request, field)
+        if not value:
             raise InvalidArgument("is empty", field=field, remedy=f"Set {field}.")
+        if field in ("job_id", "policy"):
+            check_name(field, value)

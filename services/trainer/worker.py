@@ -207,6 +207,10 @@ class TrainerWorker:
         """Give a policy up, if it is bound here; its committed state is on disk."""
         await self._detached(self._release((job_id, policy)))
 
+    async def delete_states(self, job_id: str) -> None:
+        """Delete what this host's memory holds of a job of which nothing is bound any more."""
+        await asyncio.to_thread(self._transfer.clear, f"{job_id}/")
+
     def statuses(self) -> list[trainer_pb2.BindingStatus]:
         """All bindings, by job and policy."""
         return self.bindings.statuses()

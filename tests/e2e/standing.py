@@ -122,7 +122,7 @@ def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def stand_up(directory: Path) -> Iterator[Standing]:
+def stand_up(directory: Path, *, panel: bool = False) -> Iterator[Standing]:
     """A standing cluster in `directory`; its services import from `directory`/code, too."""
     standing = Standing(directory / "runs", directory / "models", directory / "code")
     standing.code.mkdir()
@@ -131,7 +131,7 @@ def stand_up(directory: Path) -> Iterator[Standing]:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = f"{ROOT}:{standing.code}"
     try:
-        start_detached(ClusterSettings(data_dir=standing.data_dir, panel=False, threads=1))
+        start_detached(ClusterSettings(data_dir=standing.data_dir, panel=panel, threads=1))
     finally:
         if before is None:
             del os.environ["PYTHONPATH"]

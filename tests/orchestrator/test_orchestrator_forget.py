@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from redis.asyncio import Redis
 
 from tests.support.cluster import Cluster, job_yaml
-from troupe.rpc import FailedPrecondition, NotFound, new_id
+from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
@@ -30,19 +31,99 @@ async def test_a_cancelled_job_is_forgotten(cluster: Cluster) -> None:
     tables = await cluster.api.DescribeTables(es.DescribeTablesRequest(job_id=job_id))
     assert {table.policy for table in tables.tables} == {"checker", "solver"}
 
-    for _ in range(2):
-        forget = orch.ForgetJobRequest(request_id=new_id(), job_id=job_id)
-        assert (await cluster.api.ForgetJob(forget)).job.state == pb.JOB_STATE_CANCELLED
-    with pytest.raises(NotFound, match="rows are freed"):
-        await cluster.api.DescribeTables(es.DescribeTablesRequest(job_id=job_id))
-    audit = await cluster.api.AuditJob(orch.AuditJobRequest(job_id=job_id))
-    assert not audit.violations
-    assert sum(one.trained for one in audit.tables.policies) > 0
+    assert await keys_of(cluster, job_id)
+    forget = orch.ForgetJobRequest(request_id=new_id(), job_id=job_id)
+    was = (await cluster.api.ForgetJob(forget)).job
+    assert (was.state, was.step > 0) == (pb.JOB_STATE_CANCELLED, True)
+    assert was.versions
+    assert (await cluster.api.ForgetJob(forget)).job == was, "repeated with its id"
+    assert await keys_of(cluster, job_id) == []
+    assert worker.deleted[-1] == job_id
+    assert cluster.trainers[0].deleted[-1] == job_id
+    assert (cluster.directory / job_id).is_dir(), "checkpoints stay"
+    for call in (
+        cluster.api.GetJob(orch.GetJobRequest(job_id=job_id)),
+        cluster.api.ForgetJob(orch.ForgetJobRequest(request_id=new_id(), job_id=job_id)),
+        cluster.api.DescribeTables(es.DescribeTablesRequest(job_id=job_id)),
+        cluster.api.ResumeJob(orch.ResumeJobRequest(request_id=new_id(), job_id=job_id)),
+    ):
+        with pytest.raises(NotFound):
+            await call
+    assert not (await cluster.api.ListJobs(orch.ListJobsRequest())).jobs
 
-    await cluster.resume(job_id)
-    job = await cluster.wait(job_id)
-    assert job.state == pb.JOB_STATE_FAILED
-    assert job.problem.kind == "job_over"
+
+async def keys_of(cluster: Cluster, job_id: str) -> list[bytes]:
+    """Whatever Redis has of a job, of the orchestrator's and the store's."""
+    async with Redis.from_url(cluster.settings.redis_url) as redis:
+        found = [key async for key in redis.scan_iter(f"*{job_id}*")]
+        for index in ("troupe:orchestrator:jobs", "troupe:orchestrator:jobs:states", "troupe:jobs"):
+            kind = await redis.type(index)
+            members = await (
+                redis.smembers(index) if kind == b"set" else redis.zrange(index, 0, -1)
+            )
+            found += [index.encode() for one in members if one.decode() == job_id]
+        return found
+
+
+async def test_a_job_that_has_ended_leaves_no_weights_unless_it_serves(cluster: Cluster) -> None:
+    """What a job published stays while its engines do, and goes when another needs the room."""
+    worker, trainer = cluster.rollouts[0], cluster.trainers[0]
+    good = await cluster.submit(job_yaml("good"))
+    assert (await cluster.wait(good)).state == pb.JOB_STATE_SUCCEEDED
+    assert good not in worker.deleted
+    bad = await cluster.submit(job_yaml("bad", pipeline__steps=50))
+    await cluster.until(bad, lambda job: job.step >= 1)
+    assert worker.deleted == [good]
+    assert trainer.deleted == [good]
+    await cluster.cancel(bad)
+    assert (await cluster.wait(bad)).state == pb.JOB_STATE_CANCELLED
+    assert worker.deleted == [good, bad]
+    assert trainer.deleted == [good, bad]
+
+
+async def test_a_worker_that_was_away_is_told_later(cluster: Cluster) -> None:
+    worker = cluster.rollouts[0]
+    first = await cluster.submit(job_yaml("first"))
+    assert (await cluster.wait(first)).state == pb.JOB_STATE_SUCCEEDED
+    worker.script.keep_states = 1
+    second = await cluster.submit(job_yaml("second"))
+    assert (await cluster.wait(second)).state == pb.JOB_STATE_SUCCEEDED
+    assert worker.deleted == []
+    third = await cluster.submit(job_yaml("third"))
+    assert (await cluster.wait(third)).state == pb.JOB_STATE_SUCCEEDED
+    assert worker.deleted == [first, second]
+
+
+async def test_jobs_are_listed_in_pages_newest_first(cluster: Cluster) -> None:
+    await cluster.trainers[0].down()
+    ids = [await cluster.submit(job_yaml(f"job-{number}")) for number in range(7)]
+    for job_id in ids[::2]:
+        await cluster.cancel(job_id)
+        await cluster.wait(job_id)
+    for state, expected in ((None, ids), (pb.JOB_STATE_CANCELLED, ids[::2])):
+        for size in (1, 2, 3, 7, 50):
+            found, token = [], ""
+            while True:
+                request = orch.ListJobsRequest(state=state, page_size=size, page_token=token)
+                reply = await cluster.api.ListJobs(request)
+                assert len(reply.jobs) <= size
+                found += [job.job_id for job in reply.jobs]
+                token = reply.next_page_token
+                if not token:
+                    break
+            assert found == expected[::-1]
+    page = await cluster.api.ListJobs(orch.ListJobsRequest(page_size=2))
+    last = page.jobs[-1].job_id
+    await cluster.cancel(last)
+    await cluster.wait(last)
+    await cluster.api.ForgetJob(orch.ForgetJobRequest(request_id=new_id(), job_id=last))
+    rest = orch.ListJobsRequest(page_token=page.next_page_token)
+    found = [job.job_id for job in (await cluster.api.ListJobs(rest)).jobs]
+    assert found == ids[:5][::-1], "a page goes on where the one before ended"
+    for token in ("x", "1:", ":a", "nan:a", "1.0:" + "x" * 500, "1e5:a", "1.0"):
+        with pytest.raises(InvalidArgument) as caught:
+            await cluster.api.ListJobs(orch.ListJobsRequest(page_token=token))
+        assert caught.value.field == "page_token"
 
 
 async def test_a_job_that_never_had_rows_is_forgotten_too(cluster: Cluster) -> None:

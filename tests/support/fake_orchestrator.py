@@ -115,8 +115,11 @@ class FakeOrchestrator(FakeTables, FakePopulation, pb_grpc.OrchestratorServicer)
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
         await self._note("ListJobs", request, context)
         wanted = request.state if request.HasField("state") else None
-        jobs = [job for job in self.jobs.values() if wanted in (None, job.state)]
-        return pb.ListJobsResponse(jobs=jobs)
+        jobs = [job for job in self.jobs.values() if wanted in (None, job.state)][::-1]
+        start = int(request.page_token or 0)
+        end = start + (request.page_size or 50)
+        token = str(end) if end < len(jobs) else ""
+        return pb.ListJobsResponse(jobs=jobs[start:end], next_page_token=token)
 
     async def WatchJob(
         self, request: pb.WatchJobRequest, context: Any

@@ -61,6 +61,8 @@ class RolloutScript:
     score_seconds: float = 0.0
     # End trajectories in the store but say nothing about them before the break.
     silent: bool = False
+    # Refuse so many calls that delete what the host's memory holds of a job.
+    keep_states: int = 0
 
 
 class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
@@ -80,6 +82,8 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         self.draining = False
         self.moves: list[tuple[str, str]] = []
         self.calls: Counter[str] = Counter()
+        # Jobs of which everything in the host's memory was to be deleted.
+        self.deleted: list[str] = []
         self.ran: list[str] = []
         self.tickets: list[ro.Ticket] = []
         # By policy: where the weights are that it serves.
@@ -171,7 +175,13 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
     async def ReleaseJob(
         self, request: ro.ReleaseJobRequest, context: Any
     ) -> ro.ReleaseJobResponse:
-        self.calls["ReleaseJob"] += 1
+        if request.delete_states:
+            if self.script.keep_states:
+                self.script.keep_states -= 1
+                raise FailedPrecondition("the script says so")
+            self.deleted.append(request.job_id)
+        else:
+            self.calls["ReleaseJob"] += 1
         self.versions.pop(request.job_id, None)
         return ro.ReleaseJobResponse()
 

@@ -72,6 +72,8 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         self.script = script or TrainerScript()
         self.bound: dict[tuple[str, str], pb.WeightsRef] = {}
         self.calls: Counter[str] = Counter()
+        # Jobs of which everything in the host's memory was to be deleted.
+        self.deleted: list[str] = []
         self.requests: list[tr.RunStepRequest] = []
         # Keys of members in the transfer layer.
         self.published: set[str] = set()
@@ -268,6 +270,9 @@ class FakeTrainer(FakeWorker, trainer_pb2_grpc.TrainerServicer):
         return Path(job / "members" / request.policy / f"v{request.version}")
 
     async def Release(self, request: tr.ReleaseRequest, context: Any) -> tr.ReleaseResponse:
+        if request.delete_states:
+            self.deleted.append(request.job_id)
+            return tr.ReleaseResponse()
         self.calls["Release"] += 1
         if self.script.deaf_releases:
             self.script.deaf_releases -= 1

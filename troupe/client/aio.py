@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from troupe.client.address import resolve_address, settings_for
 from troupe.client.cluster_records import Cluster
 from troupe.client.functions import AsyncFunctions
-from troupe.client.handle import AsyncJobHandle
+from troupe.client.handle import AsyncJobHandle, paged
 from troupe.client.records import Job, JobState
 from troupe.client.specs import Spec, read_spec
 from troupe.rpc.channel import connect
@@ -71,13 +71,17 @@ class AsyncClient:
         reply = await self._stub.SubmitJob(request)
         return self.job(reply.job.job_id)
 
-    async def jobs(self, state: JobState | None = None) -> list[Job]:
-        """All jobs, or those in `state`."""
-        request = pb.ListJobsRequest()
-        if state is not None:
-            request.state = state.number  # type: ignore[assignment]
-        reply = await self._stub.ListJobs(request)
-        return [Job.of(job) for job in reply.jobs]
+    async def jobs(self, state: JobState | None = None, limit: int | None = None) -> list[Job]:
+        """All jobs, or those in `state`, oldest first; with `limit` the newest so many."""
+
+        async def ask(size: int, token: str) -> tuple[list[Job], str]:
+            request = pb.ListJobsRequest(page_size=size, page_token=token)
+            if state is not None:
+                request.state = state.number  # type: ignore[assignment]
+            reply = await self._stub.ListJobs(request)
+            return [Job.of(job) for job in reply.jobs], reply.next_page_token
+
+        return (await paged(ask, limit))[::-1]
 
     def job(self, job_id: str) -> AsyncJobHandle:
         """A handle of a job that exists. Asks nobody."""

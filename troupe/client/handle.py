@@ -117,8 +117,9 @@ class AsyncJobHandle:
         return Job.of((await self._stub.CancelJob(request)).job)
 
     async def forget(self) -> Job:
-        """Free the rows that the job, which has ended, holds for a resume. It cannot be resumed
-        then; its log, metrics and checkpoints stay."""
+        """Delete what the cluster's memory holds of the job, which has ended: its record, log,
+        metrics, trajectories, rows and weights. What is in its directory stays, as checkpoints do.
+        Returns what the job was."""
         request = pb.ForgetJobRequest(request_id=new_id("forget"), job_id=self.id)
         return Job.of((await self._stub.ForgetJob(request)).job)
 
@@ -158,7 +159,7 @@ class AsyncJobHandle:
             )
             return [Trajectory.of(one) for one in reply.trajectories], reply.next_page_token
 
-        return await _paged(ask, limit)
+        return await paged(ask, limit)
 
     async def trajectory(self, trajectory_id: str) -> Trajectory:
         """One trajectory with the conversation between the agents."""
@@ -187,7 +188,7 @@ class AsyncJobHandle:
             )
             return [Match.of(one) for one in reply.matches], reply.next_page_token
 
-        return await _paged(ask, limit)
+        return await paged(ask, limit)
 
     async def export_member(self, member: str, to: str | Path) -> Path:
         """Copy the weights of one member of a pool into the new directory `to`, as `export` does.
@@ -267,12 +268,15 @@ class AsyncJobHandle:
         return Generation.of(reply.result)
 
 
-async def _paged(ask: Callable[[int, str], Awaitable[tuple[list[T], str]]], limit: int) -> list[T]:
-    """The first `limit` of a list that `ask(size, token)` gives a page of, with the next token."""
+async def paged(
+    ask: Callable[[int, str], Awaitable[tuple[list[T], str]]], limit: int | None
+) -> list[T]:
+    """The first `limit` (None: all) of a list that `ask(size, token)` gives a page of, with the
+    next token."""
     found: list[T] = []
     token = ""
-    while len(found) < limit:
-        page, token = await ask(min(_PAGE, limit - len(found)), token)
+    while limit is None or len(found) < limit:
+        page, token = await ask(_PAGE if limit is None else min(_PAGE, limit - len(found)), token)
         found += page
         if not token:
             break

@@ -75,7 +75,8 @@ class JobHandle:
         return self._loop.run(self._handle.cancel(reason))
 
     def forget(self) -> Job:
-        """Free the rows that the job, which has ended, holds for a resume."""
+        """Delete what the cluster's memory holds of the job, which has ended; its directory
+        stays."""
         return self._loop.run(self._handle.forget())
 
     def versions(self, policy: str) -> list[Version]:
@@ -194,9 +195,9 @@ class Client:
         """Submit a job: a path, YAML or JSON text, or a `JobSpec`."""
         return JobHandle(self._loop.run(self._client.submit(spec, job_id)), self._loop)
 
-    def jobs(self, state: JobState | None = None) -> list[Job]:
-        """All jobs, or those in `state`."""
-        return self._loop.run(self._client.jobs(state))
+    def jobs(self, state: JobState | None = None, limit: int | None = None) -> list[Job]:
+        """All jobs, or those in `state`, oldest first; with `limit` the newest so many."""
+        return self._loop.run(self._client.jobs(state, limit))
 
     def job(self, job_id: str) -> JobHandle:
         """A handle of a job that exists. Asks nobody."""

@@ -204,6 +204,17 @@ _BY_CODE: Final = {cls.code: cls for cls in _CLASSES}
 _BY_KIND: Final = {cls.default_kind: cls for cls in _CLASSES}
 
 
+def undecodable(raw: bytes, error: Exception) -> InvalidArgument:
+    """The error of a request whose bytes `raw` are not the message of its call."""
+    return InvalidArgument(
+        f"these {len(raw):,} bytes are not the request of this call: {error}",
+        kind="undecodable_request",
+        field="request",
+        remedy="Send the message that protos/troupe/v1 says, as protobuf encodes it; strings are "
+        "UTF-8.",
+    )
+
+
 def to_status(error: TroupeError) -> status_pb2.Status:
     """The `google.rpc.Status` of `error`, with its `Problem` as the one detail."""
     message = _clip_bytes(str(error), _MESSAGE_LIMIT, _percent_encoded)

@@ -22,6 +22,22 @@ def new_id(prefix: str = "") -> str:
     return f"{prefix}-{fresh}" if prefix else fresh
 
 
+# Of jobs and policies: also the name of a directory.
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_name(field: str, value: str) -> str:
+    """`value`, the id of a job or the name of a policy. Raises `InvalidArgument`."""
+    if not _NAME.fullmatch(value):
+        raise InvalidArgument(
+            "must be 1 to 128 letters, digits, '.', '_' or '-', and begin with a letter or digit",
+            field=field,
+            value=value if value.isprintable() else ascii(value),
+            remedy="Send it as the job's record and specification have it.",
+        )
+    return value
+
+
 # As Redis makes them for the entries of a stream: milliseconds, and a number among those.
 _EVENT_ID: Final = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 

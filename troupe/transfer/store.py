@@ -224,6 +224,11 @@ class Transfer:
         states that were. What was set on this host stays."""
         return sum(self.delete(key) for key, _ in list(self._shelf.fetched(prefix)))
 
+    def clear(self, prefix: str) -> int:
+        """Delete all that this host has under `prefix`, whoever set it; how many states that
+        were. Tensors already got stay valid."""
+        return sum(self.delete(key) for key in self.keys(prefix))
+
     def keys(self, prefix: str = "") -> list[str]:
         """All keys of this host that start with `prefix`, sorted."""
         return self._shelf.keys(prefix)

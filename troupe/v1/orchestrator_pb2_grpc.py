@@ -215,8 +215,8 @@ class OrchestratorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ForgetJob(self, request, context):
-        """Frees the rows that a job which has ended still holds, for a resume. It cannot be resumed then;
-        its log, metrics and checkpoints stay. Idempotent.
+        """Deletes all that the cluster's memory holds of a job that has ended: its record, log, metrics,
+        trajectories, rows and published weights. What is in its directory stays (checkpoints, metrics).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

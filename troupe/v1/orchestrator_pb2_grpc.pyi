@@ -42,8 +42,8 @@ class OrchestratorStub:
     """Continues a paused job, or one that failed or was cancelled, from its last committed step."""
     CancelJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelJobRequest, _orchestrator_pb2.CancelJobResponse]
     ForgetJob: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ForgetJobRequest, _orchestrator_pb2.ForgetJobResponse]
-    """Frees the rows that a job which has ended still holds, for a resume. It cannot be resumed then;
-    its log, metrics and checkpoints stay. Idempotent.
+    """Deletes all that the cluster's memory holds of a job that has ended: its record, log, metrics,
+    trajectories, rows and published weights. What is in its directory stays (checkpoints, metrics).
     """
     ListVersions: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListVersionsRequest, _orchestrator_pb2.ListVersionsResponse]
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListCheckpointsRequest, _orchestrator_pb2.ListCheckpointsResponse]
@@ -91,8 +91,8 @@ class OrchestratorAsyncStub(OrchestratorStub):
     """Continues a paused job, or one that failed or was cancelled, from its last committed step."""
     CancelJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.CancelJobRequest, _orchestrator_pb2.CancelJobResponse]  # type: ignore[assignment]
     ForgetJob: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ForgetJobRequest, _orchestrator_pb2.ForgetJobResponse]  # type: ignore[assignment]
-    """Frees the rows that a job which has ended still holds, for a resume. It cannot be resumed then;
-    its log, metrics and checkpoints stay. Idempotent.
+    """Deletes all that the cluster's memory holds of a job that has ended: its record, log, metrics,
+    trajectories, rows and published weights. What is in its directory stays (checkpoints, metrics).
     """
     ListVersions: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListVersionsRequest, _orchestrator_pb2.ListVersionsResponse]  # type: ignore[assignment]
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListCheckpointsRequest, _orchestrator_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
@@ -185,8 +185,8 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.ForgetJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.ForgetJobResponse, _abc.Awaitable[_orchestrator_pb2.ForgetJobResponse]]:
-        """Frees the rows that a job which has ended still holds, for a resume. It cannot be resumed then;
-        its log, metrics and checkpoints stay. Idempotent.
+        """Deletes all that the cluster's memory holds of a job that has ended: its record, log, metrics,
+        trajectories, rows and published weights. What is in its directory stays (checkpoints, metrics).
         """
 
     @_abc_1.abstractmethod

@@ -1235,17 +1235,23 @@ class ReleaseJobRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
+    DELETE_STATES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
+    delete_states: _builtins.bool
+    """The job has ended or is paused: also delete what this host's memory holds of it, such as
+    published weights. A resume publishes them again.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         job_id: _builtins.str = ...,
+        delete_states: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delete_states", b"delete_states", "job_id", b"job_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

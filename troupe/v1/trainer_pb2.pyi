@@ -595,19 +595,24 @@ class ReleaseRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     JOB_ID_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    DELETE_STATES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     job_id: _builtins.str
     policy: _builtins.str
+    """Empty with `delete_states`: none is bound any more."""
+    delete_states: _builtins.bool
+    """As in `ReleaseJobRequest`."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         job_id: _builtins.str = ...,
         policy: _builtins.str = ...,
+        delete_states: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id", "policy", b"policy", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delete_states", b"delete_states", "job_id", b"job_id", "policy", b"policy", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

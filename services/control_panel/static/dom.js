@@ -91,3 +91,12 @@ export async function api(path, options = {}) {
   }
   return body;
 }
+
+// The items of a page of a list, and the token of the next page: "" when there is none.
+export async function apiPage(path) {
+  const reply = await fetch(path);
+  const body = await reply.json();
+  if (!reply.ok) throw new Error(advice(body.detail ?? reply.statusText, body.remedy));
+  const next = reply.headers.get("link")?.match(/<([^>]+)>; rel="next"/)?.[1];
+  return [body, next ? new URL(next, location.href).searchParams.get("page") : ""];
+}

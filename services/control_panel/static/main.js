@@ -1,7 +1,7 @@
 // Wires the page to the REST interface: one stream for the cluster, one for the chosen job.
 import { Chart } from "./charts.js";
 import { drawEngines, drawPolicies, drawServices } from "./cluster.js";
-import { advice, api, byId, duration, el, number, toast } from "./dom.js";
+import { advice, api, apiPage, byId, duration, el, number, toast } from "./dom.js";
 import { drawFunctions } from "./functions.js";
 import { drawPopulation } from "./population.js";
 import { audit, drawSamples } from "./samples.js";
@@ -163,17 +163,34 @@ function watchMatch(id) {
 
 // --- the cluster ----------------------------------------------------------------------------
 
-function drawJobs(jobs) {
+// Jobs that the stream does not tell of: fetched when somebody asks for older ones.
+const OLDER = " older";
+let older = [];
+let olderPage;
+
+async function fetchOlder() {
+  const [found, next] = await apiPage(`/api/jobs?limit=200&page=${encodeURIComponent(olderPage)}`);
+  older.push(...found);
+  olderPage = next;
+}
+
+function drawJobs(newest, nextPage) {
+  if (!older.length) olderPage = nextPage;
+  const told = new Set(newest.map((item) => item.job_id));
+  const jobs = [...newest, ...older.filter((item) => !told.has(item.job_id))];
   const select = byId("job-select");
   const shown = jobs.map((item) => `${item.job_id} (${item.state})`);
+  if (olderPage) shown.push("older jobs ...");
   if (shown.join() !== select.dataset.shown) {
     select.dataset.shown = shown.join();
-    select.replaceChildren(...jobs.map((item, i) => el("option", { value: item.job_id }, shown[i])));
+    select.replaceChildren(...shown.map((text, i) => el("option", { value: jobs[i]?.job_id ?? OLDER }, text)));
     if (chosen) select.value = chosen;
   }
   if (!chosen && jobs.length) choose(jobs[0].job_id);
   else if (chosen && !stream) choose(chosen);
-  job = jobs.find((item) => item.job_id === chosen) ?? job;
+  const found = jobs.find((item) => item.job_id === chosen);
+  if (chosen && !found && !job) api(`/api/jobs/${encodeURIComponent(chosen)}`).then((item) => (job = item)).catch(() => {});
+  job = found ?? job;
 }
 
 function drawQueue(cluster) {
@@ -198,7 +215,7 @@ const cluster = new EventSource("/api/cluster/events");
 cluster.addEventListener("cluster", (event) => {
   const data = JSON.parse(event.data);
   live("live", true);
-  drawJobs(data.jobs);
+  drawJobs(data.jobs, data.next_page);
   drawServices(data.cluster);
   drawEngines(data.cluster.engines, chosen);
   if (job) drawPolicies(job, data.cluster.bindings);
@@ -221,7 +238,11 @@ setInterval(() => {
 
 // --- what a person does ---------------------------------------------------------------------
 
-byId("job-select").addEventListener("change", (event) => choose(event.target.value));
+byId("job-select").addEventListener("change", (event) => {
+  if (event.target.value !== OLDER) return choose(event.target.value);
+  event.target.value = chosen;
+  fetchOlder().catch((error) => toast(error.message));
+});
 byId("actions").addEventListener("click", async (event) => {
   const action = event.target.dataset.action;
   if (!action || !chosen) return;

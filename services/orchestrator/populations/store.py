@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 from services.orchestrator.job_store import JobStore
 from services.orchestrator.populations import on_demand
@@ -28,7 +28,7 @@ class PopulationStore:
         self._redis = redis
         self._jobs = jobs
         # Matches and steps write beside each other; what was the case earlier must not come later.
-        self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._writing = WeakValueDictionary[str, asyncio.Lock]()
 
     async def load(self, job_id: str) -> PopulationState | None:
         """The population as it was last saved; None before that."""
@@ -41,7 +41,7 @@ class PopulationStore:
 
     async def save(self, job_id: str, epoch: int, state: PopulationState) -> None:
         """Replace all of it. Raises `Superseded`."""
-        async with self._writing[job_id]:
+        async with self._writing.setdefault(job_id, asyncio.Lock()):
             await self._write(job_id, epoch, state.to_fields())
 
     async def save_slots(
@@ -53,7 +53,7 @@ class PopulationStore:
     ) -> None:
         """Replace what is said of slots; that some have `loaded` something else, `state` says only
         once it is durable. Raises `Superseded`."""
-        async with self._writing[job_id]:
+        async with self._writing.setdefault(job_id, asyncio.Lock()):
             slots = {**state.slots, **loaded}
             await self._write(job_id, epoch, replace(state, slots=slots).slot_fields())
             state.slots = slots

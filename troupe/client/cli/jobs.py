@@ -28,22 +28,28 @@ from troupe.rpc.errors import TroupeError
 
 app = typer.Typer(help="Look at jobs and steer them.", no_args_is_help=True)
 app.command("audit")(audit)
+# Jobs that a list shows unless it is asked for more.
+_LISTED = 50
 JobId = Annotated[str, typer.Argument(metavar="JOB", show_default=False, help="Id of the job.")]
 
 
 @app.command("list")
 def list_jobs(
     state: Annotated[JobState | None, typer.Option(help="Only jobs in this state.")] = None,
+    limit: Annotated[
+        int, typer.Option(min=1, help="At most so many; the newest.", metavar="N")
+    ] = _LISTED,
     as_json: options.AsJson = False,
     cluster: options.ClusterAddress = None,
     data_dir: options.DataDir = None,
 ) -> None:
-    """List the jobs of the cluster."""
+    """List the newest jobs of the cluster, the newest last."""
 
     async def ask(client: AsyncClient) -> list[Job]:
-        return await client.jobs(state)
+        return await client.jobs(state, limit + 1)
 
     jobs = call(ask, address=cluster, data_dir=data_dir)
+    more, jobs = len(jobs) > limit, jobs[-limit:]
     if as_json:
         print(json.dumps([plain(job) for job in jobs], indent=2))
         return
@@ -65,6 +71,8 @@ def list_jobs(
             duration(age),
         )
     console.print(table)
+    if more:
+        console.print(f"these are the newest {limit}; --limit shows more", highlight=False)
 
 
 @app.command()
@@ -168,14 +176,14 @@ def cancel(
 def forget(
     job_id: JobId, cluster: options.ClusterAddress = None, data_dir: options.DataDir = None
 ) -> None:
-    """Free the rows that a failed or cancelled job keeps for a resume; then it cannot be resumed.
-    Its log, metrics and checkpoints stay."""
+    """Delete what the cluster's memory holds of an ended job: its record, log, metrics,
+    trajectories, rows and weights. What is in its directory stays, as checkpoints do."""
 
     async def ask(client: AsyncClient) -> Job:
         return await client.job(job_id).forget()
 
     job = call(ask, address=cluster, data_dir=data_dir)
-    Console().print(f"the rows of {job.id} are freed", highlight=False)
+    Console().print(f"{job.id} is forgotten; its files stay in {job.directory}", highlight=False)
 
 
 def plain(job: Job) -> dict[str, Any]:

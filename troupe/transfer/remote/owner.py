@@ -22,7 +22,7 @@ from troupe.transfer.errors import KeyNotFound
 from troupe.transfer.mappings import Mappings
 from troupe.transfer.places import Wanted
 from troupe.transfer.remote.arrivals import Arrivals
-from troupe.transfer.remote.callers import Bearer, is_loopback
+from troupe.transfer.remote.callers import Bearer, TypedErrors, is_loopback
 from troupe.transfer.remote.held import Held
 from troupe.transfer.remote.lanes import Lanes
 from troupe.transfer.remote.peer import Peer
@@ -79,7 +79,7 @@ class Owner:
         # Two threads more than readers: descriptions do not wait for a long read.
         self._server = grpc.server(
             ThreadPoolExecutor(max_readers + 8, thread_name_prefix="transfer-owner"),
-            interceptors=[] if token is None else [Bearer(token)],
+            interceptors=[*([] if token is None else [Bearer(token)]), TypedErrors()],
             options=[*channel_options(_MAX_MESSAGE_MIB), ("grpc.so_reuseport", 0)],
             maximum_concurrent_rpcs=max_readers + 8,
         )
@@ -139,15 +139,14 @@ class Owner:
             except KeyNotFound as error:
                 failure = failure or error
                 continue
-            except Unavailable as error:
-                log.warning("%s: not from %s: %s", request.key, address, error)
-                failure = Unavailable(
-                    error.message, kind=OTHER_OWNER_AWAY, field="owner", value=address
-                )
-                continue
             except TroupeError as error:
                 log.warning("%s: not from %s: %s", request.key, address, error)
                 failure = error
+                # Also what gRPC says of an address that is none.
+                if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN):
+                    failure = Unavailable(
+                        error.message, kind=OTHER_OWNER_AWAY, field="owner", value=address
+                    )
                 continue
             return pb.FetchStateResponse(
                 key=fetched.manifest.key,
