@@ -11,6 +11,9 @@ from typing import Any, Final
 
 from troupe.v1 import common_pb2 as pb
 
+# Metric of a completed trajectory that opened an endpoint, was rewarded, and made no turn.
+UNUSED_ENDPOINT: Final = "endpoint_unused"
+
 
 class IllegalTransition(ValueError):
     """A state machine was asked for a move that its table does not allow."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Final
 
 from services.orchestrator.batch import Batch
 from services.orchestrator.context import JobContext
@@ -13,6 +14,11 @@ from services.orchestrator.metrics import Tally
 from troupe.rpc import ResourceExhausted
 from troupe.scheduling import admission
 from troupe.v1 import rollout_pb2 as ro
+
+NO_TURNS_REMEDY: Final = (
+    "The client answered from a cache of its own, or asked another model: switch its cache off "
+    "(DSPy: `cache=False`; LangChain: `set_llm_cache(None)`) and give it the endpoint's base_url."
+)
 
 
 class EvaluationRunner:
@@ -100,15 +106,31 @@ def check_failures(
 
 async def report_failures(job: JobContext, name: str, tally: Tally, total: int) -> None:
     """Say that some trajectories failed, though not too many: the first time, the 2nd, 4th, ..."""
-    if not tally.failed:
-        return
-    reason = tally.most_common_reason
-    kind = reason.partition(":")[0]
+    if tally.failed:
+        reason = tally.most_common_reason
+        await _complain(
+            job,
+            reason.partition(":")[0],
+            f"{name}: {tally.failed} of {total} trajectories failed{{again}}, "
+            f"most of them so: {reason}",
+        )
+
+
+async def report_unused_endpoints(job: JobContext, name: str, tally: Tally) -> None:
+    """Say that trajectories opened an endpoint and made no turn: the first time, the 2nd, ..."""
+    if tally.without_turns:
+        await _complain(
+            job,
+            "endpoint_unused",
+            f"{name}: {tally.without_turns} of {tally.completed} trajectories opened an endpoint "
+            f"and were rewarded{{again}}, but made no turn. {NO_TURNS_REMEDY}",
+        )
+
+
+async def _complain(job: JobContext, kind: str, text: str) -> None:
+    """Warn of a `kind` of trouble the first time, the 2nd, 4th, ...; `text` says {again}."""
     job.complaints[kind] += 1
     count = job.complaints[kind]
     if count & (count - 1) == 0:
         again = f" (for the {count}th time)" if count > 2 else " (again)" if count == 2 else ""
-        await job.warn(
-            f"{name}: {tally.failed} of {total} trajectories failed{again}, "
-            f"most of them so: {reason}"
-        )
+        await job.warn(text.replace("{again}", again))

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from troupe.states import UNUSED_ENDPOINT
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import rollout_pb2 as ro
@@ -17,6 +18,9 @@ TEAM: Final = "team"
 # reasons begin that name these.
 RETRIES: Final = "environment_retries"
 _FAULTS: Final = ("environment_", "tool_")
+# Metrics of a step that its job is judged by when it ends.
+COMPLETED: Final = "trajectories/completed"
+WITHOUT_TURNS: Final = "trajectories/without_turns"
 
 
 class Tally:
@@ -32,6 +36,8 @@ class Tally:
         self.failed = 0
         # Ended because nobody needs them any more.
         self.aborted = 0
+        # Completed ones that opened an endpoint and were rewarded, and at which nobody spoke.
+        self.without_turns = 0
         self._reasons: Counter[str] = Counter()
         # Attempts that were made again, and trajectories that failed for good, because of their
         # environment or a tool.
@@ -68,6 +74,7 @@ class Tally:
                 oldest = min(span.version for span in turn.versions)
                 self._staleness.add(self._versions[turn.policy] - oldest)
         self._retries += event.metrics.get(RETRIES, 0.0)
+        unused = event.metrics.get(UNUSED_ENDPOINT, 0.0) > 0
         if event.state == pb.TRAJECTORY_STATE_ABORTED:
             self.aborted += 1
             return
@@ -77,6 +84,7 @@ class Tally:
             self._faults += event.reason.startswith(_FAULTS)
             return
         self.completed += 1
+        self.without_turns += unused
         rewards = dict(event.rewards)
         if TEAM not in self._agents and (team := rewards.pop(TEAM, None)) is not None:
             self._team.add(team)
@@ -85,7 +93,8 @@ class Tally:
         if rewards:
             self._reward.add(sum(rewards.values()) / len(rewards))
         for name, value in event.metrics.items():
-            self._team_metrics[name].add(value)
+            if name != UNUSED_ENDPOINT:
+                self._team_metrics[name].add(value)
 
     def scores(self) -> dict[str, float]:
         """How well it went, for comparing before and after: `reward/<agent>`, `team_success`."""
@@ -99,9 +108,11 @@ class Tally:
     def values(self, seconds: float) -> dict[str, float]:
         """All metrics; `seconds` is what the trajectories took together, by the clock."""
         found = {
-            "trajectories/completed": float(self.completed),
+            COMPLETED: float(self.completed),
             "trajectories/failed": float(self.failed),
         }
+        if self.without_turns:
+            found[WITHOUT_TURNS] = float(self.without_turns)
         if self.aborted:
             found["trajectories/aborted"] = float(self.aborted)
         if self._retries or self._faults:

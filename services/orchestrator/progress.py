@@ -9,32 +9,43 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Final
 
-from services.orchestrator.evaluation import EvaluationRunner
+from services.orchestrator.evaluation import NO_TURNS_REMEDY, EvaluationRunner
 from services.orchestrator.faults import alongside
 from services.orchestrator.manifests import manifest, write_manifest
+from services.orchestrator.metrics import COMPLETED, WITHOUT_TURNS
 from services.orchestrator.records import JobRecord
 from services.orchestrator.sinks import Sinks
 from services.orchestrator.step_rollout import Crew
 from services.orchestrator.window import Window
-from troupe.rpc import TroupeError
+from troupe.rpc import FailedPrecondition, TroupeError
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
 from troupe.v1 import trainer_pb2 as tr
 
+# A job of which more trajectories made no turn at their endpoint is no plain success.
+_WITHOUT_TURNS_SHARE: Final = 0.1
+
 
 class Progress:
     """Takes a job with bound policies and ready engines from step to step."""
 
-    def __init__(self, crew: Crew, record: JobRecord, sinks: Sinks) -> None:
+    def __init__(
+        self, crew: Crew, record: JobRecord, sinks: Sinks, past: Iterable[orch.MetricsLogged] = ()
+    ) -> None:
+        """`past`: what was logged of the job before."""
         self._crew = crew
         self._job = crew.job
         self._record = record
         self._sinks = sinks
         self._population = crew.population
+        self._judged = dict.fromkeys((COMPLETED, WITHOUT_TURNS), 0.0)
+        for row in past:
+            self._judge(row.values)
         self._window = Window(crew, record.step, self._finish)
 
     @property
@@ -61,10 +72,50 @@ class Progress:
     async def _finish(self, step: int, values: dict[str, float]) -> None:
         if self._population is not None:
             values |= self._population.metrics()
+        self._judge(values)
         store = self._job.shared.store
         await store.finish_step(self._job.job_id, self._job.epoch, step, values)
         self._record = replace(self._record, step=step + 1)
         await self._copy(orch.MetricsLogged(step=step + 1, values=values))
+
+    async def shortfall(self) -> TroupeError | None:
+        """Why the job, all of whose steps are done, taught nothing; None: it did.
+
+        Policies that alone were never updated are named in the job's log.
+        """
+        policies = self._job.spec.trained_policies
+        if not policies or self._record.step == 0:
+            return None
+        completed, unused = self._judged[COMPLETED], self._judged[WITHOUT_TURNS]
+        if unused and unused >= _WITHOUT_TURNS_SHARE * completed:
+            return FailedPrecondition(
+                f"{unused:.0f} of {completed:.0f} trajectories opened an endpoint and were "
+                "rewarded, but made no turn: nothing of them was trained on",
+                kind="no_turns",
+                field="workflow",
+                value=self._job.spec.workflow,
+                remedy=NO_TURNS_REMEDY,
+            )
+        entries = await self._job.shared.ledger.entries(self._job.job_id)
+        idle = [one for one in policies if one in entries and not entries[one].weights.version]
+        if idle == list(policies):
+            return FailedPrecondition(
+                f"no policy was updated in {self._record.step} steps: no sample had a signal",
+                kind="nothing_learned",
+                field="policies",
+                value=", ".join(idle),
+                remedy="Rewards that are equal within every group teach nothing: look at "
+                "`reward/*/mean`, at the trajectories, and at `troupe jobs audit` for why samples "
+                "were dropped.",
+            )
+        if idle:
+            steps = self._record.step
+            await self._job.warn(f"not updated in any of {steps} steps: {', '.join(idle)}")
+        return None
+
+    def _judge(self, values: Mapping[str, float]) -> None:
+        for name in self._judged:
+            self._judged[name] += values.get(name, 0.0)
 
     def _next_due(self) -> int:
         """Steps after which an evaluation or checkpoints are due; at the latest the last."""

@@ -64,6 +64,8 @@ class JobRunner:
         self._job: JobContext
         self._record: JobRecord
         self._sinks: Sinks | None = None
+        # What was logged before this runner.
+        self._past: list[orch.MetricsLogged] = []
         self._tables: TableWatch
         self._trainers: Trainers | None = None
         self._engines: Engines | None = None
@@ -169,14 +171,18 @@ class JobRunner:
         )
         if self._population is not None:
             self._population.attend(crew.dispatch, engines)
-        self._progress = progress = Progress(crew, self._record, self._sinks)
+        self._progress = progress = Progress(crew, self._record, self._sinks, self._past)
         aside = together(engines.run(), crew.dispatch.run(), crew.tables.run(), self._watch_epoch())
         if not await alongside(self._play(progress, engines), aside):
             return await self._end(pb.JOB_STATE_PAUSED, "pausing: giving workers back")
         # Engines stay up, so that people can generate, until another job needs the room.
         await self._let_members_go()
         await trainers.release(self._shared.settings.cleanup_seconds)
-        await self._move(pb.JOB_STATE_SUCCEEDED)
+        shortfall = await progress.shortfall()
+        if shortfall is not None:
+            await self._job.error(str(shortfall))
+        problem = None if shortfall is None else shortfall.to_problem()
+        await self._move(pb.JOB_STATE_SUCCEEDED, problem)
         if self._job.spec.pipeline.max_uses > 1:
             await free_tables(self._shared, self._job_id)
         return self._shared.log.forget(self._job_id)
@@ -190,7 +196,8 @@ class JobRunner:
         await self._move(pb.JOB_STATE_STARTING)
         await make_directory(job.directory, job.spec)
         self._sinks = Sinks(job.spec, self._job_id, job.directory)
-        for trouble in await self._sinks.open(await shared.store.metrics(self._job_id)):
+        self._past = await shared.store.metrics(self._job_id)
+        for trouble in await self._sinks.open(self._past):
             await job.warn(trouble)
         await shared.workers.wait_for(_BOTH, self._patience("workers"))
         await make_room(shared, self._job_id)

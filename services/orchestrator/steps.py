@@ -7,7 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from services.orchestrator.evaluation import check_failures, report_failures
+from services.orchestrator.evaluation import (
+    check_failures,
+    report_failures,
+    report_unused_endpoints,
+)
 from services.orchestrator.faults import Patience, together
 from services.orchestrator.metrics import Tally, commit_metrics, staleness
 from services.orchestrator.redundancy import Redundancy
@@ -118,6 +122,7 @@ class StepRunner:
         finally:
             await self._recent.flush()
         await report_failures(self._job, self._name, self._tally, self._total)
+        await report_unused_endpoints(self._job, self._name, self._tally)
         return await self._values()
 
     async def _roll_out(self) -> None:

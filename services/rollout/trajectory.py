@@ -24,7 +24,7 @@ from services.rollout.workflow_call import FATAL, bounded, call_workflow, failur
 from troupe.endpoint.server import EndpointServer
 from troupe.outcomes import safe_text
 from troupe.rpc.errors import Internal, InvalidArgument, TroupeError
-from troupe.states import TRAJECTORY, check, is_terminal
+from troupe.states import TRAJECTORY, UNUSED_ENDPOINT, check, is_terminal
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import rollout_pb2 as rollout
 from troupe.workflow import Agents, Query, Tools, Turn, WorkflowError, scoring
@@ -230,6 +230,9 @@ class Trajectory:
         total = scoring.add_up([rewards, *parts])
         scoring.check_complete(total, self._turns, job.trained)
         self._rewards = scoring.with_turn_rewards(total, self._turns)
+        if backend.opened_endpoint and total and not self._turns:
+            # A framework's cache answered, or another model did: nothing here can be trained on.
+            self._metrics = self._metrics | {UNUSED_ENDPOINT: 1.0}
         if not self._stored:
             return []
         rows = rows_of(

@@ -46,6 +46,8 @@ class TurnBackend:
         """Task domain of the query, once that is known."""
         self._endpoints = endpoints
         self._doors: dict[tuple[str, bool], tuple[str, Endpoint]] = {}
+        self.opened_endpoint = False
+        """Whether the workflow asked for an address at which to speak as an agent."""
         self._homes: dict[str, Home] = {}
         self._asked = 0
         self._pending: dict[asyncio.Task[object], str] = {}
@@ -102,6 +104,7 @@ class TurnBackend:
         key = agent.name, lenient
         if key not in self._doors:
             self._doors[key] = self._endpoints.open(agent, lenient=lenient)
+            self.opened_endpoint = True
         return self._doors[key][1]
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -17,7 +18,7 @@ from troupe.client.cli.plain import PlainDisplay
 from troupe.client.cli.progress import Progress
 from troupe.client.cli.summary import print_summary, scores
 from troupe.job import parse_job
-from troupe.rpc import Internal
+from troupe.rpc import FailedPrecondition, Internal
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -160,3 +161,35 @@ def test_a_sparkline_never_fails_nor_overflows(values: list[float], width: int) 
     line = sparkline(values, width)
     assert len(line) <= width
     assert sparkline([0, 1], ascii_only=True).isascii()
+
+
+def test_a_step_without_a_signal_shows_nothing_of_the_step_before(job: Job) -> None:
+    stream = io.StringIO()
+    display, progress = PlainDisplay(stream), Progress(job)
+    numbers = {"solver__loss__policy": 0.5, "solver__grad_norm": 2.0}
+    good = {"solver__skipped": 0, "solver__samples": 8, "checker__skipped": 0}
+    for event in (
+        step(1, 5, reward__solver__mean=0.25, team__mean=0.5, **numbers, **good),
+        step(2, 9, solver__skipped=0, solver__samples=0, checker__skipped=1, checker__samples=4),
+    ):
+        progress.apply(event)
+        display.show(progress, event)
+    first, second = stream.getvalue().splitlines()
+    assert "solver v1 loss 0.500 grad 2.00" in first
+    assert "team 0.500" in first
+    assert second == "step 2/10 | solver v1 no update | checker v0 no update | eta 32s"
+    assert progress.policy("solver").loss is None
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40)
+    with console.capture() as captured:
+        console.print(LiveDisplay(console).picture(progress))
+    assert captured.get().count("no update") == 2
+    assert "0.250" not in captured.get()
+
+
+def test_a_job_that_taught_nothing_says_so_in_its_summary(job: Job) -> None:
+    problem = FailedPrecondition("no policy was updated", kind="nothing_learned", remedy="Look.")
+    console = Console(file=io.StringIO(), width=100)
+    for state, said in ((JobState.SUCCEEDED, True), (JobState.FAILED, False)):
+        with console.capture() as captured:
+            print_summary(console, replace(job, state=state, problem=problem), [])
+        assert ("nothing was learned: no policy was updated. Look." in captured.get()) is said

@@ -41,6 +41,8 @@ AT_ONCE = 12
 GROWTH_MIB = 400
 # What gRPC itself says of a call whose time is over, or that its caller gave up.
 MADE_BY_GRPC = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+# Our own side, of a message of a stream that was refused before it.
+WRITTEN_TOO_LATE = "Internal error from Core"
 FORBIDDEN = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 SERVICES = {
     "orchestrator": [orchestrator_pb2.DESCRIPTOR, reward_pb2.DESCRIPTOR],
@@ -144,6 +146,8 @@ async def call(
         made.cancel()
         return Answer(grpc.StatusCode.CANCELLED, "given up", typed=True)
     except grpc.aio.AioRpcError as error:
+        if error.details() == WRITTEN_TOO_LATE:
+            return Answer(grpc.StatusCode.CANCELLED, "ended before all was sent", typed=True)
         trailing = dict(error.trailing_metadata() or ())
         typed = False
         with contextlib.suppress(Exception):

@@ -113,6 +113,9 @@ class Record:
     def __init__(self, epoch: int) -> None:
         self.epoch, self.state, self.problem = epoch, pb.JOB_STATE_RUNNING, pb.Problem()
 
+    async def with_states(self) -> list[str]:
+        return []
+
     async def get(self, job_id: str) -> Any:
         return self
 

@@ -33,6 +33,7 @@ class RolloutScript:
     # Besides.
     slow: Callable[[ro.Ticket], float] = lambda ticket: 0.0
     reward: Callable[[ro.Ticket], dict[str, float]] = lambda ticket: {"solver": 1.0, "team": 1.0}
+    metrics: Callable[[ro.Ticket], dict[str, float]] = lambda ticket: {}
     # How it ended is told so long after the store knows.
     late: Callable[[ro.Ticket], float] = lambda ticket: 0.0
     # A reason: the trajectory fails with it.
@@ -335,6 +336,7 @@ class FakeRollout(FakeWorker, rollout_pb2_grpc.RolloutServicer):
         elif reason is None:
             event.state = pb.TRAJECTORY_STATE_COMPLETED
             event.rewards.update(script.reward(ticket))
+            event.metrics.update(script.metrics(ticket))
         else:
             event.state, event.reason = pb.TRAJECTORY_STATE_FAILED, reason
         samples = []

@@ -270,6 +270,12 @@ class Result:
         return self.job.after
 
     @property
+    def problem(self) -> TroupeError | None:
+        """Why the job, though all of its steps are done, taught nothing: no policy was ever
+        updated, or trajectories made no turns. None for a plain success."""
+        return self.job.problem
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Newest value of every metric."""
         return self.job.metrics

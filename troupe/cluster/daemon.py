@@ -76,7 +76,7 @@ def start_detached(settings: ClusterSettings) -> ClusterState:
     settings = settings.resolved()
     if (state := running_state(settings.data_dir)) is not None:
         raise ClusterRunning(settings.data_dir, state.supervisor_pid)
-    log = settings.data_dir / "logs" / "supervisor.log"
+    log = settings.data_dir / "logs" / logs.SUPERVISOR_LOG
     try:
         close_to_others(settings.data_dir)
         file = logs.open_log(log, "supervisor start")

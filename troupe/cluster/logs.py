@@ -1,24 +1,35 @@
-"""Log files of the cluster's processes: `data_dir/logs/<service>.log`."""
+"""Log files of the cluster's processes: `data_dir/logs/<service>.log`.
+
+A process writes its log itself, at the end of the file. Whoever supervises it rotates the file
+meanwhile: what is in it is copied to `<service>.log.1`, and the file begins anew, so that a process
+that prints without end fills no disk.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from contextlib import suppress
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
-# The file of an earlier life is kept as `.1` once it is this long.
+# A file that is longer is rotated; of what is moved so much is kept, the end of it.
 ROTATE_BYTES = 16 * 2**20
+CHECK_SECONDS = 0.2
+SUPERVISOR_LOG = "supervisor.log"
+_COPY_BYTES = 1 << 20
+# What was written while the file was copied is copied as well, so often.
+_CATCH_UPS = 3
 _TAIL_BYTES = 8192
 
 
 def open_log(path: Path, title: str) -> FileIO:
     """Open `path` for appending, after a line that says what begins here."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.exists() and path.stat().st_size > ROTATE_BYTES:
-        path.replace(path.with_suffix(".log.1"))
+    rotate(path)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
     file = FileIO(os.open(path, flags, 0o600), "ab")
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -27,9 +38,65 @@ def open_log(path: Path, title: str) -> FileIO:
     return file
 
 
+def rotate(path: Path) -> None:
+    """Begin the log `path` anew once it is longer than `ROTATE_BYTES`, while its process goes on
+    writing. The end of what was in it is in `.1` then; both files say what was cut.
+
+    On a disk without room it begins anew without a copy.
+    """
+    try:
+        with path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size <= ROTATE_BYTES:
+                return
+            older = path.with_suffix(".log.1")
+            try:
+                copied = _copy_end(file, size, older)
+            except OSError:  # no room: then this makes some
+                older.with_suffix(".tmp").unlink(missing_ok=True)
+                older.unlink(missing_ok=True)
+                copied = 0
+            lost = file.seek(0, os.SEEK_END) - copied
+            file.truncate(0)
+    except FileNotFoundError:
+        return
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    cut = f"; {lost:,} bytes between were cut" if copied else f"; {lost:,} bytes were cut"
+    with suppress(OSError), path.open("ab", buffering=0) as log:
+        where = f"what was here before is in {older.name}" if copied else "begun anew"
+        log.write(f"--- {where}{cut if lost else ''} ({now}) ---\n".encode())
+
+
+def _copy_end(file: BinaryIO, size: int, older: Path) -> int:
+    """Put the last `ROTATE_BYTES` of `file`, which has `size` bytes and grows, into `older`.
+    Returns up to where it is copied."""
+    scratch = older.with_suffix(".tmp")
+    position = size - ROTATE_BYTES
+    with scratch.open("wb") as copy:
+        os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+        file.seek(position)
+        if position:
+            position += len(file.readline(_COPY_BYTES))
+            copy.write(f"--- {position:,} bytes before this were cut ---\n".encode())
+        end = size
+        for _ in range(_CATCH_UPS):
+            while position < end:
+                part = file.read(min(_COPY_BYTES, end - position))
+                if not part:
+                    break
+                copy.write(part)
+                position += len(part)
+            end = min(os.fstat(file.fileno()).st_size, size + ROTATE_BYTES)
+    scratch.replace(older)
+    return position
+
+
 def last_line(path: Path, limit: int = 300) -> str:
     """What the process said last, in one line of at most `limit` characters."""
-    lines = [line for line in _tail(path) if line.strip() and not line.startswith("---")]
+    for file in (path, path.with_suffix(".log.1")):
+        lines = [line for line in _tail(file) if line.strip() and not line.startswith("---")]
+        if lines:
+            break
     return _readable(lines[-1])[:limit] if lines else ""
 
 

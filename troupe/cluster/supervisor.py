@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from troupe.cluster.child import Child
 from troupe.cluster.layout import ChildSpec
+from troupe.cluster.logs import CHECK_SECONDS, SUPERVISOR_LOG, rotate
 from troupe.rpc.errors import TroupeError
+
+_log = logging.getLogger(__name__)
 
 
 class Supervisor:
@@ -25,6 +29,8 @@ class Supervisor:
         self.children = {
             spec.name: Child(spec, log_dir / f"{spec.name}.log", changed) for spec in specs
         }
+        self._logs = [child.log for child in self.children.values()] + [log_dir / SUPERVISOR_LOG]
+        self._rotating: asyncio.Task[None] | None = None
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._failure: asyncio.Future[TroupeError] | None = None
 
@@ -34,6 +40,8 @@ class Supervisor:
         When one fails, those started are stopped and its error is raised.
         """
         self._failure = asyncio.get_running_loop().create_future()
+        if self._rotating is None:
+            self._rotating = asyncio.create_task(self._rotate_logs(), name="logs")
         ready = {name: asyncio.Event() for name in self.children}
 
         async def bring_up(child: Child) -> None:
@@ -62,6 +70,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Stop all children, those that others need last. Safe to call at any time."""
         await self._let_go()
+        await self._end_rotating()
         for level in reversed(levels([c.spec for c in self.children.values()])):
             await asyncio.gather(*(self.children[name].stop() for name in level))
 
@@ -71,6 +80,7 @@ class Supervisor:
         for child in self.children.values():
             child.strike()
         await self._let_go()
+        await self._end_rotating()
         # One that a keeper was just starting.
         await asyncio.gather(*(child.kill() for child in self.children.values()))
 
@@ -94,6 +104,21 @@ class Supervisor:
     def _watch(self, child: Child) -> None:
         name = child.spec.name
         self._keepers[name] = asyncio.create_task(self._keep(child), name=name)
+
+    async def _rotate_logs(self) -> None:
+        """Keep every log bounded, whatever its process prints."""
+        while True:
+            try:
+                await asyncio.to_thread(lambda: [rotate(log) for log in self._logs])
+            except OSError as error:
+                _log.warning("logs are not rotated: %s", error)
+            await asyncio.sleep(CHECK_SECONDS)
+
+    async def _end_rotating(self) -> None:
+        rotating, self._rotating = self._rotating, None
+        if rotating is not None:
+            rotating.cancel()
+            await asyncio.gather(rotating, return_exceptions=True)
 
     async def _let_go(self) -> None:
         for keeper in self._keepers.values():

@@ -185,7 +185,7 @@ class Job(_message.Message):
     """What the job does now, for people ("rolling out 37 of 128")."""
     @_builtins.property
     def problem(self) -> _common_pb2.Problem:
-        """Why it failed, or what it waits for."""
+        """Why it failed, or what it waits for; of one that succeeded: why it taught nothing."""
 
     @_builtins.property
     def versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...

@@ -56,7 +56,9 @@ function trainerOf(binding) {
 export function drawPolicies(job, bindings) {
   const rows = Object.entries(job.versions).sort().map(([policy, version]) => {
     const binding = bindings.find((b) => b.job_id === job.job_id && b.policy === policy);
-    const metric = (name) => number(job.metrics[`${policy}/${name}`]);
+    // Metrics are the newest there are: of a step without an update, those of a step before.
+    const idle = job.metrics[`${policy}/skipped`] === 1 || job.metrics[`${policy}/samples`] === 0;
+    const metric = (name) => number(idle ? null : job.metrics[`${policy}/${name}`]);
     const doing = binding ? trainerOf(binding) : "–";
     return el(
       "tr",
@@ -67,7 +69,7 @@ export function drawPolicies(job, bindings) {
       cell(metric("staleness/mean")),
       cell(metric("entropy")),
       cell(metric("importance_sampling_ratio/max")),
-      cell(metric("loss/policy")),
+      cell(idle ? "no update" : metric("loss/policy")),
     );
   });
   byId("policies").tBodies[0].replaceChildren(...rows);

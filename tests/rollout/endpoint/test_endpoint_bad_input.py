@@ -222,3 +222,27 @@ async def test_a_turn_that_is_late_says_so(tmp_path: Path) -> None:
     assert event.state == common.TRAJECTORY_STATE_FAILED
     assert "workflow_raised" in event.reason
     assert "within 0.2 s" in event.reason
+
+
+@pytest.mark.parametrize(
+    ("opens", "speaks", "rewards", "unused"),
+    [
+        (True, False, True, True),
+        (True, True, True, False),
+        (False, False, True, False),
+        (True, False, False, False),
+    ],
+)
+async def test_a_trajectory_that_was_rewarded_for_what_others_said_is_known(
+    stage: Stage, opens: bool, speaks: bool, rewards: bool, unused: bool
+) -> None:
+    async def act(query: Any, agents: Any) -> dict[str, float]:
+        if opens:
+            agents["solver"].endpoint()
+        if speaks:
+            await agents["solver"].chat("hi")
+        return {"solver": 1.0} if rewards else {}
+
+    event = await stage.play(act)
+    assert event.state == COMPLETED, event.reason
+    assert event.metrics.get("endpoint_unused", 0.0) == float(unused)

@@ -98,7 +98,7 @@ def show(
         console.print(f"{'now':<12} {escape(job.activity)}", highlight=False)
     for policy, version in sorted(job.versions.items()):
         console.print(f"{'policy':<12} {escape(policy)} version {version}", highlight=False)
-    if job.problem is not None:
+    if job.problem is not None and job.state != JobState.SUCCEEDED:  # the summary has it
         console.print(f"{'problem':<12} {escape(str(job.problem))}", highlight=False)
 
 

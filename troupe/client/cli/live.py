@@ -91,12 +91,12 @@ class LiveDisplay:
             values = progress.rewards.get(agent, [])
             table.add_row(
                 escape(agent),
-                score(values[-1] if values else None),
+                score(progress.reward(agent)),
                 score(progress.evaluation.get(agent)),
                 Text(sparkline(values, ascii_only=self._ascii), style="cyan"),
             )
         if "team" in progress.evaluation or "team/mean" in progress.metrics:
-            team, held_out = progress.metrics.get("team/mean"), progress.evaluation.get("team")
+            team, held_out = progress.newest.get("team/mean"), progress.evaluation.get("team")
             table.add_row(Text("team", style="italic"), score(team), score(held_out), "")
         return table
 
@@ -109,7 +109,7 @@ class LiveDisplay:
             table.add_row(
                 escape(name),
                 str(policy.version),
-                number(policy.loss),
+                "no update" if policy.updated is False else number(policy.loss),
                 number(policy.grad_norm),
                 number(policy.kl),
                 number(policy.entropy),

@@ -43,15 +43,19 @@ class PlainDisplay:
     def _step_line(self, progress: Progress) -> str:
         parts = [f"step {progress.step}/{progress.total_steps}"]
         rewards = [
-            f"{agent} {score(values[-1])}" for agent, values in progress.rewards.items() if values
+            f"{agent} {score(value)}"
+            for agent in progress.agents
+            if (value := progress.reward(agent)) is not None
         ]
-        if "team/mean" in progress.metrics:
-            rewards.append(f"team {score(progress.metrics['team/mean'])}")
+        if "team/mean" in progress.newest:
+            rewards.append(f"team {score(progress.newest['team/mean'])}")
         if rewards:
             parts.append("reward " + " ".join(rewards))
         for name in progress.policies:
             policy = progress.policy(name)
             numbers = f"loss {number(policy.loss)} grad {number(policy.grad_norm)}"
+            if policy.updated is False:
+                numbers = "no update"
             parts.append(f"{name} v{policy.version} {numbers}")
         if progress.tokens_per_second:  # networks have none
             parts.append(f"{number(progress.tokens_per_second)} tok/s")

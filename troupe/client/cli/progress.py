@@ -6,6 +6,7 @@ Pure: it is fed events and asked questions; the clock is the events' own.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from troupe.client.events import Activity, Event, MetricsLogged, Notice, StateChanged
@@ -22,6 +23,8 @@ class PolicyLine:
 
     name: str
     version: int
+    # Whether the newest step updated it; None: it does not say.
+    updated: bool | None
     loss: float | None
     grad_norm: float | None
     kl: float | None
@@ -46,6 +49,8 @@ class Progress:
         self.activity = ""
         self.activity_done: tuple[float, float] = (0.0, 0.0)
         self.metrics: dict[str, float] = {}
+        # Of the newest step alone: a value that it does not have is not that of one before.
+        self.newest: Mapping[str, float] = {}
         self.rewards: defaultdict[str, list[float]] = defaultdict(list)
         self.before: dict[str, float] = {}
         self.evaluation: dict[str, float] = {}
@@ -77,6 +82,8 @@ class Progress:
 
     def _take(self, event: MetricsLogged) -> None:
         self.metrics.update(event.values)
+        if is_step(event):
+            self.newest = event.values
         evaluation = evaluation_of(event)
         if evaluation:
             self.before = self.before or evaluation
@@ -85,9 +92,7 @@ class Progress:
             return
         self.step = max(self.step, event.step)
         for policy in self.policies:
-            skipped = event.values.get(f"{policy}/skipped")
-            if skipped == 0 and event.values.get(f"{policy}/samples", 0) > 0:
-                self._versions[policy] += 1
+            self._versions[policy] += _updates(event.values, policy)
         for agent in self.agents:
             value = event.values.get(f"reward/{agent}/mean")
             if value is not None:
@@ -103,7 +108,7 @@ class Progress:
     @property
     def tokens_per_second(self) -> float | None:
         """Generated tokens per second in the newest step."""
-        return self.metrics.get("rollout/tokens_per_second")
+        return self.newest.get("rollout/tokens_per_second")
 
     @property
     def seconds_left(self) -> float | None:
@@ -112,20 +117,32 @@ class Progress:
             return None
         return sum(self._pace) / len(self._pace) * max(0, self.total_steps - self.step)
 
+    def reward(self, agent: str) -> float | None:
+        """Its mean reward in the newest step."""
+        return self.newest.get(f"reward/{agent}/mean")
+
     def policy(self, name: str) -> PolicyLine:
-        """The newest numbers of a policy."""
+        """The newest numbers of a policy; none where the newest step did not update it."""
+        told = f"{name}/skipped" in self.newest
+        updated = _updates(self.newest, name) if told else None
 
         def get(metric: str) -> float | None:
-            return self.metrics.get(f"{name}/{metric}")
+            return None if updated is False else self.metrics.get(f"{name}/{metric}")
 
         return PolicyLine(
             name=name,
             version=self._versions[name],
+            updated=updated,
             loss=get("loss/policy"),
             grad_norm=get("grad_norm"),
             kl=get("kl"),
             entropy=get("entropy"),
         )
+
+
+def _updates(values: Mapping[str, float], policy: str) -> bool:
+    """Whether a step with these metrics updated the policy."""
+    return values.get(f"{policy}/skipped") == 0 and values.get(f"{policy}/samples", 0) > 0
 
 
 def is_step(event: MetricsLogged) -> bool:

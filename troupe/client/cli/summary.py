@@ -11,7 +11,7 @@ from rich.table import Table
 
 from troupe.client.cli.formats import change, duration, score
 from troupe.client.cli.progress import Progress
-from troupe.client.records import Checkpoint, Job
+from troupe.client.records import Checkpoint, Job, JobState
 
 _TRAINING = "training reward"
 _NO_EVALUATION = (
@@ -37,6 +37,12 @@ def print_summary(
         f"{job.total_steps} steps",
         highlight=False,
     )
+    if job.problem is not None and job.state == JobState.SUCCEEDED:
+        console.print(
+            f"[bold yellow]nothing was learned[/bold yellow]: {escape(str(job.problem))}",
+            highlight=False,
+            soft_wrap=True,
+        )
     title, rows = scores(job, progress)
     if rows:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=None)

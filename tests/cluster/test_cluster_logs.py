@@ -1,0 +1,106 @@
+"""Logs of processes that print without end: bounded while they run, and what was cut is said."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_cluster_supervisor import SERVER, spec
+from troupe.cluster import logs
+from troupe.cluster.ports import pick_ports
+from troupe.cluster.supervisor import Supervisor
+
+LIMIT = 1 << 20
+LINES = re.compile(rb"line (\d+) x+")
+PRINTER = """
+import sys
+for number in range(int(sys.argv[1])):
+    sys.stdout.write(f"line {number} " + "x" * 200 + "\\n")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "ROTATE_BYTES", LIMIT)
+
+
+def numbers(path: Path) -> list[int]:
+    """Of the whole lines in a log."""
+    return [int(found) for found in LINES.findall(path.read_bytes())]
+
+
+def test_a_log_is_rotated_while_its_process_writes(tmp_path: Path) -> None:
+    path, older, count = tmp_path / "noisy.log", tmp_path / "noisy.log.1", 60_000
+    most = 0
+    with logs.open_log(path, "noisy start 1") as file:
+        process = subprocess.Popen([sys.executable, "-c", PRINTER, str(count)], stdout=file)
+        while process.poll() is None:
+            logs.rotate(path)
+            most = max(most, older.stat().st_size if older.exists() else 0)
+            time.sleep(0.002)
+    assert process.returncode == 0
+    assert most < 3 * LIMIT
+    logs.rotate(path)
+    kept = numbers(older) + numbers(path)
+    assert kept == sorted(kept)
+    assert kept[-1] == count - 1, "the newest is there"
+    assert len(kept) < count, "60,000 lines have 12 MB"
+    assert path.stat().st_size <= LIMIT
+    assert b"what was here before is in noisy.log.1" in path.read_bytes() + older.read_bytes()
+    assert logs.last_line(path).startswith(f"line {count - 1}")
+
+
+def test_what_was_cut_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "noisy.log"
+    line = b"line 7 " + b"x" * 92 + b"\n"
+    path.write_bytes(line * 30_000)
+    logs.rotate(path)
+    older = (tmp_path / "noisy.log.1").read_bytes()
+    first, _, rest = older.partition(b"\n")
+    cut = int(first.split()[1].replace(b",", b""))
+    assert first.endswith(b"bytes before this were cut ---")
+    assert cut + len(rest) == 3_000_000
+    assert len(rest) <= LIMIT
+    assert logs.last_line(path) == line.decode().strip(), "a log that was just begun anew"
+
+
+def test_a_disk_without_room_makes_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "noisy.log"
+    path.write_bytes(b"line\n" * 400_000)
+    (tmp_path / "noisy.log.1").write_bytes(b"old")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(logs, "_copy_end", full)
+    logs.rotate(path)
+    assert path.stat().st_size < 1000
+    assert b"2,000,000 bytes were cut" in path.read_bytes()
+    assert not (tmp_path / "noisy.log.1").exists()
+
+
+async def test_the_supervisor_rotates_what_its_children_print(tmp_path: Path) -> None:
+    noisy = SERVER.replace(
+        "http.server.HTTPServer(",
+        "for number in range(40_000): print('line', number, 'x' * 200)\n"
+        "sys.stdout.flush(); http.server.HTTPServer(",
+    )
+    (port,) = pick_ports(["noisy"]).values()
+    supervisor = Supervisor([spec("noisy", port, noisy)], tmp_path)
+    path, older = tmp_path / "noisy.log", tmp_path / "noisy.log.1"
+    try:
+        await supervisor.start()
+        async with asyncio.timeout(20):
+            while not older.exists() or path.stat().st_size > LIMIT:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    finally:
+        await supervisor.stop()
+    assert (numbers(older) + numbers(path))[-1] == 39_999
+    assert older.stat().st_size < 3 * LIMIT

@@ -1,0 +1,67 @@
+"""A job that did all its steps and taught nothing does not end as a plain success."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.cluster import Cluster, job_yaml
+from troupe.states import UNUSED_ENDPOINT
+from troupe.v1 import common_pb2 as pb
+from troupe.v1 import orchestrator_pb2 as orch
+
+WARNED = (orch.Notice.SEVERITY_WARNING, orch.Notice.SEVERITY_ERROR)
+
+
+async def told(cluster: Cluster, job_id: str) -> tuple[orch.Job, list[str], orch.StateChanged]:
+    """The job when it has ended, what it warned of, and its last state in the log."""
+    job = await cluster.wait(job_id)
+    watch = cluster.api.WatchJob(orch.WatchJobRequest(job_id=job_id))
+    events = [event async for event in watch]
+    notices = [e.notice.text for e in events if e.notice.severity in WARNED]
+    return job, notices, [e.state for e in events if e.HasField("state")][-1]
+
+
+async def test_a_job_in_which_no_policy_was_updated_says_so(cluster: Cluster) -> None:
+    cluster.trainers[0].script.skip = frozenset({0, 1})
+    job, notices, ended = await told(cluster, await cluster.submit(job_yaml()))
+    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.problem.kind == ended.problem.kind == "nothing_learned"
+    assert "no policy was updated in 2 steps" in job.problem.message
+    assert job.problem.remedy
+    assert any("no policy was updated" in one for one in notices)
+
+
+async def test_one_update_is_a_plain_success(cluster: Cluster) -> None:
+    cluster.trainers[0].script.skip = frozenset({0})
+    job, notices, ended = await told(cluster, await cluster.submit(job_yaml()))
+    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert not job.HasField("problem")
+    assert not ended.HasField("problem")
+    assert not any("updated" in one for one in notices)
+
+
+@pytest.mark.parametrize(("share", "plain"), [(1.0, False), (0.5, False), (0.0, True)])
+async def test_trajectories_that_never_spoke_at_their_endpoint_are_no_success(
+    cluster: Cluster, share: float, plain: bool
+) -> None:
+    seen = 0
+
+    def metrics(_: object) -> dict[str, float]:
+        nonlocal seen
+        seen += 1
+        return {UNUSED_ENDPOINT: 1.0} if seen % 2 < 2 * share else {}
+
+    cluster.rollouts[0].script.metrics = metrics
+    job, notices, _ = await told(cluster, await cluster.submit(job_yaml()))
+    assert job.state == pb.JOB_STATE_SUCCEEDED
+    assert job.HasField("problem") is not plain
+    if not plain:
+        assert job.problem.kind == "no_turns"
+        assert f"{8 * share:.0f} of 8 trajectories" in job.problem.message
+        assert "cache" in job.problem.remedy
+        first = f"step 1: {4 * share:.0f} of 4 trajectories opened an endpoint"
+        assert any(one.startswith(first) for one in notices)
+        rows = (await cluster.api.ListMetrics(orch.ListMetricsRequest(job_id=job.job_id))).rows
+        assert rows[0].values["trajectories/without_turns"] == 4 * share
+    else:
+        assert not any("endpoint" in one for one in notices)
