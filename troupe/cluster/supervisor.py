@@ -109,7 +109,8 @@ class Supervisor:
         """Keep every log bounded, whatever its process prints."""
         while True:
             try:
-                await asyncio.to_thread(lambda: [rotate(log) for log in self._logs])
+                for log in self._logs:
+                    await asyncio.to_thread(rotate, log)
             except OSError as error:
                 _log.warning("logs are not rotated: %s", error)
             await asyncio.sleep(CHECK_SECONDS)
