@@ -29,6 +29,7 @@ from troupe.algorithms.corrections import (
 from troupe.algorithms.objectives import (
     MAX_LOG_RATIO,
     Loss,
+    bounded_exp,
     cispo_loss,
     clipped_loss,
     divergence_masked_loss,
@@ -65,11 +66,11 @@ def normalizer(lengths: Sequence[int], normalize: Normalize, constant: int = 1) 
 def k3_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.Tensor:
     """Estimate of KL(pi || ref) at each token [T]: q - log q - 1 with q = ref(a_t)/pi(a_t).
 
-    Never negative, unbiased over a_t ~ pi (Schulman's k3). q is at most e^40; beyond that no
-    gradient flows, as with a ratio (`bounded_exp`).
+    Never negative, unbiased over a_t ~ pi (Schulman's k3). q is bounded as ratios are
+    (`bounded_exp`).
     """
-    log_q = (reference_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
-    return torch.exp(log_q) - log_q - 1.0
+    log_q = reference_logprobs - logprobs
+    return bounded_exp(log_q) - log_q.clamp(max=MAX_LOG_RATIO) - 1.0
 
 
 def policy_loss(

@@ -16,6 +16,7 @@ dppo_mask: -min(rho_t, 20) A_t log pi(a_t), the weight without gradient, but not
 
 from __future__ import annotations
 
+import math
 from typing import Final, Literal
 
 import torch
@@ -24,10 +25,10 @@ from troupe.algorithms.sequences import sequence_means
 
 Loss = Literal["ppo_clip", "gspo", "cispo", "dppo_mask"]
 
-# Of log-ratios: e^40 is beyond any cap and clip. Of more, the exponential or its square would
-# overflow single precision, and zero times infinity is NaN in the gradient of what a clip or a mask
-# takes out.
-MAX_LOG_RATIO: Final = 40.0
+# Of log-ratios: e^30 is beyond any cap and clip. Of more, the exponential or the square of a
+# gradient would overflow single precision, and zero times infinity is NaN in the gradient of what a
+# clip or a mask takes out.
+MAX_LOG_RATIO: Final = 30.0
 # `dppo_mask`: a token that mu found impossible must not carry the step alone.
 MAX_WEIGHT = 20.0
 
@@ -38,9 +39,12 @@ def importance_ratio(logprobs: torch.Tensor, behaviour_logprobs: torch.Tensor) -
 
 
 def bounded_exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(min(log_ratio, 40)): always finite, also of infinity. Beyond the bound no gradient flows;
-    NaN stays NaN."""
-    return torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
+    """exp(min(log_ratio, 30)), with the gradient exp(30) beyond the bound, whose direction is
+    right, and none at infinity; NaN stays NaN."""
+    within = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
+    x = torch.where(torch.isfinite(log_ratio), log_ratio, torch.zeros_like(log_ratio))
+    beyond = math.exp(MAX_LOG_RATIO) * (1.0 + (x - x.detach()))
+    return torch.where(log_ratio > MAX_LOG_RATIO, beyond, within)
 
 
 def sequence_level_ratio(

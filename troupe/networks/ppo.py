@@ -79,7 +79,9 @@ class _BoundedRatio:
 
     def _log_weight(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         log_weight, *others = super()._log_weight(*args, **kwargs)  # type: ignore[misc]
-        return log_weight.clamp(max=MAX_LOG_RATIO), *others
+        # With the gradient that it has at the bound, as of a language model's (`bounded_exp`).
+        beyond = MAX_LOG_RATIO + (log_weight - log_weight.detach())
+        return torch.where(log_weight > MAX_LOG_RATIO, beyond, log_weight), *others
 
 
 class _IndependentLoss(_BoundedRatio, IPPOLoss):  # type: ignore[misc]
