@@ -27,7 +27,16 @@ _Sample = store_pb.Sample
 _NAMES_BYTES: Final = 512
 # What may come behind the tokens, and how long that is at most.
 _BEHIND: Final = frozenset(
-    {"versions", "reward", "finish_reason", "temperature", "chain", "own_reward"}
+    {
+        "versions",
+        "reward",
+        "finish_reason",
+        "temperature",
+        "chain",
+        "own_reward",
+        "earned",
+        "final_reward",
+    }
 )
 _BEHIND_BYTES: Final = 256
 # Lengths up to here are one byte.

@@ -46,6 +46,8 @@ def samples_of(
                 columns=shelf.columns_of(row.sample_id, columns),
                 chain=row.chain,
                 own_reward=row.own_reward,
+                earned=row.earned,
+                final_reward=row.final,
             )
         )
     return samples

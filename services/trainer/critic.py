@@ -256,6 +256,14 @@ def _copy_of(model: Any) -> Any:
     return copy.deepcopy(model, memo)
 
 
+def _earned(row: Row, *, last: bool) -> float:
+    """The reward at a turn's last token, `last` of its chain (`troupe.workflow.samples`)."""
+    if row.earned is not None:
+        return row.earned + (row.final or 0.0 if last else 0.0)
+    # Nothing but `reward` is known: of the turn, or else of its agent.
+    return row.reward if row.own_reward or last else 0.0
+
+
 def chained_advantages(
     rows: Sequence[Row], values: torch.Tensor, *, gamma: float, gae_lambda: float
 ) -> torch.Tensor:
@@ -273,8 +281,7 @@ def chained_advantages(
     rewards = torch.zeros(len(values), dtype=torch.float64)
     for chain in chains.values():
         for i in chain:
-            if rows[i].own_reward or i == chain[-1]:
-                rewards[starts[i + 1] - 1] = rows[i].reward
+            rewards[starts[i + 1] - 1] = _earned(rows[i], last=i == chain[-1])
     ordered = [np.arange(starts[i], starts[i + 1]) for chain in chains.values() for i in chain]
     if not ordered:
         return torch.zeros(0, dtype=torch.float64)

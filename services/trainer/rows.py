@@ -49,6 +49,9 @@ class Row:
     chain: str = ""
     # Whether `reward` is this turn's, not its agent's for the whole trajectory.
     own_reward: bool = False
+    # What the turn earned, and its agent in the whole trajectory, for a critic; None: not told apart.
+    earned: float | None = None
+    final: float | None = None
     # int64 [n]: what the other agents had seen and said, for a critic that observes the team.
     context: Ints | None = None
     # What the trainer adds. float64 [response_len]: advantages, where they differ by token.
@@ -152,6 +155,8 @@ def _parse(item: store_pb.ClaimedSample, load: Load | None, columns: Collection[
         turn=sample.turn,
         chain=sample.chain,
         own_reward=sample.own_reward,
+        earned=sample.earned if sample.HasField("earned") else None,
+        final=sample.final_reward if sample.HasField("final_reward") else None,
         context=None if context is None else context.astype(np.int64, copy=False),
     )
 

@@ -45,6 +45,8 @@ def samples(draw: st.DrawFn) -> store_pb.Sample:
         finish_reason=draw(st.sampled_from(["", "stop"])),
         chain=draw(st.sampled_from(["", "0"])),
         own_reward=draw(st.booleans()),
+        earned=draw(st.none() | st.floats()),
+        final_reward=draw(st.none() | st.floats()),
     )
     if draw(st.integers(0, 5)) == 0:
         sample.columns["score"].json = "1"

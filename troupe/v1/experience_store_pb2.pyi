@@ -89,6 +89,8 @@ class Sample(_message.Message):
     USES_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
     OWN_REWARD_FIELD_NUMBER: _builtins.int
+    EARNED_FIELD_NUMBER: _builtins.int
+    FINAL_REWARD_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """{query}_{turn}_{trajectory}"""
     policy: _builtins.str
@@ -110,10 +112,16 @@ class Sample(_message.Message):
     """Optimizer steps that it has contributed to; more than one only where the job replays."""
     chain: _builtins.str
     """Samples of one trajectory and agent with equal `chain` follow one another in the order of
-    `turn`: an episode of a critic. Replies of one call that drew several are chains of their own.
+    `turn`: an episode of a critic. Replies of one call that drew several are chains of their own,
+    and so is each seat of an agent that plays several.
     """
     own_reward: _builtins.bool
     """Whether `reward` is of this turn alone, not of its agent in the whole trajectory."""
+    earned: _builtins.float
+    """Of a critic's episode: what this turn earned, at its last token, and what its agent earned in
+    the whole trajectory, at the last token of the chain. `reward` is what groups compare.
+    """
+    final_reward: _builtins.float
     @_builtins.property
     def prompt_ids(self) -> _common_pb2.Tensor:
         """int32 [prompt_len]"""
@@ -154,15 +162,25 @@ class Sample(_message.Message):
         uses: _builtins.int = ...,
         chain: _builtins.str = ...,
         own_reward: _builtins.bool = ...,
+        earned: _builtins.float | None = ...,
+        final_reward: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_temperature", b"_temperature", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "reward", b"reward", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "earned", b"earned", "final_reward", b"final_reward", "logprobs", b"logprobs", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "reward", b"reward", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "chain", b"chain", "columns", b"columns", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "own_reward", b"own_reward", "policy", b"policy", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_earned", b"_earned", "_final_reward", b"_final_reward", "_reward", b"_reward", "_temperature", b"_temperature", "agent", b"agent", "chain", b"chain", "columns", b"columns", "earned", b"earned", "final_reward", b"final_reward", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "own_reward", b"own_reward", "policy", b"policy", "prompt_ids", b"prompt_ids", "query_id", b"query_id", "response_ids", b"response_ids", "reward", b"reward", "sample_id", b"sample_id", "state", b"state", "temperature", b"temperature", "trajectory_id", b"trajectory_id", "turn", b"turn", "uses", b"uses", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__earned: _TypeAlias = _typing.Literal["earned"]  # noqa: Y015
+    _WhichOneofArgType__earned: _TypeAlias = _typing.Literal["_earned", b"_earned"]  # noqa: Y015
+    _WhichOneofReturnType__final_reward: _TypeAlias = _typing.Literal["final_reward"]  # noqa: Y015
+    _WhichOneofArgType__final_reward: _TypeAlias = _typing.Literal["_final_reward", b"_final_reward"]  # noqa: Y015
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__earned) -> _WhichOneofReturnType__earned | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__final_reward) -> _WhichOneofReturnType__final_reward | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
     @_typing.overload

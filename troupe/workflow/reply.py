@@ -17,9 +17,11 @@ class Reply:
 
     __slots__ = (
         "__weakref__",
+        "_earned",
         "_reward",
         "_siblings",
         "agent",
+        "chain",
         "columns",
         "content",
         "finish_reason",
@@ -61,7 +63,11 @@ class Reply:
         self._siblings: tuple[weakref.ref[Reply], ...] = ()
         self.columns = Columns(f"{agent}[{turn}]", len(token_ids))
         """Further values that are stored with this turn's sample: `reply.columns[name] = value`."""
+        self.chain = ""
+        """For a critic (`advantage: gae`): turns of one agent with equal `chain` are one episode.
+        An agent that plays several sides of a game gives each a name of its own."""
         self._reward: float | None = None
+        self._earned: float | None = None
 
     @property
     def siblings(self) -> tuple[Reply, ...]:
@@ -93,6 +99,16 @@ class Reply:
     @reward.setter
     def reward(self, value: float | None) -> None:
         self._reward = None if value is None else finite(value, f"{self.agent}[{self.turn}].reward")
+
+    @property
+    def earned(self) -> float | None:
+        """What the turn earned, for a critic (`advantage: gae`), where that is not `reward`: of a
+        return from the turn on, say, only what came before the agent's next turn."""
+        return self._earned
+
+    @earned.setter
+    def earned(self, value: float | None) -> None:
+        self._earned = None if value is None else finite(value, f"{self.agent}[{self.turn}].earned")
 
     def __repr__(self) -> str:
         return f"Reply({self.agent}[{self.turn}], {self.text!r}, {self.finish_reason})"

@@ -1,4 +1,19 @@
-"""Which samples a trajectory's turns become, and which of them share a baseline."""
+"""Which samples a trajectory's turns become, which share a baseline, and what a turn's reward is.
+
+A workflow says two kinds of rewards: of a turn (`reply.reward`) and of an agent (what it returns,
+with what the job's reward functions give). They mean:
+
+*Group methods* (all but `gae`) compare one number per turn: the turn's own reward, which takes the
+place of its agent's, else its agent's.
+
+*gae* adds up what is earned along a chain, an agent's turns of one trajectory: each turn's own
+reward at its last token, and its agent's reward at the chain's last token, also where that turn has
+one of its own. What groups compare need not be what a turn earned: a return from the turn on is
+not, since it counts later turns' rewards again. `reply.earned` says it then.
+
+An agent that plays several sides of a game has a chain for each (`reply.chain`), or what one side
+wins would be earned by the other. Each reply of `chat(n=k)` is a chain of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from troupe.workflow.reply import Reply
 from troupe.workflow.team import team_context
 from troupe.workflow.turns import Turn
 
@@ -26,9 +42,13 @@ class SampleRow:
     """The turn's own, or else its agent's."""
     own_reward: bool = False
     """Whether it is the turn's own."""
+    earned: float = 0.0
+    """By this turn, in its chain."""
+    final: float | None = None
+    """Its agent's reward, earned once at the end of each of its chains; None: it has none."""
     chain: str = ""
     """Rows of one trajectory and agent with equal `chain` follow one another: those of turns that
-    were drawn alone. A reply of `chat(n=k)` is a chain of its own."""
+    were drawn alone, on one seat. A reply of `chat(n=k)` is a chain of its own."""
     context: tuple[int, ...] | None = None
     """What the rest of the team knew (`team_context`), where that was asked for."""
 
@@ -60,11 +80,19 @@ def rows_of(
                 turn=turn,
                 reward=reply.reward if reply.reward is not None else rewards.get(turn.role.name),
                 own_reward=reply.reward is not None,
-                chain="" if turn.siblings is None else f"{turn.place}#{turn.sibling}",
+                earned=earned_by(reply),
+                final=rewards.get(turn.role.name),
+                chain=reply.chain if turn.siblings is None else f"{turn.place}#{turn.sibling}",
                 context=team_context(turn, turns, team_tokens) if team_tokens else None,
             )
         )
     return rows
+
+
+def earned_by(reply: Reply) -> float:
+    """What a turn earned in its chain, without its agent's reward."""
+    own = reply.reward if reply.earned is None else reply.earned
+    return 0.0 if own is None else own
 
 
 def metrics_of(turns: Sequence[Turn]) -> dict[str, float]:

@@ -6,6 +6,7 @@ In a module of yours, `workflow = GameWorkflow(MyGame)`; in the job, `workflow: 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -217,9 +218,14 @@ def seed_of(query: Query) -> int:
 def reward_turns(outcome: Outcome, credit: Credit = "episode") -> dict[str, float]:
     """Rewards per agent as a workflow returns them, turns being rewarded where those do not tell.
 
-    An agent on one seat gets the return of that seat. Of one on several seats every turn gets its
-    own seat's, since the sum says nothing (in a zero-sum game against itself it is 0). An illegal
-    answer gets the game's `illegal_reward`, whatever came of the episode: it did not cause that.
+    What groups compare: an agent on one seat gets the return of that seat. Of one on several seats
+    every turn gets its own seat's, since the sum says nothing (in a zero-sum game against itself it
+    is 0); so does every turn with `to_go`, from there on. An illegal answer gets the game's
+    `illegal_reward`, whatever came of the episode: it did not cause that.
+
+    What a critic adds up (`reply.earned`) comes to the seat's return over a seat's turns: all of it
+    with its last one or, with `to_go`, what the game gave from each turn to the seat's next. An
+    illegal answer earns `illegal_reward` besides, unless that ended the game, which then gave it.
     """
     seating = outcome.seating
     rewards = {}
@@ -234,6 +240,23 @@ def reward_turns(outcome: Outcome, credit: Credit = "episode") -> dict[str, floa
         elif agent not in rewards:
             since = turn.step if credit == "to_go" else 0
             turn.reply.reward = outcome.total(turn.seat, since)
+    for seat in outcome.rewards:
+        own = [turn for turn in outcome.turns if turn.seat == seat]
+        agent = seating.agent_of[seat]
+        for turn, following in itertools.zip_longest(own, own[1:]):
+            if agent in rewards:  # which is earned at the end
+                earned = 0.0
+            elif credit == "to_go":
+                until = None if following is None else following.step
+                earned = sum(outcome.rewards[seat][turn.step : until])
+            else:
+                earned = 0.0 if following is not None else outcome.total(seat)
+            forfeits = following is None and seat in outcome.forfeited
+            if not turn.legal and not forfeits:
+                earned += outcome.illegal_reward
+            turn.reply.earned = earned
+            if len(seating.seats_of(agent)) > 1:
+                turn.reply.chain = seat
     return rewards
 
 
