@@ -49,7 +49,7 @@ class Row:
     chain: str = ""
     # Whether `reward` is this turn's, not its agent's for the whole trajectory.
     own_reward: bool = False
-    # What the turn earned, and its agent in the whole trajectory, for a critic; None: not told apart.
+    # What the turn earned, and its agent in the whole trajectory, for a critic; None: not known.
     earned: float | None = None
     final: float | None = None
     # int64 [n]: what the other agents had seen and said, for a critic that observes the team.

@@ -171,7 +171,7 @@ async def test_an_illegal_answer_costs_once(
 @pytest.mark.parametrize("credit", ["episode", "to_go"])
 @pytest.mark.parametrize("agents", [("x",), ("x", "y")])
 async def test_kuhn_poker(credit: Credit, agents: tuple[str, ...]) -> None:
-    """Every turn earns its own seat's winnings, 1 or 2, whoever sits there and whoever moved last."""
+    """Every turn earns its own seat's winnings, whoever sits there and whoever moved last."""
     seen = set()
     for seed, choice in itertools.product(range(6), ("first", "last")):
 

@@ -5,11 +5,11 @@ gamma the discount, lambda the trace decay, delta_t a temporal difference, A_t t
 R_t the return that V(s_t) is fitted to.
 
 A *chain* is everything that one agent says in one trajectory (on one seat of a game), token after
-token and turn after turn: one episode. s_t is the prompt of t's turn and what stands before t in its response, so that
-whatever others say and the environment answers between two turns is part of the transition from
-the last token of the one to the first token of the next. r_t is zero but at the last token of a
-turn that has a reward of its own and at the last token of the chain, which earns both its own and
-the agent's. V is zero behind the end.
+token and turn after turn: one episode. s_t is the prompt of t's turn and what stands before t in
+its response, so that whatever others say and the environment answers between two turns is part of
+the transition from the last token of the one to the first token of the next. r_t is zero but at the
+last token of a turn that has a reward of its own and at the last token of the chain, which earns
+both its own and the agent's. V is zero behind the end.
 
 gae: delta_t = r_t + gamma V(s_{t+1}) - V(s_t), A_t = sum_l (gamma lambda)^l delta_{t+l}.
     Schulman et al. 2016 (GAE), equations 11, 12 and 16. R_t = A_t + V(s_t), the lambda-return.
