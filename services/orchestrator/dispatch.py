@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 from collections.abc import Collection, Coroutine, Iterable
 from typing import Any, Final
@@ -29,6 +30,8 @@ _ENDED: Final = frozenset(
 )
 # Another wave starts when a quarter of the window is free: a call per wave, not per trajectory.
 _WAVE_FRACTION: Final = 0.25
+# Groups that are taken in before the event loop does something else.
+_AT_ONCE: Final = 256
 # The store has ended what is aborted; telling who runs it only saves the work.
 _ABORT_SECONDS: Final = 10.0
 # Why a trajectory is aborted that the store ended before whoever runs it could tell.
@@ -91,7 +94,26 @@ class Dispatch:
             for ticket in group:
                 self._open[ticket.trajectory_id] = Flight(batch, ticket)
                 self._by_query.setdefault(ticket.query_id, set()).add(ticket.trajectory_id)
-        self._wait(groups)
+        last = self._waiting[-1] if self._waiting else None
+        if groups and (
+            last is None
+            or (
+                last[0].trajectory_id in self._open
+                and self._turn_of(last) <= (batch.aside, batch.step)
+            )
+        ):  # behind all that wait: nothing has to be sorted
+            self._waiting += groups
+            self._wake.set()
+        else:
+            self._wait(groups)
+
+    async def add_many(self, batch: Batch, groups: Iterable[Group]) -> None:
+        """As `add`, a part at a time: heartbeats and users do not wait until a step of 200,000
+        trajectories is planned."""
+        parts = iter(groups)
+        while some := list(itertools.islice(parts, _AT_ONCE)):
+            self.add(batch, some)
+            await asyncio.sleep(0)
 
     def withdraw(self, batch: Batch, query_ids: Collection[str], reason: str) -> set[str]:
         """The store has ended these queries: wait for them no longer, abort what runs of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from services.orchestrator.batch import Batch
@@ -29,21 +30,27 @@ class EvaluationRunner:
         self._dispatch = dispatch
         self._step = step
         self._name = f"the evaluation after {step} steps"
-        self._plan = admission.plan_evaluation(
-            job_seed=job.spec.seed, step=step, queries=job.spec.evaluation.queries
-        )
+        self._plan: Sequence[admission.QueryPlan] = ()
         self.tally = Tally(job.spec.agents, {})
         self._recent = job.shared.trajectories.buffer(job.job_id, step, evaluation=True)
 
     async def run(self) -> dict[str, float]:
         """The evaluation's metrics, `evaluation/...`; `tally.scores()` compares."""
         began = time.monotonic()
+        # In a thread: the loop has others to serve.
+        self._plan = await asyncio.to_thread(
+            admission.plan_evaluation,
+            job_seed=self._job.spec.seed,
+            step=self._step,
+            queries=self._job.spec.evaluation.queries,
+        )
         patience = Patience(self._name, self._job.spec.limits.step_seconds, "limits.step_seconds")
         batch = Batch(self._step, patience, self._on_end)
-        self._dispatch.add(batch, [[evaluation_ticket(query)] for query in self._plan])
-        batch.seal()
         ticker = asyncio.create_task(self._tick())
         try:
+            tickets = ([evaluation_ticket(query)] for query in self._plan)
+            await self._dispatch.add_many(batch, tickets)
+            batch.seal()
             await batch.finished(lambda: self._dispatch.describe(batch))
         finally:
             # Those of a pause run for nobody.

@@ -11,12 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from google.protobuf.message import DecodeError
+
 from services.orchestrator.event_log import EventLog
 from services.orchestrator.ledger import entries_of
 from services.orchestrator.records import MAX_JOB_ID, JobRecord, problem_field, timestamp
 from services.orchestrator.redis_access import INDEX, STATES, JobKeys, RedisAccess, Value
 from troupe import states
-from troupe.rpc import Aborted, AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from troupe.rpc import (
+    Aborted,
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+)
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -81,15 +89,16 @@ class JobStore:
         return bool(made)
 
     async def get(self, job_id: str) -> JobRecord:
-        """The record. Raises `NotFound`."""
-        fields = await self._redis.call("HGETALL", JobKeys(job_id).record)
-        if not fields:
+        """The record, which may be `broken`. Raises `NotFound`."""
+        [found] = await self._redis.call_each([("HGETALL", JobKeys(job_id).record)])
+        if not found and await self._redis.call("ZSCORE", INDEX, job_id) is None:
             raise self._unknown(job_id)
-        return JobRecord.from_hash(fields)
+        return self._read(job_id, found)
 
     async def ids(self) -> list[str]:
         """All job ids, oldest first."""
-        return [job_id.decode() for job_id in await self._redis.call("ZRANGE", INDEX, 0, -1)]
+        found = await self._redis.call("ZRANGE", INDEX, 0, -1)
+        return [job_id.decode(errors="backslashreplace") for job_id in found]
 
     async def page(
         self, size: int, token: str = "", state: pb.JobState.ValueType | None = None
@@ -128,19 +137,35 @@ class JobStore:
         return [job for job, found in zip(jobs, states, strict=True) if found == wanted]
 
     async def views(self, job_ids: Sequence[str]) -> list[JobView]:
-        """What lists show of jobs, those that there are no more left out; one round trip."""
+        """What lists show of jobs, in one round trip. One that cannot be read, whatever it is of
+        it, is broken: it must not keep people from seeing the others."""
         keys = [JobKeys(job_id) for job_id in job_ids]
         replies = await self._redis.call_each(
             [("HGETALL", key) for one in keys for key in (one.record, one.ledger, one.latest)]
         )
-        found = []
-        for number in range(0, len(replies), 3):
-            record, ledger, latest = replies[number : number + 3]
-            if record:
-                entries = entries_of(ledger)
-                versions = {policy: one.weights.version for policy, one in entries.items()}
-                found.append(JobView(JobRecord.from_hash(record), versions, _numbers(latest)))
-        return found
+        return [
+            self._view(job_id, *replies[3 * number : 3 * number + 3])
+            for number, job_id in enumerate(job_ids)
+        ]
+
+    def _view(self, job_id: str, record: Any, ledger: Any, latest: Any) -> JobView:
+        read = self._read(job_id, record)
+        if read.broken:
+            return JobView(read, {}, {})
+        try:
+            entries = entries_of(_mapping(ledger))
+            versions = {policy: one.weights.version for policy, one in entries.items()}
+            return JobView(read, versions, _numbers(_mapping(latest)))
+        except (DecodeError, ValueError) as error:
+            return JobView(JobRecord.unreadable(job_id, str(error), str(read.directory)), {}, {})
+
+    def _read(self, job_id: str, found: Any) -> JobRecord:
+        """The record of a job that is listed, from what Redis answered."""
+        if isinstance(found, Exception):
+            return JobRecord.unreadable(job_id, str(found))
+        if not found:
+            return JobRecord.unreadable(job_id, "it is listed, and there is no record of it")
+        return JobRecord.read(job_id, found)
 
     async def delete(self, job_id: str) -> None:
         """Forget the job, with all that Redis holds of it. Repeatable."""
@@ -348,6 +373,14 @@ def same_submission(found: JobRecord, record: JobRecord) -> None:
             value=record.job_id,
             remedy="Choose another job_id or request_id.",
         )
+
+
+def _mapping(found: Any) -> Mapping[bytes, bytes]:
+    """What Redis answered, if it has a hash there. Raises ValueError."""
+    if isinstance(found, Exception):
+        raise ValueError(str(found)) from found
+    answer: Mapping[bytes, bytes] = found
+    return answer
 
 
 def _numbers(fields: Mapping[bytes, bytes]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -87,9 +88,10 @@ class Jobs:
             directory=(self._shared.settings.data_dir / job_id).absolute(),
             created_at=time.time(),
         )
+        _check_viewable(record)
         async with self.lock(job_id):
             if not await self._shared.store.create(record):
-                found = await self._shared.store.get(job_id)
+                found = await self._whole(job_id)
                 same_submission(found, record)
                 self._launch_if_left(found)
                 return found
@@ -99,7 +101,7 @@ class Jobs:
     async def pause(self, job_id: str) -> JobRecord:
         """Let the job stop after the step in flight. Pausing a paused job changes nothing."""
         async with self.lock(job_id):
-            record = await self._shared.store.get(job_id)
+            record = await self._whole(job_id)
             if record.state == pb.JOB_STATE_PAUSED:
                 return record
             record = await self._shared.store.move(job_id, pb.JOB_STATE_PAUSING)
@@ -118,7 +120,9 @@ class Jobs:
         """
         spec = await _parse(text) if text.strip() else None
         async with self.lock(job_id):
-            record = await self._shared.store.get(job_id)
+            record = await self._whole(job_id)
+            if spec is not None:
+                _check_viewable(replace(record, spec_json=spec.model_dump_json()))
             changes = [] if spec is None else check_compatible(record, spec)
             if record.state in _RUNS:
                 if changes:
@@ -151,7 +155,7 @@ class Jobs:
     async def cancel(self, job_id: str, reason: str) -> JobRecord:
         """End the job now; what is committed and saved stays."""
         async with self.lock(job_id):
-            record = await self._shared.store.get(job_id)
+            record = await self._whole(job_id)
             if record.state == pb.JOB_STATE_CANCELLED:
                 return record
             record = await self._shared.store.move(job_id, pb.JOB_STATE_CANCELLING)
@@ -187,6 +191,20 @@ class Jobs:
             await delete_states(self._shared, job_id)
             await self._shared.store.delete(job_id)
             return record
+
+    async def _whole(self, job_id: str) -> JobRecord:
+        """The record of a job. Raises `FailedPrecondition` when it cannot be read."""
+        record = await self._shared.store.get(job_id)
+        if record.broken:
+            assert record.problem is not None, "it says what is broken"
+            raise FailedPrecondition(
+                record.problem.message,
+                kind=record.problem.kind,
+                field="job_id",
+                value=job_id,
+                remedy=record.problem.remedy,
+            )
+        return record
 
     def launch(self, job_id: str) -> None:
         """Run the job from wherever it is."""
@@ -256,6 +274,18 @@ def job_id_of(name: str, request_id: str) -> str:
     """The id of a job submitted by `request_id`: the same whenever the request is repeated."""
     digest = hashlib.blake2s(f"{name}/{request_id}".encode(), digest_size=4).hexdigest()
     return f"{name}-{digest}"
+
+
+def _check_viewable(record: JobRecord) -> None:
+    """Raises `InvalidArgument` for what could be stored and never be shown."""
+    try:
+        record.check_viewable()
+    except Exception as error:
+        raise InvalidArgument(
+            f"could be stored, but not be shown: {type(error).__name__}: {error}",
+            kind="invalid_job",
+            field="spec",
+        ) from error
 
 
 async def _parse(text: str) -> JobSpec:

@@ -54,6 +54,8 @@ class JobRecord:
     checkpoint_problem: pb.Problem | None = None
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
+    # What Redis has cannot be read; the record has only what could be, and says so as a problem.
+    broken: bool = False
 
     @property
     def terminal(self) -> bool:
@@ -104,8 +106,31 @@ class JobRecord:
         }
 
     @staticmethod
+    def read(job_id: str, fields: Mapping[bytes, bytes]) -> JobRecord:
+        """The record that `to_hash` wrote; one that is broken if that cannot be read."""
+        try:
+            return JobRecord.from_hash(fields)
+        except Exception as error:
+            directory = fields.get(b"directory", b"").decode(errors="replace")
+            return JobRecord.unreadable(job_id, f"{type(error).__name__}: {error}", directory)
+
+    @staticmethod
+    def unreadable(job_id: str, why: str, directory: str = "") -> JobRecord:
+        """What is shown of a job whose record cannot be read, because of `why`."""
+        return JobRecord(
+            job_id=job_id,
+            request_id="",
+            spec_json="{}",
+            directory=Path(directory),
+            created_at=0.0,
+            state=pb.JOB_STATE_FAILED,
+            problem=_broken(why),
+            broken=True,
+        )
+
+    @staticmethod
     def from_hash(fields: Mapping[bytes, bytes]) -> JobRecord:
-        """The record that `to_hash` wrote."""
+        """The record that `to_hash` wrote. Raises whatever reading another one comes to."""
 
         def text(name: str) -> str:
             return fields[name.encode()].decode()
@@ -120,7 +145,8 @@ class JobRecord:
             spec_json=text("spec_json"),
             directory=Path(text("directory")),
             created_at=float(text("created_at")),
-            state=pb.JobState.ValueType(int(text("state"))),
+            # Raises for a number that is no state.
+            state=pb.JobState.Value(pb.JobState.Name(pb.JobState.ValueType(int(text("state"))))),
             epoch=int(text("epoch")),
             step=int(text("step")),
             evaluated=int(text("evaluated")),
@@ -140,8 +166,25 @@ class JobRecord:
         metrics: Mapping[str, float],
         activity: str,
     ) -> orch.Job:
-        """The job as users see it."""
-        # Not validated: a job of an older release must not keep people from seeing the others.
+        """The job as users see it. What cannot be shown of it is said to be broken: one job must
+        not keep people from seeing the others."""
+        try:
+            return self._message(versions, metrics, activity)
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"
+            job = orch.Job(job_id=self.job_id, state=self.state, directory=str(self.directory))
+            job.problem.CopyFrom(_broken(why))
+            return job
+
+    def check_viewable(self) -> None:
+        """Raise ValueError (or its kin) unless the record can be shown: before it is stored."""
+        self._message({}, {}, "").SerializeToString()
+        JobRecord.from_hash({key.encode(): _bytes(value) for key, value in self.to_hash().items()})
+
+    def _message(
+        self, versions: Mapping[str, int], metrics: Mapping[str, float], activity: str
+    ) -> orch.Job:
+        # Not validated: this may be a job of an older release.
         spec = json.loads(self.spec_json)
         pipeline = spec.get("pipeline", {})
         job = orch.Job(
@@ -167,6 +210,18 @@ class JobRecord:
         if self.problem is not None:
             job.problem.CopyFrom(self.problem)
         return job
+
+
+def _broken(why: str) -> pb.Problem:
+    return pb.Problem(
+        kind="record_broken",
+        message=f"what is stored of this job cannot be read: {why[:200]}",
+        remedy="`troupe jobs forget JOB_ID` removes it; its files stay where they are.",
+    )
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()
 
 
 def problem_field(problem: pb.Problem | None) -> bytes:

@@ -19,6 +19,10 @@ async def recover(store: JobStore, jobs: Jobs) -> list[str]:
     continued = []
     for job_id in await store.ids():
         record = await store.get(job_id)
+        if record.broken:
+            assert record.problem is not None, "it says what is broken"
+            _log.error("a job cannot be read", job_id=job_id, why=record.problem.message)
+            continue
         if record.terminal or record.state == pb.JOB_STATE_PAUSED:
             continue
         _log.info("job continues", job_id=job_id, state=record.state_name, step=record.step)

@@ -28,6 +28,7 @@ _RETRY: Final = RetryPolicy(max_attempts=1000, initial_backoff=0.05, max_backoff
 _TIMEOUT: Final = 10.0
 # States of a Redis that pass: full, loading its data, a replica, unable to write its log.
 _PASSING: Final = (OutOfMemoryError, ReadOnlyError, MasterDownError)
+_OTHER_TYPE: Final = "WRONGTYPE"
 _PASSING_CODES: Final = ("MISCONF", "BUSY", "NOREPLICAS")
 
 # Sorted set: ids of all jobs by when they were created.
@@ -163,13 +164,17 @@ class RedisAccess:
         return await self._repeat(lambda: self._execute(*command))
 
     async def call_each(self, commands: Sequence[Sequence[Value]]) -> list[Any]:
-        """The replies of several commands, which travel together; not atomic."""
+        """The replies of several commands, which travel together; not atomic. Where a key holds
+        what its command is not for, its reply is the error that says so."""
 
         async def send() -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)
             for command in commands:
                 pipeline.execute_command(*command)
-            replies: list[Any] = await pipeline.execute()
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            for reply in replies:
+                if isinstance(reply, Exception) and not str(reply).startswith(_OTHER_TYPE):
+                    raise reply
             return replies
 
         return await self._repeat(send) if commands else []

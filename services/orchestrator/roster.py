@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
@@ -73,12 +74,12 @@ class Roster:
         self.commits = {commit.policy: commit for commit in found.commits}
         if found.open:
             self.versions.update(found.versions)
-            self._plan(admission.index_of(query_id) for query_id in found.query_ids)
+            await self._plan([admission.index_of(query_id) for query_id in found.query_ids])
             self._cursor.see(found)
             self.closed = self.closed or found.closed
         else:
             self.versions.update(versions)
-            self._plan(self._cursor.take(fresh))
+            await self._plan(self._cursor.take(fresh))
         if self.held and found.open:
             self.ended = await self._over(found.ended_trajectory_ids)
             return
@@ -130,7 +131,7 @@ class Roster:
 
     async def join(self, count: int) -> list[admission.QueryPlan]:
         """Fresh queries, in order."""
-        added = self._plan(self._cursor.take(count))
+        added = await self._plan(self._cursor.take(count))
         await self._amend(add_query_ids=[plan.query_id for plan in added], cursor=self._cursor.at)
         return added
 
@@ -162,10 +163,11 @@ class Roster:
         self.closed = True
         return dropped, carried
 
-    def next_plans(self) -> list[admission.QueryPlan]:
-        """What it would open with now, if the step before is closed. Nothing is taken."""
+    def next_plans(self, most: int) -> list[admission.QueryPlan]:
+        """The first `most` of what it would open with now, if the step before is closed. Nothing is
+        taken."""
         at = self._cursor.at
-        return self._planned(range(at, at + self.wanted + self.spare))
+        return self._planned(range(at, at + min(most, self.wanted + self.spare)))
 
     def _planned(self, indexes: Iterable[int]) -> list[admission.QueryPlan]:
         spec = self._job.spec
@@ -177,8 +179,10 @@ class Roster:
         )
         return list(plans)
 
-    def _plan(self, indexes: Iterable[int]) -> list[admission.QueryPlan]:
-        plans = self._planned(indexes)
+    async def _plan(self, indexes: Collection[int]) -> list[admission.QueryPlan]:
+        # In a thread: of hundreds of thousands of trajectories it takes seconds, and a loop that
+        # hears no heartbeats takes workers for dead.
+        plans = await asyncio.to_thread(self._planned, indexes)
         self.plans.update((plan.query_id, plan) for plan in plans)
         return plans
 

@@ -13,6 +13,7 @@ import grpc
 from services.chassis.telemetry import Telemetry
 from services.orchestrator import audit, checkpoints, directory
 from services.orchestrator.functions_door import FunctionDoor
+from services.orchestrator.job_store import JobView
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.populations import on_demand
 from services.orchestrator.populations.store import no_population
@@ -70,15 +71,7 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         ids, token = await shared.store.page(_page_size(request), request.page_token, state)
         views = await shared.store.views(ids)
         return orch.ListJobsResponse(
-            jobs=[
-                view.record.to_message(
-                    versions=view.versions,
-                    metrics=view.metrics,
-                    activity=shared.log.activity(view.record.job_id),
-                )
-                for view in views
-            ],
-            next_page_token=token,
+            jobs=[self._message(view) for view in views], next_page_token=token
         )
 
     async def WatchJob(
@@ -295,12 +288,15 @@ class OrchestratorService(orch_grpc.OrchestratorServicer):
         return await self._at.shared.store.get(request.job_id)
 
     async def _view(self, record: JobRecord) -> orch.Job:
-        shared = self._at.shared
-        entries = await shared.ledger.entries(record.job_id)
-        return record.to_message(
-            versions={policy: entry.weights.version for policy, entry in entries.items()},
-            metrics=await shared.store.latest(record.job_id),
-            activity=shared.log.activity(record.job_id),
+        [view] = await self._at.shared.store.views([record.job_id])
+        # What was done is told as it was done, whatever happened to the job since.
+        return self._message(JobView(record, view.versions, view.metrics))
+
+    def _message(self, view: JobView) -> orch.Job:
+        return view.record.to_message(
+            versions=view.versions,
+            metrics=view.metrics,
+            activity=self._at.shared.log.activity(view.record.job_id),
         )
 
 

@@ -84,7 +84,7 @@ class StepRollout:
     async def run(self) -> None:
         """Raises `TroupeError`: a fault of the job, or the deadline saying what was missing."""
         began = time.monotonic()
-        self._start(self.roster.plans.values())
+        await self._start(list(self.roster.plans.values()))
         if self.roster.closed:
             self.batch.seal()
         if self.roster.closed and not self.batch.open:
@@ -94,9 +94,9 @@ class StepRollout:
         await alongside(together(self._keep(), ends), self._watch())
         self.seconds = time.monotonic() - began
 
-    def _start(self, plans: Collection[admission.QueryPlan]) -> None:
-        groups = [group for plan in plans if (group := self._tickets(plan))]
-        self._crew.dispatch.add(self.batch, groups)
+    async def _start(self, plans: Collection[admission.QueryPlan]) -> None:
+        groups = (group for plan in plans if (group := self._tickets(plan)))
+        await self._crew.dispatch.add_many(self.batch, groups)
 
     def _tickets(self, plan: admission.QueryPlan) -> list[ro.Ticket]:
         tickets = train_tickets(plan, self.roster.ended)
@@ -142,7 +142,7 @@ class StepRollout:
         )
         if move.add:
             self.joined += move.add
-            self._start(await roster.join(move.add))
+            await self._start(await roster.join(move.add))
         elif move.close:
             await self._close(move.leave)
 

@@ -94,9 +94,9 @@ class Window:
         job = self._crew.job
         if not job.spec.pipeline.early_start or self._closing or step >= self._until:
             return
-        plans = Roster(job, step, self._cursor).next_plans()
-        groups = [train_tickets(plan, ()) for plan in plans]
         limit = job.spec.limits.max_concurrent_trajectories
+        plans = Roster(job, step, self._cursor).next_plans(most=limit)
+        groups = [train_tickets(plan, ()) for plan in plans]
         count = admission.next_wave([len(one) for one in groups], in_flight=0, limit=limit)
         self._crew.dispatch.early.begin(step, groups[:count])
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from redis.asyncio import Redis
 
+from services.orchestrator.redis_access import INDEX, JobKeys, RedisAccess
 from tests.support.cluster import Cluster, job_yaml
 from troupe.rpc import FailedPrecondition, InvalidArgument, NotFound, new_id
 from troupe.v1 import common_pb2 as pb
@@ -132,3 +133,69 @@ async def test_a_job_that_never_had_rows_is_forgotten_too(cluster: Cluster) -> N
     await cluster.cancel(job_id)
     await cluster.wait(job_id)
     await cluster.api.ForgetJob(orch.ForgetJobRequest(request_id=new_id(), job_id=job_id))
+
+
+BROKEN = {
+    "steps beyond 64 bits": (
+        "spec_json",
+        '{"name": "x", "pipeline": {"steps": 9223372036854775808}}',
+    ),
+    "steps that are no number": ("spec_json", '{"name": "x", "pipeline": {"steps": "many"}}'),
+    "a name that is no text": ("spec_json", '{"name": 7}'),
+    "a section that is none": ("spec_json", '{"pipeline": []}'),
+    "no specification": ("spec_json", "null"),
+    "no JSON": ("spec_json", "{"),
+    "deep JSON": ("spec_json", "[" * 100_000),
+    "half a surrogate pair": ("spec_json", '{"name": "\\ud800"}'),
+    "no UTF-8": ("spec_json", b"\xff"),
+    "no state": ("state", "99"),
+    "no step": ("step", ""),
+    "a step beyond 64 bits": ("step", str(1 << 63)),
+    "no time": ("created_at", "inf"),
+    "no problem": ("problem", b"\xff\xff"),
+    "scores that are none": ("before", '{"a": "b"}'),
+    "scores that are a list": ("after", "[1]"),
+}
+
+
+async def test_a_record_that_cannot_be_read_is_shown_and_can_be_forgotten(cluster: Cluster) -> None:
+    good = await cluster.submit(job_yaml())
+    await cluster.wait(good)
+    redis = RedisAccess(cluster.settings.redis_url)
+    ended = await redis.call("HGETALL", JobKeys(good).record)
+    names = {f"broken-{number}": case for number, case in enumerate(BROKEN)}
+    for job_id, case in names.items():
+        field, value = BROKEN[case]
+        fields = ended | {b"job_id": job_id.encode(), field.encode(): value}
+        pairs = [part for pair in fields.items() for part in pair]
+        await redis.call("HSET", JobKeys(job_id).record, *pairs)
+    await redis.call("HSET", JobKeys("part").record, "state", "3")
+    await redis.call("SET", JobKeys("text").record, "x")
+    await redis.call("HSET", JobKeys("numbers").record, *(p for one in ended.items() for p in one))
+    await redis.call("HSET", JobKeys("numbers").latest, "loss", "x")
+    await redis.call("HSET", JobKeys("entries").record, *(p for one in ended.items() for p in one))
+    await redis.call("HSET", JobKeys("entries").ledger, "solver:entry", b"\xff")
+    broken = [*names, "part", "text", "gone", "numbers", "entries"]
+    for job_id in broken:
+        await redis.call("ZADD", INDEX, 1, job_id)
+
+    for _ in range(2):
+        jobs = {
+            job.job_id: job for job in (await cluster.api.ListJobs(orch.ListJobsRequest())).jobs
+        }
+        assert set(jobs) == {good, *broken}
+        assert jobs[good].state == pb.JOB_STATE_SUCCEEDED
+        for job_id in broken:
+            assert jobs[job_id].problem.kind == "record_broken", names.get(job_id, job_id)
+            assert "forget" in jobs[job_id].problem.remedy
+        await cluster.stop_orchestrator()
+        await cluster.start_orchestrator()
+    resume = orch.ResumeJobRequest(request_id=new_id(), job_id="part")
+    with pytest.raises(FailedPrecondition, match="what is stored of this job cannot be read"):
+        await cluster.api.ResumeJob(resume)
+    for job_id in broken:
+        await cluster.api.ForgetJob(orch.ForgetJobRequest(request_id=new_id(), job_id=job_id))
+    await redis.close()
+    left = (await cluster.api.ListJobs(orch.ListJobsRequest())).jobs
+    assert good in [job.job_id for job in left]
+    assert not {"part", "text", "gone"} & {job.job_id for job in left}

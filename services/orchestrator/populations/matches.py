@@ -170,8 +170,6 @@ class Matches:
         batch = Batch(
             step, patience, on_end, floors=self._slots.match_floors(), aside=self._slots.apart
         )
-        self._dispatch.add(batch, [[self._ticket(one, members[one.name], places)] for one in wave])
-        batch.seal()
 
         async def write() -> None:
             done = dict(new)
@@ -197,6 +195,9 @@ class Matches:
         ticker = asyncio.create_task(tick())
         try:
             try:
+                tickets = ([self._ticket(one, members[one.name], places)] for one in wave)
+                await self._dispatch.add_many(batch, tickets)
+                batch.seal()
                 await batch.finished(lambda: self._dispatch.describe(batch))
             finally:
                 # Those of a pause run for nobody.
