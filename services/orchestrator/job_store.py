@@ -8,7 +8,8 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError
@@ -60,11 +61,18 @@ class JobStore:
     """Jobs in Redis. Whatever must not be half done is one Lua script."""
 
     def __init__(
-        self, redis: RedisAccess, log: EventLog, clock: Callable[[], float] = time.time
+        self,
+        redis: RedisAccess,
+        log: EventLog,
+        clock: Callable[[], float] = time.time,
+        *,
+        data_dir: Path | None = None,
     ) -> None:
+        """Directories of jobs are kept relative to `data_dir`, which may be moved."""
         self._redis = redis
         self._log = log
         self._clock = clock
+        self._data_dir = data_dir
         # Which orchestrator this is, for people that look for the other one.
         self.instance = f"{socket.gethostname()}, process {os.getpid()}"
 
@@ -81,7 +89,10 @@ class JobStore:
         """Store a new job. False when the id is taken; the record there stays as it is."""
         keys = JobKeys(record.job_id)
         event = self._event(state=orch.StateChanged(state=record.state))
-        fields = [part for pair in record.to_hash().items() for part in pair]
+        kept = record.to_hash()
+        if self._data_dir is not None and record.directory.is_relative_to(self._data_dir):
+            kept["directory"] = str(record.directory.relative_to(self._data_dir))
+        fields = [part for pair in kept.items() for part in pair]
         made = await self._redis.run("create", [keys.record, keys.events], [event, *fields])
         # Repeated after a crash between the two: the index is a set.
         await self._redis.call("ZADD", INDEX, "NX", record.created_at, record.job_id)
@@ -94,6 +105,14 @@ class JobStore:
         if not found and await self._redis.call("ZSCORE", INDEX, job_id) is None:
             raise self._unknown(job_id)
         return self._read(job_id, found)
+
+    def _directory(self, kept: Path) -> Path:
+        """The directory of a job, wherever the data directory is by now."""
+        if self._data_dir is None or not kept.name:
+            return kept
+        if kept.is_absolute() and not kept.is_relative_to(self._data_dir):
+            return self._data_dir / kept.name  # of an older release
+        return self._data_dir / kept
 
     async def ids(self) -> list[str]:
         """All job ids, oldest first."""
@@ -165,7 +184,8 @@ class JobStore:
             return JobRecord.unreadable(job_id, str(found))
         if not found:
             return JobRecord.unreadable(job_id, "it is listed, and there is no record of it")
-        return JobRecord.read(job_id, found)
+        record = JobRecord.read(job_id, found)
+        return replace(record, directory=self._directory(record.directory))
 
     async def delete(self, job_id: str) -> None:
         """Forget the job, with all that Redis holds of it. Repeatable."""

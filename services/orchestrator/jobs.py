@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from services.orchestrator.context import Shared
+from services.orchestrator.crash_loops import CrashLoopGuard
 from services.orchestrator.job_store import Superseded, same_submission
 from services.orchestrator.records import JobRecord
 from services.orchestrator.redis_access import RedisUnavailable
@@ -42,10 +43,15 @@ class Jobs:
     """All jobs of this orchestrator. Every change of state is durable before it is carried out."""
 
     def __init__(
-        self, shared: Shared, check: Callable[[JobSpec], Awaitable[None]] | None = None
+        self,
+        shared: Shared,
+        guard: CrashLoopGuard,
+        check: Callable[[JobSpec], Awaitable[None]] | None = None,
     ) -> None:
         """`check` raises for a specification that cannot be carried out here."""
         self._shared = shared
+        self._guard = guard
+        self._apart: asyncio.Task[None] | None = None
         self._check = check
         self._runners: dict[str, JobRunner] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -95,6 +101,7 @@ class Jobs:
                 same_submission(found, record)
                 self._launch_if_left(found)
                 return found
+            await self._guard.begin(job_id)
             self.launch(job_id)
         return record
 
@@ -149,6 +156,8 @@ class Jobs:
                     f"goes on under another specification: {text}",
                 )
             await self._runner_before(job_id)
+            await self._guard.clear(job_id)
+            await self._guard.begin(job_id)
             self.launch(job_id)
             return record
 
@@ -190,6 +199,7 @@ class Jobs:
                 await drop_tables(self._shared, job_id, purge_log=True)
             await delete_states(self._shared, job_id)
             await self._shared.store.delete(job_id)
+            await self._guard.clear(job_id)
             return record
 
     async def _whole(self, job_id: str) -> JobRecord:
@@ -214,6 +224,33 @@ class Jobs:
         task = self._tasks[job_id] = asyncio.create_task(self._run(job_id, runner))
         task.add_done_callback(lambda done: self._forget(job_id, runner, done))
 
+    def launch_apart(self, job_ids: Sequence[str]) -> None:
+        """Launch these one at a time, each when the orchestrator has survived the one before."""
+
+        async def one_by_one() -> None:
+            for job_id in job_ids:
+                await self._guard.begin(job_id)
+                self.launch(job_id)
+                await asyncio.sleep(self._guard.seconds)
+
+        if job_ids:
+            self._apart = asyncio.create_task(one_by_one())
+
+    async def set_aside(self, job_id: str, deaths: int) -> None:
+        """Fail a job that ended the orchestrator `deaths` times when it was launched."""
+        async with self.lock(job_id):
+            error = FailedPrecondition(
+                f"the orchestrator died {deaths} times, each time within {self._guard.seconds:g} s "
+                "after it had launched this job; the job is set aside",
+                kind="orchestrator_keeps_dying",
+                field="job_id",
+                value=job_id,
+                remedy="Look into the orchestrator's log for what ended it (a sink such as Weights "
+                "& Biases, too little memory), mend it, then resume the job.",
+            )
+            await self._shared.store.move(job_id, pb.JOB_STATE_FAILED, problem=error.to_problem())
+            await self._guard.clear(job_id)
+
     def running(self) -> list[str]:
         """Ids of the jobs that have a runner here."""
         return sorted(self._runners)
@@ -222,6 +259,8 @@ class Jobs:
         """Stop all runners and leave their jobs as they are, to be continued."""
         self._stopping = True
         tasks = list(self._tasks.values())
+        if self._apart is not None:
+            tasks.append(self._apart)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

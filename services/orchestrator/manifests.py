@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ _NAME: Final = re.compile(r"manifest-step([0-9]+)\.json")
 
 def manifest(
     spec: JobSpec,
+    directory: Path,
     step: int,
     last: es.GetStepResponse,
     weights: Mapping[str, pb.WeightsRef],
@@ -32,7 +34,7 @@ def manifest(
 ) -> dict[str, Any]:
     """The manifest after `step` steps, as JSON.
 
-    `last` is the newest step as the store knows it, `weights` the ledger's, `saved` the checkpoint
+    Paths are relative to the job's `directory`, which may be moved. `last` is the newest step as the store knows it, `weights` the ledger's, `saved` the checkpoint
     of every trained policy. The same facts give the same bytes.
     """
     commits = {commit.policy: commit for commit in last.commits}
@@ -47,12 +49,19 @@ def manifest(
             policy: {
                 "version": weights[policy].version,
                 "checksum": weights[policy].checksum,
-                "path": saved[policy].path,
+                "path": _within(directory, saved[policy].path),
                 "frontier": _frontier(commits[policy]),
             }
             for policy in sorted(saved)
         },
     }
+
+
+def _within(directory: Path, path: str) -> str:
+    """The path relative to the directory, if it is in there."""
+    with suppress(ValueError):
+        return str(Path(path).relative_to(directory))
+    return path
 
 
 def _frontier(commit: es.StepCommit) -> dict[str, Any]:

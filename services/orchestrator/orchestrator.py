@@ -10,6 +10,7 @@ from services.orchestrator.binder import Binder
 from services.orchestrator.catalogue import Catalogue
 from services.orchestrator.cluster import Cluster
 from services.orchestrator.context import Shared
+from services.orchestrator.crash_loops import CrashLoopGuard
 from services.orchestrator.event_log import EventLog
 from services.orchestrator.functions import Functions
 from services.orchestrator.generation import Generation
@@ -35,7 +36,7 @@ class Orchestrator:
     """Jobs, their durable state, the workers, and the picture of it all."""
 
     def __init__(self, settings: OrchestratorSettings) -> None:
-        self._redis = RedisAccess(settings.redis_url)
+        self._redis = RedisAccess(settings.redis_url, disk=settings.data_dir)
         log = EventLog(self._redis)
         patient = settings.client(retry=_PATIENT).model_copy(
             update={"deadline_seconds": _PATIENT_SECONDS}
@@ -50,7 +51,7 @@ class Orchestrator:
             name: (address, connect(address, hasty)) for name, address in probed.items()
         }
         workers = WorkerRegistry(settings)
-        store = JobStore(self._redis, log)
+        store = JobStore(self._redis, log, data_dir=settings.data_dir.absolute())
         self.shared = Shared(
             settings=settings,
             store=store,
@@ -65,7 +66,8 @@ class Orchestrator:
         )
         self._reward = connect(settings.reward_address, hasty)
         self.functions = Functions(Catalogue(self._redis), RewardStub(self._reward))
-        self.jobs = Jobs(self.shared, self.functions.check_job)
+        self._guard = CrashLoopGuard(self._redis)
+        self.jobs = Jobs(self.shared, self._guard, self.functions.check_job)
         self.generation = Generation(self.shared, self.jobs)
         self.cluster = Cluster(
             self.shared.workers,
@@ -81,11 +83,12 @@ class Orchestrator:
         self.shared.workers.start()
         self.shared.binder.start()
         self.functions.start()
-        await recover(self.shared.store, self.jobs)
+        await recover(self.shared.store, self.jobs, self._guard)
 
     async def stop(self) -> None:
         """Stop running jobs; what they are is in Redis and in the experience store."""
         await self.jobs.stop()
+        await self._guard.close()
         await self.functions.stop()
         await self.shared.binder.close()
         await self.shared.workers.close()

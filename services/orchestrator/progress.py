@@ -199,7 +199,7 @@ class Progress:
         last = await job.shared.experience.GetStep(request)
         entries = await job.shared.ledger.entries(job.job_id)
         weights = {policy: entries[policy].weights for policy in saved}
-        content = manifest(job.spec, step, last, weights, saved)
+        content = manifest(job.spec, job.directory, step, last, weights, saved)
         try:
             await asyncio.to_thread(
                 write_manifest, job.directory, content, job.spec.checkpoint.keep

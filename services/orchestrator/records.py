@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -109,7 +109,8 @@ class JobRecord:
     def read(job_id: str, fields: Mapping[bytes, bytes]) -> JobRecord:
         """The record that `to_hash` wrote; one that is broken if that cannot be read."""
         try:
-            return JobRecord.from_hash(fields)
+            # By what it is listed as, whatever it says.
+            return replace(JobRecord.from_hash(fields), job_id=job_id)
         except Exception as error:
             directory = fields.get(b"directory", b"").decode(errors="replace")
             return JobRecord.unreadable(job_id, f"{type(error).__name__}: {error}", directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import structlog
 
+from services.orchestrator.crash_loops import CrashLoopGuard
 from services.orchestrator.job_store import JobStore
 from services.orchestrator.jobs import Jobs
 from troupe.v1 import common_pb2 as pb
@@ -11,12 +12,13 @@ from troupe.v1 import common_pb2 as pb
 _log = structlog.get_logger(__name__)
 
 
-async def recover(store: JobStore, jobs: Jobs) -> list[str]:
+async def recover(store: JobStore, jobs: Jobs, guard: CrashLoopGuard) -> list[str]:
     """Launch a runner for each unfinished job; returns their ids.
 
-    A paused job waits for its user. One that was pausing or cancelling ends that first.
+    A paused job waits for its user. One that was pausing or cancelling ends that first. One that
+    ended the orchestrators before this one is set aside; those that may have are launched apart.
     """
-    continued = []
+    continued, suspects = [], []
     for job_id in await store.ids():
         record = await store.get(job_id)
         if record.broken:
@@ -25,7 +27,15 @@ async def recover(store: JobStore, jobs: Jobs) -> list[str]:
             continue
         if record.terminal or record.state == pb.JOB_STATE_PAUSED:
             continue
+        deaths = await guard.deaths(job_id)
+        if deaths >= guard.limit and record.state != pb.JOB_STATE_CANCELLING:
+            _log.error("a job is set aside", job_id=job_id, deaths=deaths)
+            await jobs.set_aside(job_id, deaths)
+            continue
         _log.info("job continues", job_id=job_id, state=record.state_name, step=record.step)
+        (suspects if deaths == guard.limit - 1 else continued).append(job_id)
+    for job_id in continued:
+        await guard.begin(job_id)
         jobs.launch(job_id)
-        continued.append(job_id)
-    return continued
+    jobs.launch_apart(suspects)
+    return continued + suspects

@@ -20,6 +20,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from troupe.disks import shortage
 from troupe.rpc import Internal, RetryPolicy, TroupeError, Unavailable
 
 _PREFIX: Final = "troupe:orchestrator"
@@ -135,8 +136,10 @@ class RedisAccess:
     All scripts, and all commands used here, may be sent twice.
     """
 
-    def __init__(self, url: str, *, patience: float = 20.0) -> None:
+    def __init__(self, url: str, *, patience: float = 20.0, disk: Path | None = None) -> None:
+        """`disk`: the directory of a Redis on this machine, which stands still without room."""
         self.address = _shown(url)
+        self._disk = disk
         self._patience = patience
         # Repeating is the business of troupe.rpc.RetryPolicy.
         self._client = Redis.from_url(
@@ -193,15 +196,23 @@ class RedisAccess:
                 async with asyncio.timeout(_TIMEOUT):
                     return await call()
             except (RedisError, OSError) as error:
-                raise self._typed(error) from error
+                full = None if self._disk is None else await asyncio.to_thread(shortage, self._disk)
+                raise self._typed(error, full) from error
 
         return await _RETRY.run(attempt, self._patience)
 
-    def _typed(self, error: Exception) -> TroupeError:
+    def _typed(self, error: Exception, full: str | None) -> TroupeError:
         text = str(error) or f"no answer within {_TIMEOUT:g} s"
         passing = isinstance(error, _PASSING) or text.startswith(_PASSING_CODES)
         if isinstance(error, ResponseError) and not passing:
             return Internal(f"Redis refuses a command: {text}", kind="redis_error")
+        if full is not None:
+            return RedisUnavailable(
+                f"Redis does not do its work ({text}): {full}",
+                field="data_dir",
+                value=self._disk,
+                remedy="Free space there; jobs continue by themselves then.",
+            )
         return RedisUnavailable(
             f"Redis does not do its work: {text}",
             field="redis_url",

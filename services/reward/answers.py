@@ -48,7 +48,8 @@ def outcome_of(
     if answer.kind == worker.REFUSED:
         said, _, text = answer.text.partition(" ")
         with contextlib.suppress(ValueError):
-            retry_after = float(said)
+            # A forged one may be anything; what is not plausible was not said.
+            retry_after = seconds if 0 < (seconds := float(said)) <= worker.MOST_SECONDS else -1.0
     # What a sandbox answers is only a text; it may name a kind that there is not.
     return Outcome(
         error=pb.InvocationError(

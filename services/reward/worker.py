@@ -165,14 +165,18 @@ def invoke(
         return Answer(RAISED, text, view)
 
 
+# A longer wait than a day is nobody's wish: as if it were not said.
+MOST_SECONDS = 86_400.0
+
+
 def _retry_after(error: BaseException) -> float | None:
     """In how many seconds an interface outside wants to be called again, if that is what `error`
     is about: an attribute `retry_after`, or the response with status 429 (503 with a Retry-After)
     that httpx, requests and OpenAI's client keep in their errors. Negative: it did not say."""
     with contextlib.suppress(BaseException):  # its attributes are the function's, too
         seconds = getattr(error, "retry_after", None)
-        if isinstance(seconds, (int, float)) and 0 <= seconds < float("inf"):
-            return float(seconds) or -1.0
+        if isinstance(seconds, (int, float)) and seconds >= 0:
+            return float(seconds) if 0 < seconds <= MOST_SECONDS else -1.0
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", getattr(error, "status_code", None))
         headers = getattr(response, "headers", None) or {}
@@ -188,13 +192,14 @@ def _seconds_until(said: str | None) -> float:
         return -1.0
     try:
         seconds = float(said)
-        return max(0.001, seconds) if seconds < float("inf") else -1.0
+        return max(0.001, seconds) if seconds <= MOST_SECONDS else -1.0
     except ValueError:
         import email.utils
         import time
 
         with contextlib.suppress(TypeError, ValueError):
-            return max(0.001, email.utils.parsedate_to_datetime(said).timestamp() - time.time())
+            until = email.utils.parsedate_to_datetime(said).timestamp() - time.time()
+            return max(0.001, until) if until <= MOST_SECONDS else -1.0
     return -1.0
 
 

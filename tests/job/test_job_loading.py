@@ -70,6 +70,11 @@ def test_home_is_that_of_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"policies__solver__engine": {"urls": ["gpu-1"]}}, "engine.urls: 'gpu-1' is not of the"),
         ({"policies__solver__engine": {"urls": ["http://gpu-1:1"]}}, "kind `sglang`, not `embed"),
         ({"agents__solver__policy": "solvr"}, "agents.solver.policy: 'solvr' is not a policy"),
+        ({"agents__team": {"policy": "solver"}}, "agents.team: .* belongs to no agent"),
+        (
+            {"policies__evaluation": JOB["policies"]["solver"], "agents__b__policy": "evaluation"},
+            "policies.evaluation: metrics",
+        ),
         ({"policies__solver__trainable": False}, "policies: none is trainable"),
         ({"pipeline__required_columns": ["reward"]}, "every sample waits for 'reward' anyway"),
         ({"pipeline__required_columns": ["a b"]}, "'a b' does not name a column"),

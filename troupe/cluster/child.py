@@ -2,7 +2,7 @@
 
 IDLE -> STARTING -> SERVING -> STOPPING -> STOPPED
            ^           |
-           +-- WAITING <+   (died: back-off, then again)
+           +-- WAITING <+   (died: back-off, or until the disk has room; then again)
 STARTING | WAITING -> FAILED (would not start, or dies again and again)
 SERVING -> STOPPING -> PARKED -> STARTING (nobody needs it for a while)
 """
@@ -22,8 +22,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from troupe.cluster import logs
-from troupe.cluster.errors import ChildFailed, ChildNotReady
+from troupe.cluster.errors import ChildFailed, ChildNotReady, DiskFull
 from troupe.cluster.layout import ChildSpec
+from troupe.disks import shortage
 
 TETHER = Path(__file__).with_name("tether.py")
 # A dead child is back fast enough that callers' retries bridge the gap ...
@@ -33,6 +34,7 @@ FIRST_BACKOFF = 0.2
 RESTART_WINDOW = 120.0
 _PROBE_SECONDS = 2.0
 _ALONE_SECONDS = 1.0
+_LOOK_FOR_ROOM_SECONDS = 1.0
 
 
 class ChildState(StrEnum):
@@ -72,13 +74,16 @@ class Child:
         try:
             await self._launch()
             await self._until_ready()
-        except (ChildFailed, ChildNotReady):
+        except (ChildFailed, ChildNotReady) as error:
             self._move(ChildState.FAILED)
+            if (full := await self._shortage()) is not None:
+                raise DiskFull(self.spec.name, self.log.parent, full) from error
             raise
         self._move(ChildState.SERVING)
 
     async def keep(self) -> None:
-        """Bring the process back whenever it dies. Returns only by raising.
+        """Bring the process back whenever it dies: at once, or on a full disk when there is room.
+        Returns only by raising.
 
         `ChildFailed` when it died too often, or by cancellation.
         """
@@ -213,6 +218,15 @@ class Child:
         return None
 
     async def _back_off(self, died: str) -> None:
+        if (full := await self._shortage()) is not None:
+            # Not its fault, and it would die again: Redis ends when it cannot write its log.
+            self._move(
+                ChildState.WAITING, f"{died}: {full}; it is started again when there is room"
+            )
+            while await self._shortage() is not None:  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_FOR_ROOM_SECONDS)
+            self._move(ChildState.WAITING, f"there is room: {self.spec.name} is started again")
+            return
         now = time.monotonic()
         self._deaths.append(now)
         while self._deaths[0] < now - RESTART_WINDOW:
@@ -230,6 +244,10 @@ class Child:
         pause = min(self.spec.max_backoff_seconds, FIRST_BACKOFF * 2.0**doublings)
         self._move(ChildState.WAITING, f"{died}; starting it again in {pause:.1f} s")
         await asyncio.sleep(pause)
+
+    async def _shortage(self) -> str | None:
+        """Why nothing can be written beside the logs, which are in the data directory."""
+        return await asyncio.to_thread(shortage, self.log.parent)
 
     def _kill(self) -> None:
         if self._process is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, Internal, Unavailable
@@ -110,6 +111,20 @@ class ChildFailed(Internal):
         )
 
 
+class DiskFull(FailedPrecondition):
+    """A service cannot start, since the disk of the data directory has no room."""
+
+    default_kind = "disk_full"
+
+    def __init__(self, name: str, directory: Path, shortage: str) -> None:
+        super().__init__(
+            f"{name} cannot start: {shortage}.",
+            field="data_dir",
+            value=directory.parent,
+            remedy="Free space there, or choose another --data-dir.",
+        )
+
+
 class ChildNotReady(DeadlineExceeded):
     """A service did not answer its health check in time."""
 
@@ -161,9 +176,11 @@ class NotWritable(FailedPrecondition):
     default_kind = "data_dir_not_writable"
 
     def __init__(self, data_dir: Path, error: OSError) -> None:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         super().__init__(
             f"cannot be written: {error.strerror or error}.",
             field="data_dir",
             value=data_dir,
-            remedy="Choose another with --data-dir.",
+            remedy=f"{'Free space there, or choose' if full else 'Choose'} another with "
+            "--data-dir.",
         )

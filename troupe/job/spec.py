@@ -103,6 +103,16 @@ class JobSpec(Section):
             raise ValueError(f"policies.{unused[0]}: no agent plays it; remove it or name it")
         if not self.trained_policies:
             raise ValueError("policies: none is trainable; set `trainable: true` on at least one")
+        if "team" in self.agents:
+            raise ValueError(
+                "agents.team: the key `team` of rewards is the team's success and belongs to no "
+                "agent; choose another name"
+            )
+        if "evaluation" in self.policies:
+            raise ValueError(
+                "policies.evaluation: metrics of evaluations begin with this name, as those of a "
+                "policy do with its own; choose another name"
+            )
         for section in (self.agents, self.policies, self.tools, self.rewards):
             for name in section:
                 if not re.fullmatch(NAME, name):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -16,6 +15,7 @@ from typing import Final
 import structlog
 
 from services.reward.quota.buckets import Buckets
+from services.reward.worker import MOST_SECONDS
 from troupe.rpc import InvalidArgument, TroupeError
 from troupe.scheduling.elastic.quota import Answer, Limits
 
@@ -32,7 +32,9 @@ _KEEP_SECONDS: Final = 0.5
 _RETRY_SECONDS: Final = 0.5
 # An interface that refuses without saying for how long is asked again after this.
 DEFAULT_RETRY_SECONDS: Final = 1.0
-MAX_RETRY_SECONDS: Final = 3600.0
+# One refusal keeps everybody out for no longer; then somebody asks again. What is not plausible was
+# not said.
+MAX_RETRY_SECONDS: Final = 300.0
 
 
 class QuotaManager:
@@ -91,7 +93,7 @@ class QuotaManager:
 
     def shut(self, holds: Mapping[str, int], seconds: float) -> None:
         """The interfaces of `holds` want no call for so long, from nobody."""
-        if not (math.isfinite(seconds) and seconds > 0):
+        if not 0 < seconds <= MOST_SECONDS:
             seconds = DEFAULT_RETRY_SECONDS
         for name, _ in self._of(holds):
             self._feeds[name].shut(min(seconds, MAX_RETRY_SECONDS))

@@ -1,0 +1,43 @@
+"""Whether a directory's disk has room, in words for people."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+_MIB: Final = 1 << 20
+# What a service needs to go on: more than one write of it, and little of a small disk.
+_NEEDED_BYTES: Final = 64 * _MIB
+_NEEDED_PART: Final = 10
+_PROBE_BYTES: Final = 1 << 16
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def shortage(directory: Path) -> str | None:
+    """Why nothing can be written into `directory` for long, naming its disk; None: there is room.
+
+    Blocks while it writes and removes a small file, which is how a quota is noticed.
+    """
+    try:
+        disk = os.statvfs(directory)
+    except OSError:
+        return None
+    total = disk.f_blocks * disk.f_frsize
+    # Part of a disk may be kept for root.
+    free = (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize
+    if total and free < min(_NEEDED_BYTES, total // _NEEDED_PART):
+        return f"the disk of {directory} is full ({free // _MIB} of {total // _MIB} MiB are free)"
+    if disk.f_files and not disk.f_ffree:
+        return f"the disk of {directory} is full (it has no inodes left)"
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".room-") as probe:
+            probe.write(bytes(_PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        if error.errno in _FULL:
+            return f"the disk of {directory} is full ({error.strerror})"
+    return None
