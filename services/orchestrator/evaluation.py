@@ -112,7 +112,8 @@ def check_failures(
 
 
 async def report_failures(job: JobContext, name: str, tally: Tally, total: int) -> None:
-    """Say that some trajectories failed, though not too many: the first time, the 2nd, 4th, ..."""
+    """Say that some trajectories failed, though not too many, or completed with a remark: the first
+    time, the 2nd, 4th, ..."""
     if tally.failed:
         reason = tally.most_common_reason
         await _complain(
@@ -120,6 +121,14 @@ async def report_failures(job: JobContext, name: str, tally: Tally, total: int) 
             reason.partition(":")[0],
             f"{name}: {tally.failed} of {total} trajectories failed{{again}}, "
             f"most of them so: {reason}",
+        )
+    count, remark = tally.remark
+    if count:
+        await _complain(
+            job,
+            remark.partition(":")[0],
+            f"{name}: {count} of {total} trajectories completed with a remark{{again}}, "
+            f"most of them with this: {remark}",
         )
 
 

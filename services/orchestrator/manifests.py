@@ -34,8 +34,9 @@ def manifest(
 ) -> dict[str, Any]:
     """The manifest after `step` steps, as JSON.
 
-    Paths are relative to the job's `directory`, which may be moved. `last` is the newest step as the store knows it, `weights` the ledger's, `saved` the checkpoint
-    of every trained policy. The same facts give the same bytes.
+    Paths are relative to the job's `directory`, which may be moved. `last` is the newest step as
+    the store knows it, `weights` the ledger's, `saved` the checkpoint of every trained policy. The
+    same facts give the same bytes.
     """
     commits = {commit.policy: commit for commit in last.commits}
     return {

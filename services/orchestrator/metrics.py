@@ -39,6 +39,8 @@ class Tally:
         # Completed ones that opened an endpoint and were rewarded, and at which nobody spoke.
         self.without_turns = 0
         self._reasons: Counter[str] = Counter()
+        # What was said of those that completed all the same.
+        self._remarks: Counter[str] = Counter()
         # Attempts that were made again, and trajectories that failed for good, because of their
         # environment or a tool.
         self._retries = 0.0
@@ -85,6 +87,8 @@ class Tally:
             return
         self.completed += 1
         self.without_turns += unused
+        if event.reason:
+            self._remarks[event.reason] += 1
         rewards = dict(event.rewards)
         if TEAM not in self._agents and (team := rewards.pop(TEAM, None)) is not None:
             self._team.add(team)
@@ -95,6 +99,13 @@ class Tally:
         for name, value in event.metrics.items():
             if name != UNUSED_ENDPOINT:
                 self._team_metrics[name].add(value)
+
+    @property
+    def remark(self) -> tuple[int, str]:
+        """Trajectories that completed with a remark, and the most common one."""
+        if not self._remarks:
+            return 0, ""
+        return self._remarks.total(), self._remarks.most_common(1)[0][0]
 
     def scores(self) -> dict[str, float]:
         """How well it went, for comparing before and after: `reward/<agent>`, `team_success`."""

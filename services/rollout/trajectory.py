@@ -35,6 +35,8 @@ log = structlog.get_logger(__name__)
 Emit = Callable[[rollout.TrajectoryEvent], None]
 
 _REASON_LIMIT = 1000
+# A trajectory's metric: turns that its workflow asked for and did not await.
+UNAWAITED = "unawaited_turns"
 _DOMAIN_LIMIT = 200
 
 
@@ -71,6 +73,8 @@ class Trajectory:
         self._rewards: dict[str, float] = {}
         self._metrics: dict[str, float] = {}
         self._shelf = Shelf(job.transfer, job.job_id)
+        # What is said of one that completes.
+        self._note = ""
         self._began: float | None = None
         self._start_versions: dict[str, int] = {}
         # The end that was sent to the store; whether it came through is known when it answers.
@@ -101,13 +105,15 @@ class Trajectory:
                     self._sent = state, reason
                     state, reason = self._ended(await self._store.fail(self._place, reason))
             else:
-                state, reason = pb.TRAJECTORY_STATE_COMPLETED, ""
+                state, reason = pb.TRAJECTORY_STATE_COMPLETED, self._note
                 if self._stored:
                     await self._shelf.put()
                     self._sent = state, reason
                     state, reason = self._ended(await self._store.complete(self._place, samples))
                     if state == pb.TRAJECTORY_STATE_ABORTED:
                         await self._shelf.discard()
+                    elif state == pb.TRAJECTORY_STATE_COMPLETED:
+                        reason = self._note
             self._move(state)
             self._emit(self._event(reason=reason, problem=problem))
 
@@ -212,6 +218,7 @@ class Trajectory:
                 query, given = await bounded(play(), clock, late)
             self._turns = agents.close()
             self._metrics = query.metrics
+            self._note_unawaited(agents)
             self._move(pb.TRAJECTORY_STATE_SCORING)
             self._emit(self._event())
             waits_for = "its reward functions"
@@ -245,6 +252,26 @@ class Trajectory:
             team_tokens=job.spec.algorithm.team_tokens,
         )
         return records.samples_of(rows, ticket=ticket, shelf=self._shelf)
+
+    def _note_unawaited(self, agents: Agents) -> None:
+        """Whether such a turn ends in time to count is chance. Raises `WorkflowError` where chance
+        was ruled out."""
+        self._note = ""
+        if not (left := agents.unawaited):
+            return
+        whose = ", ".join(f"{count} of {name}" for name, count in sorted(left.items()))
+        said = f"{left.total()} turns were asked for and never awaited ({whose})"
+        self._metrics = self._metrics | {UNAWAITED: float(left.total())}
+        if self._job.spec.pipeline.deterministic:
+            raise WorkflowError(
+                f"{said}, and what a step consists of would depend on time "
+                "(pipeline.deterministic)",
+                kind="turn_not_awaited",
+                field="workflow",
+                remedy="Await every `chat` and `generate`, and every task that calls one.",
+            )
+        log.warning("a workflow does not await its turns", said=said)
+        self._note = f"turn_not_awaited: {said}"
 
     def _move(self, target: pb.TrajectoryState.ValueType) -> None:
         check(TRAJECTORY, self.state, target)

@@ -33,6 +33,7 @@ FATAL: Final = frozenset(
         "seating",
         "tool_not_importable",
         "tool_unknown_tool",
+        "turn_not_awaited",
         "unknown_agent",
     }
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 from pathlib import Path
 
@@ -192,3 +193,25 @@ def test_a_path_or_a_disk_of_the_user_is_no_bug_of_ours() -> None:
         "error: No space left on device. Make room on its disk, or choose another."
     ]
     assert "This is a bug" in explain(OSError(errno.EBADF, "Bad file descriptor"))[0][0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("up",),
+        ("down",),
+        ("status",),
+        ("jobs", "list"),
+        ("jobs", "forget", "x"),
+        ("jobs", "watch", "x"),
+    ],
+)
+def test_a_data_directory_that_nothing_can_name_is_refused(
+    run: Run, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    bad = tmp_path / os.fsdecode(b"caf\xe9")
+    bad.mkdir()
+    status, _, err = run(*command, "--data-dir", str(bad))
+    assert status == 2
+    assert err.count("\n") == 1
+    assert "caf\\xe9: its name is not UTF-8. Rename it" in err

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from troupe.networks.acting import ActingNetwork
-from troupe.networks.actor import Actor, Played, Seat
+from troupe.networks.actor import Actor, NotFinite, Played, Seat
 from troupe.networks.fragments import Fragment
 from troupe.networks.spec import NetworkSpec
 from troupe.networks.vector import Observed, Spaces, Stepped, make_environment
@@ -219,3 +219,48 @@ def test_a_fragment_comes_back_from_its_bytes() -> None:
         Fragment("p", 0, fragment.agents, arrays | {"lengths": arrays["lengths"][:2]})
     with pytest.raises(InvalidArgument, match="no such array"):
         Fragment("p", 0, fragment.agents, arrays | {"pickle": arrays["lengths"]})
+
+
+class Broken(Turns):
+    """A number that is none comes in a step (0: the reset), of one copy."""
+
+    def __init__(self, what: str, value: float, at: int, copy: int) -> None:
+        super().__init__(3)
+        self._broken = what, value, at, copy
+
+    def step(self, actions: Any) -> Stepped:
+        stepped = super().step(actions)
+        what, value, at, copy = self._broken
+        rewards = stepped.rewards.astype(np.float64)
+        if what == "rewards" and self._step == at:
+            rewards[copy, 1] = value
+        return stepped._replace(rewards=rewards)
+
+    def _observed(self) -> Observed:
+        observed = super()._observed()
+        what, value, at, copy = self._broken
+        seen, state = (one.astype(np.float64) for one in observed[:2])
+        if self._step == at and what == "observations":
+            seen[copy, 1] = value
+        if self._step == at and what == "state":
+            state[copy] = value
+        return observed._replace(observations=seen, state=state)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300])
+@pytest.mark.parametrize("what", ["observations", "state", "rewards"])
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_what_is_no_number_is_told_with_step_and_copy(what: str, value: float, at: int) -> None:
+    if what == "rewards" and at == 0:
+        return
+    # Copy b is over after b + 1 steps: what it says then is without meaning.
+    for copy, matters in ((2, True), (0, at <= 1)):
+        environment = Broken(what, value, at, copy)
+        actor = Actor(environment, {"team": Seat(PPO, environment.agents)})
+        actor.load("team", weights(PPO, environment.spaces, 2), 1)
+        when = f"step {at}" if at else "reset"
+        if matters:
+            with pytest.raises(NotFinite, match=f"its {what} after {when} .* in copy {copy}"):
+                actor.sample(3)
+        else:
+            assert actor.sample(3).lengths.tolist() == [1, 2, 3]

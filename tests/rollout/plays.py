@@ -301,3 +301,23 @@ async def resets(query: Any, agents: Any, tools: Any) -> dict[str, float]:
         raise RuntimeError("no environment")
     reply = await agents["solver"].chat(query["question"])
     return {"solver": len(reply.text)}
+
+
+async def forgets_to_await(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    reply = await agents["solver"].chat(query["question"])
+    agents["solver"].chat("and then?")  # never awaited
+    _running.add(asyncio.create_task(agents["checker"].chat(reply.text)))
+    return {"solver": 1.0, "checker": 1.0}
+
+
+async def awaits_in_the_end(query: Any, agents: Any, tools: Any) -> dict[str, float]:
+    """A call that is cancelled, and one that fails, are over."""
+    late = asyncio.create_task(agents["solver"].chat(query["question"]))
+    await asyncio.sleep(0)
+    late.cancel()
+    await asyncio.gather(late, return_exceptions=True)
+    await agents["checker"].chat(query["question"], n=2)
+    return {"solver": 1.0, "checker": 1.0}
+
+
+_running: set[Any] = set()

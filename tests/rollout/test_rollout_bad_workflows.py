@@ -161,3 +161,25 @@ async def test_failures_reach_the_store_and_spare_the_rest(
         assert sum(counts.drop_reasons.values()) == 2
         assert all("workflow_blocked" in reason for reason in counts.drop_reasons)
         assert len(await house.samples("big")) == 2
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+async def test_a_turn_that_nobody_awaits_is_said_and_refused_where_chance_is(house: House) -> None:
+    await house.prepare("forgets_to_await")
+    event = await house.run_one()
+    assert event.state == COMPLETED
+    said = "2 turns were asked for and never awaited (1 of checker, 1 of solver)"
+    assert event.reason == f"turn_not_awaited: {said}"
+    assert event.metrics["unawaited_turns"] == 2
+    assert len(event.turns) == 1
+    await house.prepare("awaits_in_the_end")
+    event = await house.run_one()
+    assert (event.state, event.reason) == (COMPLETED, "")
+    pipeline = {"deterministic": True, "mode": "sync", "steps": 1, "queries_per_step": 1}
+    await house.prepare("forgets_to_await", pipeline=pipeline)
+    event = await house.run_one()
+    assert event.state == FAILED
+    assert event.reason.startswith(f"turn_not_awaited: {said}")
+    # The whole job: whether the turn ends in time is chance, and so would its weights be.
+    assert event.problem.kind == "turn_not_awaited"
+    assert "Await every `chat`" in event.problem.remedy

@@ -245,7 +245,12 @@ async def test_a_cast_that_a_network_was_not_made_for_is_refused(
     ("source", "reason"),
     [
         ("Raises", "environment_raised: RuntimeError: the world has ended"),
-        ("Poisons", "reward_not_finite: "),
+        ("Poisons", "reward_not_finite: tests.support.arenas:Poisons: its rewards after step 1 "),
+        (
+            "Blinds",
+            "environment_raised: tests.support.arenas:Blinds: its observations after step 1 are "
+            "not finite: nan in copy 1",
+        ),
     ],
 )
 async def test_a_broken_environment_fails_its_trajectory(

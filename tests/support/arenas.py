@@ -37,6 +37,16 @@ class Poisons(Agree):
         return stepped._replace(rewards=np.full_like(stepped.rewards, np.nan))
 
 
+class Blinds(Agree):
+    """What is to be seen is no number, in one of its copies."""
+
+    def step(self, actions: Actions) -> Stepped:
+        stepped = super().step(actions)
+        seen = stepped.observed.observations.copy()
+        seen[1] = np.nan
+        return stepped._replace(observed=stepped.observed._replace(observations=seen))
+
+
 class Waits(Agree):
     """Stays in its first step until it is released."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from troupe.cluster.access import token_path
 from troupe.cluster.errors import NoCluster
-from troupe.cluster.settings import DEFAULT_DATA_DIR
+from troupe.cluster.settings import DEFAULT_DATA_DIR, require_utf8
 from troupe.cluster.state import running_state
 from troupe.rpc.errors import InvalidArgument, TroupeError
 from troupe.rpc.settings import ClientSettings
@@ -20,9 +20,9 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):([0-9]{1,5})")
 
 
 def data_directory(given: Path | None = None) -> Path:
-    """`given`, else `TROUPE_DATA_DIR`, else `runs` here; absolute."""
+    """`given`, else `TROUPE_DATA_DIR`, else `runs` here; absolute. Raises `NotUtf8`."""
     chosen = given or Path(os.environ.get(DATA_DIR_VARIABLE) or DEFAULT_DATA_DIR)
-    return chosen.expanduser().absolute()
+    return require_utf8(chosen.expanduser().absolute())
 
 
 def resolve_address(given: str | None = None, data_dir: Path | None = None) -> str:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
-from troupe.rpc.errors import DeadlineExceeded, FailedPrecondition, Internal, Unavailable
+from troupe.rpc.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+)
 
 
 class PortInUse(FailedPrecondition):
@@ -167,6 +174,20 @@ class NotPrivate(FailedPrecondition):
             field="data_dir",
             value=data_dir,
             remedy="Choose another with --data-dir, or make it yours: chown -R $(id -u) DIRECTORY.",
+        )
+
+
+class NotUtf8(InvalidArgument):
+    """The name of the data directory cannot be written down: in Redis, in JSON, in a message."""
+
+    default_kind = "data_dir_not_utf8"
+
+    def __init__(self, data_dir: Path) -> None:
+        super().__init__(
+            "its name is not UTF-8.",
+            field="data_dir",
+            value=os.fsencode(data_dir).decode("utf-8", "backslashreplace"),
+            remedy="Rename it, or choose another with --data-dir.",
         )
 
 

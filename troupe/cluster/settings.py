@@ -9,6 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from troupe.cluster.errors import NotUtf8
+
 LOOPBACK = "127.0.0.1"
 DEFAULT_DATA_DIR = Path("runs")
 DEFAULT_PANEL_PORT = 8080
@@ -70,8 +72,9 @@ class ClusterSettings(BaseModel):
     """`json` or `console`: how services write their logs."""
 
     def resolved(self) -> ClusterSettings:
-        """With absolute directories, so that every process means the same ones."""
-        data_dir = self.data_dir.expanduser().absolute()
+        """With absolute directories, so that every process means the same ones. Raises `NotUtf8`
+        for a data directory that nothing can name."""
+        data_dir = require_utf8(self.data_dir.expanduser().absolute())
         named = os.environ.get("TROUPE_TRANSFER_DIR")
         transfer_dir = self.transfer_dir or (
             Path(named) if named else default_transfer_dir(data_dir)
@@ -79,6 +82,15 @@ class ClusterSettings(BaseModel):
         return self.model_copy(
             update={"data_dir": data_dir, "transfer_dir": transfer_dir.expanduser().absolute()}
         )
+
+
+def require_utf8(data_dir: Path) -> Path:
+    """The directory. Raises `NotUtf8` unless its name is UTF-8."""
+    try:
+        str(data_dir).encode()
+    except UnicodeEncodeError as error:
+        raise NotUtf8(data_dir) from error
+    return data_dir
 
 
 def transfer_fallback_dir(data_dir: Path) -> Path:

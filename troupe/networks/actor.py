@@ -87,6 +87,7 @@ class Actor:
         ]
         seeds = np.random.SeedSequence(seed).generate_state(1 + len(players), np.uint64)
         observed = environment.reset(int(seeds[0] >> np.uint64(1)))
+        _check_finite(observed, None, np.ones(environment.copies, np.bool_), 0)
         for player, own in zip(players, seeds[1:], strict=True):
             player.begin(observed, int(own >> np.uint64(1)))
         copies, agents = environment.copies, len(environment.agents)
@@ -102,6 +103,7 @@ class Actor:
                 player.act(step, observed, actions, tries)
             stepped = environment.step(actions)
             observed = stepped.observed
+            _check_finite(observed, stepped.rewards, alive, step + 1)
             rewards[step] = stepped.rewards
             lengths += alive
             terminated |= alive & stepped.terminated
@@ -121,6 +123,33 @@ class Actor:
     def evaluate(self, seeds: Sequence[int]) -> NDArray[np.float64]:
         """Returns [len(seeds) * B, A] without exploration."""
         return np.concatenate([self.sample(seed, explore=False).returns for seed in seeds])
+
+
+class NotFinite(ValueError):
+    """An environment gave a number that is none, or that float32 does not hold, as `what`."""
+
+    def __init__(self, what: str, message: str) -> None:
+        super().__init__(message)
+        self.what = what
+
+
+def _check_finite(observed: Observed, rewards: Any, alive: Any, step: int) -> None:
+    """Raise `NotFinite` naming what an environment gave in a step (0: at the reset) of a copy that
+    had not ended: networks would make NaN of all their weights of it."""
+    given = {"observations": observed.observations, "state": observed.state, "rewards": rewards}
+    for name, values in given.items():
+        if values is None:
+            continue
+        with np.errstate(over="ignore"):
+            array = np.asarray(values, np.float32)
+        if np.isfinite(array).all():
+            continue
+        bad = ~np.isfinite(array.reshape(len(array), -1))
+        for copy in np.flatnonzero(alive & bad.any(axis=1)):
+            value = np.asarray(values).reshape(len(array), -1)[copy, int(bad[copy].argmax())]
+            when = f"step {step}" if step else "reset"
+            message = f"its {name} after {when} are not finite: {value} in copy {copy}"
+            raise NotFinite(name, message)
 
 
 class _Player:

@@ -199,6 +199,12 @@ class Agent:
         return list(replies)
 
     async def _finish(self, turn: Turn, messages: tuple[AnyMessage, ...], tools: ToolSet) -> Reply:
+        try:
+            return await self._answer(turn, messages, tools)
+        finally:
+            turn.over = True
+
+    async def _answer(self, turn: Turn, messages: tuple[AnyMessage, ...], tools: ToolSet) -> Reply:
         role, tokenizer = self._role, self._role.tokenizer
         with numbering.outside():
             generation = await self._record.backend.generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from troupe.outcomes import safe_text
@@ -60,6 +61,11 @@ class Agents(Mapping[str, Agent]):
         Who does not call this has turns of concurrent tasks numbered by time.
         """
         self._record.enter()
+
+    @property
+    def unawaited(self) -> Counter[str]:
+        """By agent: turns that the workflow had asked for and not awaited when it was closed."""
+        return Counter(turn.role.name for turn in self._record.unawaited)
 
     def close(self) -> list[Turn]:
         """End the trajectory: no turn begins or is recorded any more.

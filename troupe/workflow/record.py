@@ -36,6 +36,8 @@ class Record:
         self._begun: dict[str, int] = {}
         self._turns: list[Turn] = []
         self._closed = False
+        # When it was closed: turns whose call nobody had awaited to its end.
+        self.unawaited: list[Turn] = []
 
     @property
     def turns(self) -> list[Turn]:
@@ -55,6 +57,7 @@ class Record:
         """As `Agents.close`."""
         if not self._closed:
             self._closed = True
+            self.unawaited = [turn for turn in self._turns if not turn.over]
             self._turns = [turn for turn in settle(self._turns) if turn.reply is not None]
         return self._turns
 

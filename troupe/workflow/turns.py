@@ -57,6 +57,9 @@ class Turn:
     call: Call
     sibling: int = 0
     """Which reply of its call."""
+    over: bool = False
+    """Whether its call has ended, whichever way. What is not over when the workflow returns, nobody
+    awaited."""
     place: str = ""
     """Its call among those of its agent: `1` is the second one of the workflow itself, `2.0:1` the
     second one in the first branch of the third branch. The same in every trajectory of a query

@@ -14,7 +14,7 @@ import structlog
 from services.rollout.networks.engine import NetworkEngine, Served
 from services.rollout.networks.table import Interrupted, Interruptible, Play, Seating, Table
 from troupe.job import JobSpec
-from troupe.networks.actor import Played
+from troupe.networks.actor import NotFinite, Played
 from troupe.networks.jobs import agents_of, environment_of
 from troupe.networks.modules import identity_width
 from troupe.networks.vector import VectorEnvironment
@@ -187,6 +187,12 @@ class Arena:
             )
         if isinstance(error, WorkflowError):
             return error
+        if isinstance(error, NotFinite):
+            message = f"{self._source}: {error}"
+            if error.what == "rewards":
+                remedy = "Let `step` return finite rewards."
+                return WorkflowError(message, kind="reward_not_finite", remedy=remedy)
+            return self._fault("raised", message, remedy="Let it return finite observations.")
         return self._fault("raised", described(error), traceback=traceback_text(error))
 
     def _fault(self, reason: FaultReason, message: str, **more: str) -> EnvironmentFault:

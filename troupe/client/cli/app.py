@@ -74,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BaseException as error:
         lines, code = explain(error)
         for line in lines:
-            print(line, file=sys.stderr)
+            # What was typed need not be text.
+            print(line.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
         return code
     return status if isinstance(status, int) else 0
