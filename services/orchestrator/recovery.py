@@ -18,7 +18,8 @@ async def recover(store: JobStore, jobs: Jobs, guard: CrashLoopGuard) -> list[st
     A paused job waits for its user. One that was pausing or cancelling ends that first. One that
     ended the orchestrators before this one is set aside; those that may have are launched apart.
     """
-    continued, suspects = [], []
+    continued: list[str] = []
+    suspects: list[str] = []
     for job_id in await store.ids():
         record = await store.get(job_id)
         if record.broken:
