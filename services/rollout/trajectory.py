@@ -35,8 +35,6 @@ log = structlog.get_logger(__name__)
 Emit = Callable[[rollout.TrajectoryEvent], None]
 
 _REASON_LIMIT = 1000
-# A trajectory's metric: turns that its workflow asked for and did not await.
-UNAWAITED = "unawaited_turns"
 _DOMAIN_LIMIT = 200
 
 
@@ -261,7 +259,7 @@ class Trajectory:
             return
         whose = ", ".join(f"{count} of {name}" for name, count in sorted(left.items()))
         said = f"{left.total()} turns were asked for and never awaited ({whose})"
-        self._metrics = self._metrics | {UNAWAITED: float(left.total())}
+        self._metrics = self._metrics | agents.unawaited_metric
         if self._job.spec.pipeline.deterministic:
             raise WorkflowError(
                 f"{said}, and what a step consists of would depend on time "

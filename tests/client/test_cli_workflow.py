@@ -259,3 +259,18 @@ def test_bad_input_is_one_line(
     # Only the user's module may add its own frames.
     assert bool(own) == any(name in arguments[0] for name in ("raises.py", "exits.py"))
     assert "troupe/workflow" not in err
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+def test_turns_that_nobody_awaits_are_said(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "forgets.py").write_text(
+        "async def play(query, agents, tools):\n"
+        "    await agents['solver'].chat('1')\n"
+        "    agents['solver'].chat('2')\n"
+        "    return {'solver': 1.0}\n"
+    )
+    status, out, _ = run("workflow", "try", str(tmp_path / "forgets.py"), *ONE)
+    assert status == 0
+    assert "1 turns were asked for and never awaited" in out
+    _, out, _ = run("workflow", "try", str(tmp_path / "forgets.py"), *ONE, "--json")
+    assert json.loads(out)["metrics"]["unawaited_turns"] == 1

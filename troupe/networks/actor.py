@@ -72,6 +72,8 @@ class Actor:
         player.network.take(weights)
         player.version = version
 
+    # What copies say that have ended need not be numbers.
+    @np.errstate(over="ignore", invalid="ignore")
     @torch.inference_mode()
     def sample(self, seed: int, *, explore: bool = True, earnest: Collection[str] = ()) -> Played:
         """One whole episode of every copy.

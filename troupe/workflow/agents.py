@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from troupe.outcomes import safe_text
 from troupe.workflow.agent import Agent
@@ -11,6 +12,9 @@ from troupe.workflow.backend import Backend
 from troupe.workflow.errors import UnknownAgentError
 from troupe.workflow.record import Record
 from troupe.workflow.turns import Role, Turn
+
+# A trajectory's metric: turns that its workflow asked for and did not await.
+UNAWAITED: Final = "unawaited_turns"
 
 
 class Agents(Mapping[str, Agent]):
@@ -66,6 +70,12 @@ class Agents(Mapping[str, Agent]):
     def unawaited(self) -> Counter[str]:
         """By agent: turns that the workflow had asked for and not awaited when it was closed."""
         return Counter(turn.role.name for turn in self._record.unawaited)
+
+    @property
+    def unawaited_metric(self) -> dict[str, float]:
+        """Their number as a metric of the trajectory; none where there are none."""
+        count = len(self._record.unawaited)
+        return {UNAWAITED: float(count)} if count else {}
 
     def close(self) -> list[Turn]:
         """End the trajectory: no turn begins or is recorded any more.

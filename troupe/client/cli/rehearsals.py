@@ -63,6 +63,7 @@ def _turn_record(turn: Turn, sample: Any) -> dict[str, Any]:
 
 def print_rehearsed(console: Console, one: Rehearsed) -> None:
     """The conversation, its rewards, and how it failed."""
+    from troupe.workflow.agents import UNAWAITED  # what was tried has loaded it
 
     def say(text: str, style: str | None = None) -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
@@ -86,6 +87,8 @@ def print_rehearsed(console: Console, one: Rehearsed) -> None:
     if one.played is not None:
         rewards = "  ".join(f"{name} {score(value)}" for name, value in one.played.rewards.items())
         say(f"  rewards: {rewards or 'none'}", "green")
+        if left := one.played.metrics.get(UNAWAITED):
+            say(f"  {left:g} turns were asked for and never awaited", "yellow")
         if logged := one.query.metrics:
             say("  logged: " + "  ".join(f"{k} {score(v)}" for k, v in logged.items()), "green")
     if one.failure is not None:

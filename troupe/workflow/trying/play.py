@@ -120,7 +120,7 @@ class Trial:
                 rewards=total,
                 group_by=self._group_by,
             ),
-            metrics=metrics_of(turns) | self.query.metrics,
+            metrics=metrics_of(turns) | self.query.metrics | self.agents.unawaited_metric,
         )
 
     async def _play(self) -> Any:
