@@ -107,14 +107,6 @@ class Dispatch:
         else:
             self._wait(groups)
 
-    async def add_many(self, batch: Batch, groups: Iterable[Group]) -> None:
-        """As `add`, a part at a time: heartbeats and users do not wait until a step of 200,000
-        trajectories is planned."""
-        parts = iter(groups)
-        while some := list(itertools.islice(parts, _AT_ONCE)):
-            self.add(batch, some)
-            await asyncio.sleep(0)
-
     def withdraw(self, batch: Batch, query_ids: Collection[str], reason: str) -> set[str]:
         """The store has ended these queries: wait for them no longer, abort what runs of them.
 
@@ -401,6 +393,15 @@ class Dispatch:
         while True:
             await self._engines.change()
             self._wake.set()
+
+
+async def add_in_parts(dispatch: Dispatch, batch: Batch, groups: Iterable[Group]) -> None:
+    """Add these to `batch` a part at a time: heartbeats and users do not wait until a step of
+    200,000 trajectories is planned."""
+    parts = iter(groups)
+    while some := list(itertools.islice(parts, _AT_ONCE)):
+        dispatch.add(batch, some)
+        await asyncio.sleep(0)
 
 
 def _split(first: ro.TrajectoryEvent) -> list[ro.TrajectoryEvent]:

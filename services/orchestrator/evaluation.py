@@ -9,7 +9,7 @@ from typing import Final
 
 from services.orchestrator.batch import Batch
 from services.orchestrator.context import JobContext
-from services.orchestrator.dispatch import Dispatch
+from services.orchestrator.dispatch import Dispatch, add_in_parts
 from services.orchestrator.faults import Patience
 from services.orchestrator.metrics import Tally
 from troupe.rpc import ResourceExhausted
@@ -49,7 +49,7 @@ class EvaluationRunner:
         ticker = asyncio.create_task(self._tick())
         try:
             tickets = ([evaluation_ticket(query)] for query in self._plan)
-            await self._dispatch.add_many(batch, tickets)
+            await add_in_parts(self._dispatch, batch, tickets)
             batch.seal()
             await batch.finished(lambda: self._dispatch.describe(batch))
         finally:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from services.orchestrator.batch import Batch
 from services.orchestrator.context import JobContext
-from services.orchestrator.dispatch import Dispatch
+from services.orchestrator.dispatch import Dispatch, add_in_parts
 from services.orchestrator.engines import Engines
 from services.orchestrator.faults import Patience, alongside, together
 from services.orchestrator.roster import STALE, SURPLUS, Roster
@@ -96,7 +96,7 @@ class StepRollout:
 
     async def _start(self, plans: Collection[admission.QueryPlan]) -> None:
         groups = (group for plan in plans if (group := self._tickets(plan)))
-        await self._crew.dispatch.add_many(self.batch, groups)
+        await add_in_parts(self._crew.dispatch, self.batch, groups)
 
     def _tickets(self, plan: admission.QueryPlan) -> list[ro.Ticket]:
         tickets = train_tickets(plan, self.roster.ended)

@@ -18,7 +18,7 @@ import structlog
 
 from services.orchestrator.batch import Batch
 from services.orchestrator.context import JobContext
-from services.orchestrator.dispatch import Dispatch
+from services.orchestrator.dispatch import Dispatch, add_in_parts
 from services.orchestrator.faults import Patience
 from services.orchestrator.job_store import Superseded
 from services.orchestrator.populations.decisions import sections
@@ -196,7 +196,7 @@ class Matches:
         try:
             try:
                 tickets = ([self._ticket(one, members[one.name], places)] for one in wave)
-                await self._dispatch.add_many(batch, tickets)
+                await add_in_parts(self._dispatch, batch, tickets)
                 batch.seal()
                 await batch.finished(lambda: self._dispatch.describe(batch))
             finally:
