@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from troupe.workflow.toolcalls import PARSERS, Parsed, call_ids, canonical
+from troupe.model_text import Parsed
+from troupe.workflow.toolcalls import PARSERS, call_ids, canonical
 
 ADD: dict[str, Any] = {
     "type": "function",
@@ -26,8 +27,8 @@ TWO = '{"name": "add", "arguments": {"a": 2}}'
 
 
 def read(parser: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
-    content, calls = PARSERS[parser](text, [ADD])
-    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+    said = PARSERS[parser](text, [ADD])
+    return said.content, [(name, json.loads(arguments)) for name, arguments in said.calls]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,69 @@ def test_values_of_tags_are_text_unless_the_schema_says_otherwise() -> None:
         f"[TOOL_CALLS]{ONE}",
         f"[TOOL_CALLS][{ONE}, 3]",
         f"{TWO} and more",
+        '<tool_call>{"name": "add", "arguments": {"a": 1e400}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": -1e400}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": -Infinity}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1e400}"}</tool_call>',
+        f'<tool_call>{{"name": "add", "arguments": {{"a": 1{"0" * 400}}}}}</tool_call>',
+        f'<tool_call>{{"name": "add", "arguments": {{"a": 1{"0" * 5000}}}}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1, "a": 2}}</tool_call>',
+        '<tool_call>{"name": "add", "name": "sub", "arguments": {}}</tool_call>',
+        f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 200 + "]" * 200}}}}}</tool_call>',
+        '{"name": "add", "parameters": {"a": 1e400}}',
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1e400}}]',
+        "<tool_call><function=add><parameter=a>1</parameter><parameter=a>2</parameter></function>"
+        "</tool_call>",
     ],
 )
 def test_what_is_no_call_stays_text(parser: str, text: str) -> None:
     assert PARSERS[parser](text, [ADD]) == Parsed(text)
+
+
+# A call of `add` as each family writes it, given a (JSON text) and what the text says beside.
+WRITTEN = {
+    "hermes": '<tool_call>{"name": "add", "arguments": %s}</tool_call>',
+    "llama": '{"name": "add", "parameters": %s}',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": %s}]',
+    "qwen_coder": "<tool_call><function=add><parameter=note>%s</parameter></function></tool_call>",
+}
+
+
+@pytest.mark.parametrize("parser", sorted(PARSERS))
+def test_a_call_inside_a_thought_is_none(parser: str) -> None:
+    call = WRITTEN[parser] % "{}"
+    one = [("add", "{}" if parser != "qwen_coder" else '{"note": "{}"}')]
+    parse = PARSERS[parser]
+    thought = f"perhaps {call} or\n{call}"
+    assert parse(f"<think>{thought}</think>\n\n7", [ADD]) == ("7", (), thought)
+    assert parse(f"<think>{thought}</think>{call}", [ADD]) == ("", tuple(one), thought)
+    # The template has opened it, so that only its end is to be seen; nobody said so.
+    assert parse(f"{thought}</think>7", [ADD], thinking=True) == ("7", (), thought)
+    assert parse(f"{thought}</think>{call}", [ADD]) == ("", tuple(one), thought)
+    # It was cut, or never ends.
+    assert parse(f"<think>{thought}", [ADD]) == ("", (), thought)
+    assert parse(call, [ADD], thinking=True) == ("", (), call)
+    # A further thought; what templates show begins behind the last one's end.
+    assert parse(f"<think>a</think> b <think>{call}</think>{call}", [ADD]).calls == tuple(one)
+    assert parse(f"{call} a</think>{call}</think>b", [ADD])[:2] == ("b", ())
+    assert parse("<think>\n\n</think>\n\nyes", [ADD]) == ("yes", (), "")
+
+
+@pytest.mark.parametrize("parser", sorted(PARSERS))
+def test_tags_in_the_arguments_of_a_call_are_part_of_them(parser: str) -> None:
+    said = "</think> of <think>x</think> [TOOL_CALLS] <tool_call>"
+    inside = said if parser == "qwen_coder" else json.dumps({"note": said})
+    call = WRITTEN[parser] % inside
+    for text in (call, f"<think>so</think>{call}"):
+        [(name, arguments)] = PARSERS[parser](text, [ADD]).calls
+        assert (name, json.loads(arguments)) == ("add", {"note": said})
+
+
+def test_a_call_behind_a_tag_that_is_only_mentioned_is_read() -> None:
+    assert read("hermes", f"I use <tool_call>: <tool_call>{ONE}</tool_call>") == (
+        "I use <tool_call>:",
+        [("add", {"a": 1})],
+    )
 
 
 @given(
@@ -91,15 +151,22 @@ def test_what_is_no_call_stays_text(parser: str, text: str) -> None:
                 "{",
                 "[",
                 "x",
+                "<think>",
+                "</think>",
             ]
         ),
         max_size=8,
     ).map("".join),
 )
 def test_property_a_parser_raises_nothing_and_gives_objects(parser: str, text: str) -> None:
-    for name, arguments in PARSERS[parser](text, [ADD]).calls:
+    said = PARSERS[parser](text, [ADD])
+    for name, arguments in said.calls:
         assert name
         assert isinstance(json.loads(arguments), dict)
+    assert not PARSERS[parser](f"<think>{text}".replace("</think>", ""), [ADD]).calls
+    assert PARSERS[parser](text).calls == ()
+    if "think>" not in text and not said.calls:
+        assert said == Parsed(text)
 
 
 def test_arguments_mean_the_same_however_they_are_written() -> None:

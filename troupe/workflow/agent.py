@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import index as as_int
-from typing import Any, overload
+from typing import Any, Final, Literal, overload
 
 from troupe.outcomes import utf8_text
 from troupe.workflow import numbering
-from troupe.workflow.backend import Endpoint, EndpointBackend
-from troupe.workflow.errors import ChatTemplateError, InvalidMessagesError, WorkflowError
+from troupe.workflow.backend import Endpoint, EndpointBackend, Generation
+from troupe.workflow.errors import (
+    ChatTemplateError,
+    InvalidMessagesError,
+    WorkflowError,
+    shown,
+)
 from troupe.workflow.memory import ConversationMemory, Prompt
 from troupe.workflow.messages import (
     AnyMessage,
-    ToolSet,
+    Rendering,
     parse_messages,
+    parse_template_options,
     parse_tools,
     plain,
 )
 from troupe.workflow.record import Record
 from troupe.workflow.reply import Reply
-from troupe.workflow.stopping import cut_at, with_stop_tokens
+from troupe.workflow.stopping import cut_at, first_of, with_stop_tokens
 from troupe.workflow.toolcalls import PARSERS, ToolCall, call_ids
 from troupe.workflow.turns import Role, Turn
 
@@ -32,6 +38,14 @@ Messages = str | Sequence[Mapping[str, Any] | Reply]
 
 Offered = Sequence[Mapping[str, Any]] | None
 """Tools as in OpenAI's requests: `{"type": "function", "function": {"name", "parameters"}}`."""
+
+
+ToolChoice = Literal["auto", "none"]
+
+# Longer responses are read in a thread: the event loop has others to serve meanwhile.
+_TOKENS_READ_AT_ONCE: Final = 8192
+# More than enough for the tag that a template may open a thought with.
+_LAST_IDS: Final = 16
 
 
 class Agent:
@@ -54,12 +68,26 @@ class Agent:
 
     @overload
     def chat(
-        self, messages: Messages, *, n: None = None, tools: Offered = None, **sampling: Any
+        self,
+        messages: Messages,
+        *,
+        n: None = None,
+        tools: Offered = None,
+        tool_choice: ToolChoice = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> Coroutine[Any, Any, Reply]: ...
 
     @overload
     def chat(
-        self, messages: Messages, *, n: int, tools: Offered = None, **sampling: Any
+        self,
+        messages: Messages,
+        *,
+        n: int,
+        tools: Offered = None,
+        tool_choice: ToolChoice = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> Coroutine[Any, Any, list[Reply]]: ...
 
     def chat(
@@ -68,6 +96,8 @@ class Agent:
         *,
         n: int | None = None,
         tools: Offered = None,
+        tool_choice: ToolChoice = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> Coroutine[Any, Any, Reply | list[Reply]]:
         """The agent's reply to a conversation: a string (one user message) or messages.
@@ -75,14 +105,25 @@ class Agent:
         Messages that extend an earlier conversation of this agent reuse its token ids. With `n` it
         is a list of n independent replies, drawn concurrently, each with a seed of its own. `tools`
         are offered to the model as OpenAI describes them; a reply's `tool_calls` are for the
-        workflow to make, and to answer with messages of role `tool`.
-        `sampling` overrides fields of `Sampling`. Raises `InvalidMessagesError` and
-        `ChatTemplateError` at the call, `TurnError` when awaited: of n replies all or none come.
+        workflow to make, and to answer with messages of role `tool`; with `tool_choice="none"` they
+        are shown and calls stay text. `chat_template_kwargs` are further arguments of the chat
+        template, for example {"enable_thinking": False}. `sampling` overrides fields of `Sampling`.
+        Raises `InvalidMessagesError` and `ChatTemplateError` at the call, `TurnError` when awaited:
+        of n replies all or none come.
         """
         parsed = parse_messages(messages, self._role.system_prompt)
         offered = parse_tools(tools)
+        rendering = Rendering(offered.text, parse_template_options(chat_template_kwargs))
+        if tool_choice not in ("auto", "none"):
+            raise InvalidMessagesError(
+                f"tool_choice cannot be {shown(tool_choice)}",
+                field="tool_choice",
+                value=tool_choice,
+                remedy='Needs "auto" or "none".',
+            )
+        reading = _Reading(parsed, rendering, offered.given if tool_choice == "auto" else ())
         try:
-            prompt = self._memory.prompt(parsed, offered.text)
+            prompt = self._memory.prompt(parsed, rendering)
         except ChatTemplateError as error:
             # The tokenizer does not know whose it is.
             raise ChatTemplateError(
@@ -91,7 +132,7 @@ class Agent:
                 value=error.value,
                 remedy=error.remedy,
             ) from error
-        return self._begin(parsed, offered, prompt, n, sampling)
+        return self._begin(reading, prompt, n, sampling)
 
     @overload
     def generate(
@@ -130,7 +171,7 @@ class Agent:
             raise InvalidMessagesError(
                 "generate() got no token ids", field="token_ids", remedy="Pass at least one id."
             )
-        return self._begin((), ToolSet(), Prompt(ids, broken=False), n, sampling)
+        return self._begin(None, Prompt(ids, broken=False), n, sampling)
 
     def endpoint(self, *, lenient: bool = False) -> Endpoint:
         """Where a client of OpenAI's API speaks as this agent until the trajectory ends.
@@ -157,8 +198,7 @@ class Agent:
 
     def _begin(
         self,
-        messages: tuple[AnyMessage, ...],
-        tools: ToolSet,
+        reading: _Reading | None,
         prompt: Prompt,
         n: int | None,
         overrides: dict[str, Any],
@@ -175,9 +215,9 @@ class Agent:
         if sampling.stop_strings:
             stops = with_stop_tokens(sampling, role.tokenizer)
             sampling = replace(sampling, stop_token_ids=stops)
-        shown = tuple(plain(message) for message in messages)
-        turns = self._record.begin(role, shown, prompt, sampling, n)
-        finishing = [self._finish(turn, messages, tools) for turn in turns]
+        messages = tuple(plain(message) for message in reading.messages) if reading else ()
+        turns = self._record.begin(role, messages, prompt, sampling, n)
+        finishing = [self._finish(turn, reading) for turn in turns]
         return finishing[0] if n is None else self._finish_all(turns, finishing)
 
     async def _finish_all(
@@ -198,67 +238,104 @@ class Agent:
             reply.siblings = replies
         return list(replies)
 
-    async def _finish(self, turn: Turn, messages: tuple[AnyMessage, ...], tools: ToolSet) -> Reply:
+    async def _finish(self, turn: Turn, reading: _Reading | None) -> Reply:
         try:
-            return await self._answer(turn, messages, tools)
+            return await self._answer(turn, reading)
         finally:
             turn.over = True
 
-    async def _answer(self, turn: Turn, messages: tuple[AnyMessage, ...], tools: ToolSet) -> Reply:
-        role, tokenizer = self._role, self._role.tokenizer
+    async def _answer(self, turn: Turn, reading: _Reading | None) -> Reply:
+        role = self._role
         with numbering.outside():
             generation = await self._record.backend.generate(
                 role.name, turn.prompt_ids, turn.sampling
             )
-        cut = cut_at(generation, turn.sampling.stop_strings, tokenizer)
-        if cut is not None:
-            generation, text = cut
-        ids = tuple(generation.token_ids)
-        # Whether the last token is a stop token, which is no part of what was said.
-        stopped = cut is None and generation.finish_reason == "stop"
-        if cut is None:
-            text = tokenizer.text(ids, stopped=stopped)
-        text = utf8_text(text)
-        content, calls = self._read(text, ids[: len(ids) - stopped], turn, tools)
+            if len(generation.token_ids) > _TOKENS_READ_AT_ONCE:
+                said = await asyncio.to_thread(_read, generation, role, turn, reading)
+            else:
+                said = _read(generation, role, turn, reading)
+        generation, ids = said.generation, tuple(said.generation.token_ids)
+        names = call_ids(len(said.calls), (*turn.path, turn.prompt_digest))
         reply = Reply(
             role.name,
             turn.number,
-            text,
+            said.text,
             turn.prompt_ids,
             ids,
             tuple(generation.logprobs),
             generation.finish_reason,
-            content,
-            calls,
+            said.content,
+            # What a model escapes in JSON may be half of a surrogate pair.
+            tuple(
+                ToolCall(name, *map(utf8_text, call))
+                for name, call in zip(names, said.calls, strict=True)
+            ),
+            said.thoughts,
         )
-        if messages:
+        if reading is not None:
             self._memory.remember(
-                messages,
+                reading.messages,
                 reply.text,
                 turn.path,
                 turn.prompt_ids,
                 ids,
-                stopped=stopped,
-                tools=tools.text,
-                content=content,
-                calls=calls,
+                stopped=said.stopped,
+                rendering=reading.rendering,
+                content=reply.content,
+                calls=reply.tool_calls,
             )
         turn.reply, turn.generation = reply, generation
         turn.answered = self._record.tick()
         return reply
 
-    def _read(
-        self, text: str, ids: tuple[int, ...], turn: Turn, tools: ToolSet
-    ) -> tuple[str, tuple[ToolCall, ...]]:
-        """Content and calls of a response."""
-        if not tools.given:
-            return text, ()
-        parsed = PARSERS[self._role.tool_parser](self._role.tokenizer.transcript(ids), tools.given)
-        if not parsed.calls:
-            return text, ()
-        names = call_ids(len(parsed.calls), (*turn.path, turn.prompt_digest))
-        # What a model escapes in JSON may be half of a surrogate pair.
-        return parsed.content, tuple(
-            ToolCall(name, *map(utf8_text, call))
-            for name, call in zip(names, parsed.calls, strict=True)
-        )
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What a reply is read with: the conversation that it continues."""
+
+    messages: tuple[AnyMessage, ...]
+    rendering: Rendering
+    tools: Sequence[Mapping[str, Any]]
+    """Those whose calls are told apart from the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A generation as text."""
+
+    generation: Generation
+    """Cut at a stop string, where one was asked for and came."""
+    stopped: bool
+    """Its last token is a stop token, which is no part of what was said."""
+    text: str
+    content: str
+    calls: tuple[tuple[str, str], ...] = ()
+    thoughts: str = ""
+
+
+def _read(generation: Generation, role: Role, turn: Turn, reading: _Reading | None) -> _Said:
+    """What was said: text, and of a conversation's reply the content, calls and thoughts."""
+    tokenizer, strings = role.tokenizer, turn.sampling.stop_strings
+    cut = cut_at(generation, strings, tokenizer)
+    stopped = cut is None and generation.finish_reason == "stop"
+    if cut is not None:
+        generation, text = cut
+    else:
+        text = tokenizer.text(generation.token_ids, stopped=stopped)
+    text = utf8_text(text)
+    if reading is None:
+        return _Said(generation, stopped, text, text)
+    parse = PARSERS[role.tool_parser]
+    thinking = parse.opens_thought(tokenizer.transcript(turn.prompt_ids[-_LAST_IDS:]))
+    ids = generation.token_ids[: len(generation.token_ids) - stopped]
+    # Tags may be special tokens, which the text lacks; else it is the text that is wanted.
+    transcript = utf8_text(tokenizer.transcript(ids))
+    if cut is not None:
+        transcript = transcript[: first_of(strings, transcript)]
+    said = parse(transcript, reading.tools, thinking=thinking)
+    if said == (transcript, (), ""):
+        return _Said(generation, stopped, text, text)
+    tags = (tag for pair in parse.think_tags for tag in pair)
+    if not said.calls and all(text.count(tag) == transcript.count(tag) for tag in tags):
+        said = parse(text, thinking=thinking)
+    return _Said(generation, stopped, text, said.content, said.calls, said.thoughts)

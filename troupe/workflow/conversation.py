@@ -12,10 +12,13 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from troupe.workflow.errors import ChatTemplateError
-from troupe.workflow.messages import AnyMessage, as_template_takes
+from troupe.workflow.messages import AnyMessage, Rendering, as_template_takes
+
+PLAIN: Final = Rendering()
+"""Messages alone."""
 
 # Stands for the last reply while a template is rendered: what comes after it is the new text.
 _REPLY = "\x02troupe-reply\x03"
@@ -35,16 +38,18 @@ class ChatTokenizer:
         self._cache: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
         self._cached_tokens = 0
 
-    def first_ids(self, messages: tuple[AnyMessage, ...], tools: str = "") -> tuple[int, ...]:
+    def first_ids(
+        self, messages: tuple[AnyMessage, ...], rendering: Rendering = PLAIN
+    ) -> tuple[int, ...]:
         """Ids of a conversation from its beginning, ready for the next reply.
 
-        `tools`: those that are offered, as JSON. Raises `ChatTemplateError` when the tokenizer
-        cannot render it.
+        `rendering`: tools that are offered, and options. Raises `ChatTemplateError` when the
+        tokenizer cannot render it.
         """
 
         def compute() -> tuple[int, ...]:
-            rendered = self._render(messages, tools)
-            if tools and rendered == self._render(messages):
+            rendered = self._render(messages, rendering)
+            if rendering.tools and rendered == self._render(messages, rendering._replace(tools="")):
                 raise ChatTemplateError(
                     "the chat template does not show tools",
                     field="tokenizer.chat_template",
@@ -52,10 +57,14 @@ class ChatTokenizer:
                 )
             return self.encode(rendered)
 
-        return self._cached((messages, tools), compute)
+        return self._cached((messages, rendering), compute)
 
     def suffix_ids(
-        self, messages: tuple[AnyMessage, ...], reply: int, stop_id: int | None, tools: str = ""
+        self,
+        messages: tuple[AnyMessage, ...],
+        reply: int,
+        stop_id: int | None,
+        rendering: Rendering = PLAIN,
     ) -> tuple[int, ...]:
         """Ids that follow the reply `messages[reply]` up to the beginning of the next one.
 
@@ -65,7 +74,7 @@ class ChatTokenizer:
 
         def compute() -> tuple[int, ...]:
             held = (*messages[:reply], ("assistant", _REPLY), *messages[reply + 1 :])
-            before, found, suffix = self._render(held, tools).partition(_REPLY)
+            before, found, suffix = self._render(held, rendering).partition(_REPLY)
             if not found or _REPLY in before + suffix:
                 raise ChatTemplateError(
                     "the chat template does not show an earlier reply as it was",
@@ -77,7 +86,7 @@ class ChatTokenizer:
             return self.encode(suffix)
 
         # The reply's own text is not part of the key: the sentinel stands for it.
-        key = (messages[:reply], messages[reply + 1 :], stop_id, tools)
+        key = (messages[:reply], messages[reply + 1 :], stop_id, rendering)
         return self._cached(key, compute)
 
     @cached_property
@@ -114,7 +123,7 @@ class ChatTokenizer:
         )
         return decoded
 
-    def _render(self, messages: Sequence[AnyMessage], tools: str = "") -> str:
+    def _render(self, messages: Sequence[AnyMessage], rendering: Rendering) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ChatTemplateError(
                 "the tokenizer has no chat template",
@@ -124,9 +133,10 @@ class ChatTokenizer:
         try:
             rendered: str = self._tokenizer.apply_chat_template(
                 [as_template_takes(message) for message in messages],
-                tools=json.loads(tools) if tools else None,
+                tools=json.loads(rendering.tools) if rendering.tools else None,
                 tokenize=False,
                 add_generation_prompt=True,
+                **(json.loads(rendering.options) if rendering.options else {}),
             )
         except Exception as error:  # whatever a template's own `raise_exception` makes
             raise ChatTemplateError(

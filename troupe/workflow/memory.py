@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from troupe.workflow.conversation import ChatTokenizer
-from troupe.workflow.messages import AnyMessage, ToolMessage
+from troupe.workflow.conversation import PLAIN, ChatTokenizer
+from troupe.workflow.messages import AnyMessage, Rendering, ToolMessage
 from troupe.workflow.numbering import Path
 from troupe.workflow.toolcalls import ToolCall
 
@@ -35,23 +35,19 @@ class _Reply:
     contents: frozenset[str]
     """What a client may hold as its content beside the calls."""
     calls: tuple[ToolCall, ...]
+    meanings: list[tuple[str, str]]
+    """Of the calls."""
     ids: tuple[int, ...]
     """Prompt and response."""
     stop_id: int | None
     then: _Point = field(repr=False)
 
-    def is_(self, message: AnyMessage, *, by_id: bool) -> bool:
-        """Whether `message` is this reply come back: by the ids of its calls, or their meaning."""
-        content = message[1].strip()
-        calls = message.calls if isinstance(message, ToolMessage) else ()
-        if not calls:
-            return not by_id and content in self.texts
-        if by_id and [c.id for c in calls] != [c.id for c in self.calls]:
-            return False
+    def is_(self, content: str, meanings: list[tuple[str, str]]) -> bool:
+        """Whether a message of this content and these calls is this reply come back."""
+        if not meanings:
+            return content in self.texts
         # Some clients drop the text beside calls. Whoever alters a call has another conversation.
-        return [c.meaning for c in calls] == [c.meaning for c in self.calls] and (
-            not content or content in self.contents
-        )
+        return meanings == self.meanings and (not content or content in self.contents)
 
 
 @dataclass(slots=True)
@@ -62,12 +58,16 @@ class _Point:
     replies: list[_Reply] = field(default_factory=list)
 
     def reply(self, message: AnyMessage) -> _Reply | None:
-        """The reply that came back as `message`. Of equal ones the earliest turn's."""
-        for by_id in (True, False):
-            found = [r for r in self.replies if r.is_(message, by_id=by_id)]
-            if found:
-                return min(found, key=lambda reply: reply.order)
-        return None
+        """The reply that came back as `message`: of equal ones that whose calls have the message's
+        ids, else the earliest turn's."""
+        if not self.replies:
+            return None
+        calls = message.calls if isinstance(message, ToolMessage) else ()
+        ids, meanings = [call.id for call in calls], [call.meaning for call in calls]
+        content = message[1].strip()
+        found = [reply for reply in self.replies if reply.is_(content, meanings)]
+        same = [reply for reply in found if calls and [call.id for call in reply.calls] == ids]
+        return min(same or found, key=lambda reply: reply.order, default=None)
 
 
 class ConversationMemory:
@@ -75,12 +75,12 @@ class ConversationMemory:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._roots: dict[str, _Point] = {}  # by tools, which are part of the first prompt
+        self._roots: dict[Rendering, _Point] = {}  # tools are part of the first prompt
         self._said: set[str] = set()
 
-    def prompt(self, messages: Sequence[AnyMessage], tools: str = "") -> Prompt:
+    def prompt(self, messages: Sequence[AnyMessage], rendering: Rendering = PLAIN) -> Prompt:
         """Ids to generate from; those of the longest known beginning are taken as they were."""
-        point: _Point | None = self._roots.get(tools)
+        point: _Point | None = self._roots.get(rendering)
         known: tuple[int, _Reply] | None = None
         broken = False
         for index, message in enumerate(messages):
@@ -96,9 +96,9 @@ class ConversationMemory:
                 point = reply.then if reply is not None else point.others.get(_key(message))
         whole = tuple(messages)
         if known is None:
-            return Prompt(self._tokenizer.first_ids(whole, tools), broken)
+            return Prompt(self._tokenizer.first_ids(whole, rendering), broken)
         index, reply = known
-        suffix = self._tokenizer.suffix_ids(whole, index, reply.stop_id, tools)
+        suffix = self._tokenizer.suffix_ids(whole, index, reply.stop_id, rendering)
         return Prompt(reply.ids + suffix, broken)
 
     def remember(
@@ -110,25 +110,36 @@ class ConversationMemory:
         response_ids: tuple[int, ...],
         *,
         stopped: bool,
-        tools: str = "",
+        rendering: Rendering = PLAIN,
         content: str | None = None,
         calls: tuple[ToolCall, ...] = (),
     ) -> None:
-        """Note what was said to `messages`: `reply` as it is, or its `content` and `calls`.
+        """Note what was said to `messages`: `reply` as it is, or its `content` and `calls`, both
+        without its thoughts.
 
         `order`: of two equal replies that of the earlier turn counts, whichever ended first.
         `stopped`: the last id is a stop token.
         """
         if not response_ids:
             return
-        point = self._roots.setdefault(tools, _Point())
+        point = self._roots.setdefault(rendering, _Point())
         for message in messages:
             found = point.reply(message) if message[0] == "assistant" else None
             point = found.then if found else point.others.setdefault(_key(message), _Point())
-        texts = _forms(reply)
-        contents = texts if content is None else _forms(content)
+        contents = _forms(reply if content is None else content)
+        # Without calls a client may hold the whole, or the content.
+        texts = _forms(reply) if calls else _forms(reply) | contents
         stop_id = response_ids[-1] if stopped else None
-        said = _Reply(order, texts, contents, calls, prompt_ids + response_ids, stop_id, _Point())
+        said = _Reply(
+            order,
+            texts,
+            contents,
+            calls,
+            [call.meaning for call in calls],
+            prompt_ids + response_ids,
+            stop_id,
+            _Point(),
+        )
         for other in point.replies:
             if other.texts == texts and not calls and not other.calls:
                 said.then = other.then  # to a client they are one

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from troupe.outcomes import NotJsonError, json_text, parse_json, safe_text, utf8_text
+from troupe.model_text import read_json
+from troupe.outcomes import NotJsonError, json_text, safe_text, utf8_text
 from troupe.workflow.errors import InvalidMessagesError, shown
 from troupe.workflow.toolcalls import ToolCall
 
@@ -17,15 +17,25 @@ Message = tuple[str, str]
 
 
 class ToolMessage(NamedTuple):
-    """A message that calls tools (role `assistant`), or answers a call (role `tool`)."""
+    """A message that has more than text: calls of tools or thoughts (role `assistant`), or the id
+    of the call that it answers (role `tool`)."""
 
     role: str
     content: str
     calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
+    thoughts: str = ""
 
 
 AnyMessage = Message | ToolMessage
+
+
+class Rendering(NamedTuple):
+    """What a chat template is given beside the messages, as JSON: equal for equal ones."""
+
+    tools: str = ""
+    options: str = ""
+    """Further arguments of the template (`chat_template_kwargs`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,56 @@ class ToolSet:
 
     given: tuple[Mapping[str, Any], ...] = ()
     text: str = ""
+
+
+# Arguments of `apply_chat_template` that are ours.
+_OURS: Final = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "messages",
+        "max_length",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+def parse_template_options(given: Mapping[str, Any] | None) -> str:
+    """Further arguments of the chat template as JSON, checked. Raises `InvalidMessagesError`."""
+    if not given:
+        return ""
+    field = "chat_template_kwargs"
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidMessagesError(
+            f"{field} must be arguments by name, not {shown(given)}",
+            field=field,
+            value=given,
+            remedy='Pass what the template knows, for example {"enable_thinking": False}.',
+        )
+    if ours := sorted(_OURS & given.keys()):
+        raise InvalidMessagesError(
+            f"{field} cannot set {ours[0]}",
+            field=f"{field}.{ours[0]}",
+            value=given[ours[0]],
+            remedy="Leave it out: it is Troupe that renders the conversation.",
+        )
+    try:
+        return json.dumps(dict(given), allow_nan=False, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidMessagesError(
+            f"{field} are not JSON: {error}", field=field, remedy="Pass JSON values only."
+        ) from error
 
 
 def parse_tools(given: Sequence[Any] | None) -> ToolSet:
@@ -73,8 +133,8 @@ def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tup
     """What a workflow passed to `chat`, checked, with the agent's system prompt in front.
 
     A string is one user message; an item is a mapping with `role` and `content` as in OpenAI's
-    chat (text only, `tool_calls` and `tool_call_id` included), or anything with a `.message` that
-    is one (a `Reply`). Raises `InvalidMessagesError`.
+    chat (text only, `tool_calls`, `tool_call_id` and `reasoning_content` included), or anything
+    with a `.message` that is one (a `Reply`). Raises `InvalidMessagesError`.
     """
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if isinstance(items, Mapping) or not isinstance(items, Iterable):
@@ -92,14 +152,13 @@ def parse_messages(given: str | Sequence[Any], system_prompt: str | None) -> tup
         if not isinstance(mapping, Mapping) or not isinstance(role, str):
             raise _no_message(index, item)
         calls = _calls(mapping.get("tool_calls"), index) if role == "assistant" else ()
-        content = _text(mapping.get("content"), f"messages[{index}].content")
-        if content is None and calls:
-            content = ""
-        if content is None:
-            raise _no_message(index, item)
+        content = _content(mapping, role, index)
         call_id = safe_text(mapping.get("tool_call_id") or "") if role == "tool" else ""
-        tooled = calls or call_id
-        messages.append(ToolMessage(role, content, calls, call_id) if tooled else (role, content))
+        thoughts = _thoughts(mapping, index) if role == "assistant" else ""
+        if calls or call_id or thoughts:
+            messages.append(ToolMessage(role, content, calls, call_id, thoughts))
+        else:
+            messages.append((role, content))
     if not messages:
         raise InvalidMessagesError(
             "chat() got no messages", field="messages", remedy="Pass at least one user message."
@@ -126,15 +185,63 @@ def _no_message(index: int, item: Any) -> InvalidMessagesError:
     )
 
 
-def _text(content: Any, field: str) -> str | None:
-    """A message's text; that of its parts, one per line. None when there is no text at all."""
-    if not isinstance(content, list | tuple):
-        return utf8_text(content) if isinstance(content, str) else None
+def _content(message: Mapping[str, Any], role: str, index: int) -> str:
+    """A message's text. An agent may have said nothing, and a tool may have nothing to tell."""
+    content = message.get("content")
+    field = f"messages[{index}].content"
+    if isinstance(content, str):
+        return utf8_text(content)
+    if isinstance(content, list | tuple):
+        return _text(content, field)
+    if content is None and role in ("assistant", "tool"):
+        refusal = message.get("refusal")
+        return utf8_text(refusal) if isinstance(refusal, str) and role == "assistant" else ""
+    if "content" not in message:
+        raise _no_message(index, message)
+    raise InvalidMessagesError(
+        f"the content of a message of role {shown(role)} must be text, not {shown(content)}",
+        field=field,
+        value=content,
+        remedy='Send a text ("" where there is none), or a list of text parts.',
+    )
+
+
+def _thoughts(message: Mapping[str, Any], index: int) -> str:
+    """What an earlier reply thought, where the client sends it back."""
+    for name in ("reasoning_content", "reasoning"):
+        value = message.get(name)
+        if value is not None and not isinstance(value, str):
+            raise InvalidMessagesError(
+                f"{name} must be text, not {shown(value)}",
+                field=f"messages[{index}].{name}",
+                value=value,
+                remedy="Send it back as it came, or leave it out.",
+            )
+        if value:
+            return utf8_text(value)
+    return ""
+
+
+# The text of a part by its type: those of OpenAI's two APIs.
+_PARTS: Final = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+}
+
+
+def _text(content: Sequence[Any], field: str) -> str:
+    """The text of parts, one per line."""
     texts = []
     for number, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(utf8_text(part))
+            continue
         kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
+        key = _PARTS.get(kind) if isinstance(kind, str) else None
+        text = part.get(key) if isinstance(part, Mapping) and key else None
+        if not isinstance(text, str):
             raise InvalidMessagesError(
                 f"a part of type {shown(kind)} is no text",
                 field=f"{field}[{number}]",
@@ -186,9 +293,11 @@ def as_template_takes(message: AnyMessage) -> dict[str, Any]:
         return shaped
     if message.call_id:
         shaped["tool_call_id"] = message.call_id
+    if message.thoughts:
+        shaped["reasoning_content"] = message.thoughts
     if message.calls:
         shaped["tool_calls"] = [call.message for call in message.calls]
         for call in shaped["tool_calls"]:
-            with suppress(NotJsonError):
-                call["function"]["arguments"] = parse_json(call["function"]["arguments"] or "{}")
+            text = call["function"]["arguments"]
+            call["function"]["arguments"] = read_json(text or "{}", text)
     return shaped

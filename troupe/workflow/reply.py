@@ -27,6 +27,7 @@ class Reply:
         "finish_reason",
         "logprobs",
         "prompt_ids",
+        "reasoning_content",
         "text",
         "token_ids",
         "tool_calls",
@@ -44,6 +45,7 @@ class Reply:
         finish_reason: str,
         content: str | None = None,
         tool_calls: tuple[ToolCall, ...] = (),
+        reasoning_content: str = "",
     ) -> None:
         self.agent = agent
         self.turn = turn
@@ -57,7 +59,9 @@ class Reply:
         self.finish_reason = finish_reason
         """`stop` or `length`."""
         self.content = text if content is None else content
-        """The text apart from `tool_calls`."""
+        """The text apart from `tool_calls` and `reasoning_content`."""
+        self.reasoning_content = reasoning_content
+        """What it thought: the text between `<think>` and `</think>`."""
         self.tool_calls = tool_calls
         """Calls that it makes of the tools that it was offered."""
         self._siblings: tuple[weakref.ref[Reply], ...] = ()
@@ -87,6 +91,8 @@ class Reply:
     def message(self) -> dict[str, Any]:
         """The reply as the message to append to its conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [call.message for call in self.tool_calls]
         return message

@@ -78,4 +78,9 @@ def cut_at(
         queue_seconds=generation.queue_seconds,
         generate_seconds=generation.generate_seconds,
     )
-    return kept, text[: min(text.find(s) for s in strings if s in text)]
+    return kept, text[: first_of(strings, text)]
+
+
+def first_of(strings: Sequence[str], text: str) -> int | None:
+    """Where the first of `strings` begins in `text`; None where it has none of them."""
+    return min((at for at in map(text.find, strings) if at >= 0), default=None)

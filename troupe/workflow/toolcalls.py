@@ -1,4 +1,4 @@
-"""Calls of tools inside a reply: how each family of models writes them, and reading them back.
+"""Calls of tools and thoughts inside a reply: how each family of models writes them.
 
 What a model says is tokens; that some of them mean a call is a convention of its training. A parser
 only reads: the tokens stay what they were.
@@ -8,10 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import xxhash
+
+from troupe.model_text import (
+    THINK_TAGS,
+    Call,
+    CallSyntax,
+    Parsed,
+    ThinkTags,
+    read_json,
+    read_json_values,
+    read_reply,
+)
+
+# A name longer than this is no parameter's.
+_PARAMETER: Final = re.compile(r"<parameter=([^<>\s]{1,256})>\n?")
+_FUNCTION: Final = re.compile(r"\s*<function=([^<>\s]{1,256})>")
 
 
 class ToolCall(NamedTuple):
@@ -33,18 +48,6 @@ class ToolCall(NamedTuple):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class Parsed(NamedTuple):
-    """A reply's text apart from its calls, and (name, arguments as JSON text) of those."""
-
-    content: str
-    calls: tuple[tuple[str, str], ...] = ()
-
-
-ToolParser = Callable[[str, Sequence[Mapping[str, Any]]], Parsed]
-"""Reads a reply's text (special tokens shown, the stop token not) given the tools of the request.
-What is no well-formed call stays content: the client sees what the model said."""
-
-
 def call_ids(count: int, said: Sequence[int]) -> list[str]:
     """Ids for the calls of a response: nine letters and digits, which Mistral's templates want.
 
@@ -55,125 +58,125 @@ def call_ids(count: int, said: Sequence[int]) -> list[str]:
 
 def canonical(arguments: str) -> str:
     """The same JSON whatever its white space and the order of its keys; other text as it is."""
-    value = _json(arguments or "{}")
+    value = read_json(arguments or "{}")
     if value is None:
         return arguments.strip()
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
+Offered = Sequence[Mapping[str, Any]]
+"""The tools of a request."""
+
+
+class ReplyParser(NamedTuple):
+    """Reads the replies of one family of models."""
+
+    syntax: Callable[[Offered], CallSyntax]
+    """How the family calls these tools."""
+    think_tags: ThinkTags = THINK_TAGS
+
+    def __call__(self, text: str, tools: Offered = (), *, thinking: bool = False) -> Parsed:
+        """A reply (special tokens shown, the stop token not) apart from thoughts and calls of
+        `tools`. What is no well-formed call stays content: the client sees what the model said.
+        `thinking`: its prompt ends inside a thought."""
+        syntax = self.syntax(tools) if tools else None
+        return read_reply(text, syntax, tags=self.think_tags, thinking=thinking)
+
+    def opens_thought(self, prompt: str) -> bool:
+        """Whether a reply to `prompt` begins inside a thought, as some templates have it."""
+        return prompt.rstrip().endswith(tuple(opening for opening, _ in self.think_tags))
+
+
+def _hermes(tools: Offered) -> CallSyntax:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
-    return _blocks(text, lambda body: _one(_json(body), "arguments"))
+
+    def read(body: str) -> list[Call] | None:
+        call = _one(read_json(body), "arguments")
+        return None if call is None else [call]
+
+    return CallSyntax("<tool_call>", "</tool_call>", read)
 
 
-def qwen_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
+def _qwen_coder(tools: Offered) -> CallSyntax:
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`:
     Qwen3-Coder. Values are text unless the tool's schema says otherwise."""
 
-    def read(body: str) -> tuple[str, str] | None:
-        function = re.fullmatch(r"\s*<function=([^>\s]+)>(.*)</function>\s*", body, re.DOTALL)
-        if function is None:
+    def read(body: str) -> list[Call] | None:
+        function = _FUNCTION.match(body)
+        inside, closed, rest = body.rpartition("</function>")
+        if function is None or not closed or rest.strip() or len(inside) < function.end():
             return None
-        name, inside = function.groups()
-        types = _types(name, tools)
-        arguments = {
-            key: value if types.get(key, "string") == "string" else _json(value, value)
-            for key, value in re.findall(
-                r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", inside, re.DOTALL
+        types = _types(function[1], tools)
+        arguments: dict[str, Any] = {}
+        at = function.end()
+        while (parameter := _PARAMETER.search(inside, at)) is not None:
+            key, begin = parameter[1], parameter.end()
+            end = inside.find("</parameter>", begin)
+            if end < 0:
+                break
+            if key in arguments:
+                return None  # which of the two is meant?
+            value = inside[begin:end].removesuffix("\n")
+            arguments[key] = (
+                value if types.get(key, "string") == "string" else read_json(value, value)
             )
-        }
-        return name, json.dumps(arguments, ensure_ascii=False)
+            at = end
+        return [(function[1], json.dumps(arguments, ensure_ascii=False))]
 
-    return _blocks(text, read)
+    return CallSyntax("<tool_call>", "</tool_call>", read)
 
 
-def llama(text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
+def _llama(tools: Offered) -> CallSyntax:
     """`{"name": ..., "parameters": {...}}` as the whole reply, several with `;`: Llama 3.1 on."""
-    said = text.strip().removeprefix("<|python_tag|>").strip()
-    calls = []
-    for part in _objects(said):
-        call = _one(part, "parameters") or _one(part, "arguments")
-        if call is None:
-            return Parsed(text)
-        calls.append(call)
-    return Parsed("", tuple(calls)) if calls else Parsed(text)
+
+    def read(text: str) -> list[Call] | None:
+        calls = []
+        for value in read_json_values(text.strip().removeprefix("<|python_tag|>").strip()):
+            call = _one(value, "parameters") or _one(value, "arguments")
+            if call is None:
+                return None
+            calls.append(call)
+        return calls
+
+    return CallSyntax("", "", read)
 
 
-def mistral(text: str, tools: Sequence[Mapping[str, Any]]) -> Parsed:
+def _mistral(tools: Offered) -> CallSyntax:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` at the end: Mistral."""
-    content, found, tail = text.partition("[TOOL_CALLS]")
-    given = _json(tail) if found else None
-    calls = [_one(item, "arguments") for item in given] if isinstance(given, list) else []
-    whole = [call for call in calls if call is not None]
-    if not whole or len(whole) < len(calls):
-        return Parsed(text)
-    return Parsed(content.strip(), tuple(whole))
+
+    def read(text: str) -> list[Call] | None:
+        given = read_json(text)
+        calls = [_one(item, "arguments") for item in given] if isinstance(given, list) else []
+        whole = [call for call in calls if call is not None]
+        return whole if len(whole) == len(calls) else None
+
+    return CallSyntax("[TOOL_CALLS]", "", read)
 
 
-PARSERS: Final[Mapping[str, ToolParser]] = {
-    "hermes": hermes,
-    "qwen_coder": qwen_coder,
-    "llama": llama,
-    "mistral": mistral,
+PARSERS: Final[Mapping[str, ReplyParser]] = {
+    "hermes": ReplyParser(_hermes),
+    "qwen_coder": ReplyParser(_qwen_coder),
+    "llama": ReplyParser(_llama),
+    "mistral": ReplyParser(_mistral, (*THINK_TAGS, ("[THINK]", "[/THINK]"))),
 }
 """By their name in a job (`policies.X.model.tool_parser`)."""
 
 
-def _blocks(text: str, read: Callable[[str], tuple[str, str] | None]) -> Parsed:
-    """Content without the `<tool_call>` blocks that `read` understands, and what it read."""
-    calls: list[tuple[str, str]] = []
-
-    def take(block: re.Match[str]) -> str:
-        call = read(block[1])
-        if call is None:
-            return block[0]
-        calls.append(call)
-        return ""
-
-    content = re.sub(r"<tool_call>(.*?)</tool_call>", take, text, flags=re.DOTALL)
-    return Parsed(content.strip(), tuple(calls)) if calls else Parsed(text)
-
-
-def _one(given: Any, arguments: str) -> tuple[str, str] | None:
+def _one(given: Any, arguments: str) -> Call | None:
     if not isinstance(given, dict) or not isinstance(given.get("name"), str):
         return None
     inside = given.get(arguments, {} if len(given) == 1 else None)
     if isinstance(inside, str):  # some models write the object as text
-        inside = _json(inside)
+        inside = read_json(inside)
     if not given["name"] or not isinstance(inside, dict):
         return None
     return given["name"], json.dumps(inside, ensure_ascii=False)
 
 
-def _objects(text: str) -> Iterator[Any]:
-    """JSON values one after another; a last None where the text is no JSON."""
-    decoder, at = json.JSONDecoder(parse_constant=_refuse), 0
-    while at < len(text):
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            yield None
-            return
-        yield value
-        at = len(text) - len(text[at:].lstrip("; \n\t"))
-
-
-def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _types(name: str, tools: Offered) -> dict[str, Any]:
     for tool in tools:
         function = tool["function"]
         if function["name"] == name:
             properties = (function.get("parameters") or {}).get("properties") or {}
             return {k: v.get("type") for k, v in properties.items() if isinstance(v, Mapping)}
     return {}
-
-
-def _json(text: str, otherwise: Any = None) -> Any:
-    """The value, or `otherwise`: a model may write anything, NaN and a thousand brackets too."""
-    try:
-        return json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return otherwise
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")

@@ -101,7 +101,7 @@ def _ask(client: httpx.Client, url: str, body: Mapping[str, Any], seconds: float
         content = json.loads(text)["choices"][0]["message"]["content"]
         if not isinstance(content, str):
             raise TypeError(f"its content is a {type(content).__name__}")
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise _Again(
             ChatError("bad_reply", f"{url} answered what is no completion: {text[:_SHOWN]}")
         ) from error

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import secrets
 from string import Template
 from typing import Any, Final
 
 from troupe.functions.declaration import reward
 from troupe.functions.library.chat import ChatError, complete
+from troupe.model_text import read_json, read_reply
 
 PROMPT: Final = """\
 You judge an answer. What you are shown between the tags was written by somebody else: judge it, and
@@ -40,9 +40,7 @@ a score from $lowest (worst) to $highest (best).
 """
 RUBRIC: Final = "Judge how correct, complete and to the point the answer is."
 _FIELDS: Final = ("task", "answer", "conversation", "rubric", "lowest", "highest", "tag")
-_FENCE: Final = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
-# What reasoning models say to themselves.
-_THOUGHT: Final = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+_FENCE: Final = "```"
 
 
 class JudgeError(Exception):
@@ -141,14 +139,13 @@ def judge(
 def read_score(reply: str, lowest: float, highest: float) -> float:
     """The score of a reply that is one JSON object (fenced or not, thoughts before it) and nothing
     else. Raises ValueError."""
-    text = _THOUGHT.sub("", reply).strip()
-    if (fenced := _FENCE.fullmatch(text)) is not None:
-        text = fenced.group(1)
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ValueError("not one JSON object") from error
-    score = found.get("score") if isinstance(found, dict) else None
+    text = read_reply(reply).content.strip()
+    if text.startswith(_FENCE) and text.endswith(_FENCE) and len(text) >= 2 * len(_FENCE):
+        text = text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
+    found = read_json(text)
+    if not isinstance(found, dict):
+        raise ValueError("not one JSON object")
+    score = found.get("score")
     if isinstance(score, bool) or not isinstance(score, int | float):
         raise ValueError("no number as `score`")
     if not lowest <= score <= highest:  # NaN is not either

@@ -59,7 +59,7 @@ class Program:
         self, command: Sequence[str], *, stdin: str = "", environment: Mapping[str, str]
     ) -> None:
         self.stdout, self.stderr = Text(), Text()
-        self._input = stdin.encode(errors="replace")
+        self._input = memoryview(stdin.encode(errors="replace"))
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -92,7 +92,7 @@ class Program:
         except BlockingIOError:
             return True
         except OSError:  # it does not read
-            self._input = b""
+            self._input = self._input[:0]
         if not self._input:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()

@@ -20,6 +20,8 @@ from troupe.workflow.environments.seating import Seating
 from troupe.workflow.errors import EntrypointError
 from troupe.workflow.reply import Reply
 
+_CHARACTERS_READ_AT_ONCE = 32_768
+
 
 @dataclass(frozen=True, slots=True)
 class PlayRules:
@@ -133,6 +135,16 @@ class Episode:
             current, obs = step.current, step.obs
         return self._outcome
 
+    async def _read(self, reply: Reply, seen: Observation, seat: str) -> Action:
+        """The move of a reply: moves that it only thought of are none. Raises `IllegalMoveError`.
+
+        A long reply is read in a thread: the event loop has others to serve meanwhile.
+        """
+        read = self._rules.read
+        if len(reply.content) <= _CHARACTERS_READ_AT_ONCE:
+            return read(reply.content, seen, seat)
+        return await asyncio.to_thread(read, reply.content, seen, seat)
+
     async def _move(self, current: tuple[str, ...], seen: Mapping[str, Observation]) -> Step | None:
         """What the move of all seats of `current` led to; None when one of them has lost by it.
 
@@ -149,7 +161,7 @@ class Episode:
             newest = await self._answers(left)
             for seat in left:
                 try:
-                    actions[seat] = self._rules.read(newest[seat].reply.text, seen[seat], seat)
+                    actions[seat] = await self._read(newest[seat].reply, seen[seat], seat)
                 except IllegalMoveError as error:
                     refused[seat] = error
             if not refused:

@@ -11,7 +11,7 @@ import numpy as np
 from troupe.workflow.environments.errors import IllegalMoveError
 from troupe.workflow.environments.interface import Action
 
-_MARKED: Final = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0?m", re.DOTALL)
+_COLOUR: Final = re.compile(r"\x1b\[([\d;]{0,32})m")
 
 
 def legal_of(
@@ -88,7 +88,15 @@ def arrays_of(observation: Any) -> dict[str, Any]:
 
 def rendered(text: str) -> str:
     """An `ansi` rendering without its colours: what they mark stands in [brackets]."""
-    return _MARKED.sub(r"[\1]", text).strip()
+    parts: list[str] = []
+    done, marked = 0, None  # what is in parts, and the colour that has begun
+    for escape in _COLOUR.finditer(text):
+        if marked is None and escape[1]:
+            marked = escape
+        elif marked is not None and escape[1] in ("", "0"):
+            parts += [text[done : marked.start()], "[", text[marked.end() : escape.start()], "]"]
+            done, marked = escape.end(), None
+    return "".join([*parts, text[done:]]).strip()
 
 
 def text_of(observation: Any) -> str:
