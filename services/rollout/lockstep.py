@@ -15,7 +15,7 @@ from typing import Self
 from services.rollout.clock import TrajectoryClock
 from services.rollout.turns import TurnBackend
 from troupe.workflow import Agent, Endpoint, Sampling
-from troupe.workflow.backend import Backend, Generation, ToolBackend
+from troupe.workflow.backend import Backend, EndpointOptions, Generation, ToolBackend
 
 
 class Lockstep:
@@ -107,8 +107,8 @@ class _Backend:
         async with self._seat.call():
             return await self._backend.generate(agent, prompt_ids, sampling)
 
-    def endpoint(self, agent: Agent, *, lenient: bool) -> Endpoint:
-        return self._backend.endpoint(agent, lenient=lenient)
+    def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
+        return self._backend.endpoint(agent, options)
 
 
 class _Tools:

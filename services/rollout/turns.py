@@ -11,8 +11,9 @@ from services.rollout.engines.base import Generation, SamplingParams
 from services.rollout.policy import ServedPolicy
 from services.rollout.router import Home
 from services.rollout.watchdog import blocked_note
-from troupe.endpoint.server import EndpointServer
+from troupe.endpoint.server import Doors, EndpointServer
 from troupe.workflow import Agent, Endpoint, Sampling, TurnError
+from troupe.workflow.backend import EndpointOptions
 
 
 class TurnBackend:
@@ -44,8 +45,7 @@ class TurnBackend:
         self._ahead = ahead
         self.domain = ""
         """Task domain of the query, once that is known."""
-        self._endpoints = endpoints
-        self._doors: dict[tuple[str, bool], tuple[str, Endpoint]] = {}
+        self._doors = Doors(endpoints)
         self.opened_endpoint = False
         """Whether the workflow asked for an address at which to speak as an agent."""
         self._homes: dict[str, Home] = {}
@@ -99,18 +99,13 @@ class TurnBackend:
             self._began(policy.name, generation.versions[0].version)
         return generation
 
-    def endpoint(self, agent: Agent, *, lenient: bool) -> Endpoint:
+    def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
         """Where OpenAI's clients speak as `agent` until `close`. Raises `TroupeError`."""
-        key = agent.name, lenient
-        if key not in self._doors:
-            self._doors[key] = self._endpoints.open(agent, lenient=lenient)
-            self.opened_endpoint = True
-        return self._doors[key][1]
+        self.opened_endpoint = True
+        return self._doors.open(agent, options)
 
     def close(self) -> None:
         """Cancel branches that still wait for a turn: nobody will read it. End the endpoints."""
-        while self._doors:
-            _, (token, _) = self._doors.popitem()
-            self._endpoints.close(token)
+        self._doors.close()
         for task in list(self._pending):
             task.cancel()

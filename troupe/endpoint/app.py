@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import structlog
 from starlette.applications import Starlette
@@ -19,12 +21,14 @@ from troupe.bodies import BodyReader, BodyTooLarge, BodyTooSlow, ClientGone
 from troupe.endpoint.errors import ApiError, no_such_place, of_workflow
 from troupe.endpoint.replies import ChatAnswer, TextAnswer, event
 from troupe.endpoint.requests import ChatRequest, CompletionRequest, check_object
-from troupe.workflow import Agent, Reply, WorkflowError
+from troupe.workflow import Agent, ChatTokenizer, Reply, WorkflowError
+from troupe.workflow.backend import EndpointOptions
 
 log = structlog.get_logger(__name__)
 
 Turns = Coroutine[Any, Any, list[Reply]]
 Answer = ChatAnswer | TextAnswer
+Written = TypeVar("Written")
 
 
 class Door(Protocol):
@@ -34,7 +38,32 @@ class Door(Protocol):
     def agent(self) -> Agent: ...
 
     @property
-    def lenient(self) -> bool: ...
+    def options(self) -> EndpointOptions: ...
+
+
+# Answers of more tokens are written in a thread: the event loop has others to serve meanwhile.
+_TOKENS_WRITTEN_AT_ONCE: Final = 8192
+# What OpenAI and others serve below a base URL, and this endpoint does not.
+_OTHER_APIS: Final = {
+    "responses": "the Responses API",
+    "embeddings": "embeddings",
+    "moderations": "moderations",
+    "images": "images",
+    "audio": "audio",
+    "files": "files",
+    "uploads": "uploads",
+    "batches": "batches",
+    "fine_tuning": "fine-tuning",
+    "assistants": "the Assistants API",
+    "threads": "the Assistants API",
+    "conversations": "the Conversations API",
+    "vector_stores": "vector stores",
+    "realtime": "the Realtime API",
+    "messages": "Anthropic's Messages API",
+    "rerank": "reranking",
+    "tokenize": "tokenisation",
+}
+_SERVED: Final = "POST /chat/completions, POST /completions, GET /models, GET /models/{id}"
 
 
 def create_app(
@@ -48,20 +77,28 @@ def create_app(
     every answer; `max_body` is in bytes, `keep_alive` in seconds between a stream's comments."""
 
     bodies = BodyReader(max_body)
+    warned = _Warned()
 
     async def body(request: Request) -> Any:
         return check_object(await _read_json(request, bodies))
 
     async def chat(request: Request) -> Response:
         door = _door(find, request)
-        asked = ChatRequest.of(await body(request), lenient=door.lenient)
-        turns = door.agent.chat(
-            asked.conversation, n=asked.n or 1, tools=asked.tools, **asked.sampling
+        agent = door.agent
+        asked = ChatRequest.of(await body(request), lenient=door.options.lenient)
+        warned.of_sampling(door, asked)
+        turns = agent.chat(
+            asked.conversation(agent.role.system_prompt),
+            n=asked.n or 1,
+            tools=asked.tools,
+            tool_choice="none" if asked.tool_choice == "none" else "auto",
+            chat_template_kwargs=asked.template_options,
+            **asked.sampling(agent, by_client=door.options.sampling == "client"),
         )
         answer = ChatAnswer(
-            asked.model or door.agent.name,
-            door.agent.role.tokenizer,
-            calls=asked.tool_choice != "none",
+            asked.model or agent.name,
+            agent.role.tokenizer,
+            asked.promises,
             logprobs=bool(asked.logprobs),
             token_ids=bool(asked.return_token_ids),
         )
@@ -69,14 +106,14 @@ def create_app(
 
     async def complete(request: Request) -> Response:
         door = _door(find, request)
-        asked = CompletionRequest.of(await body(request), lenient=door.lenient)
-        tokenizer = door.agent.role.tokenizer
-        prompt = asked.prompt
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        turns = door.agent.generate(ids, n=asked.n or 1, **asked.sampling)
+        agent = door.agent
+        asked = CompletionRequest.of(await body(request), lenient=door.options.lenient)
+        warned.of_sampling(door, asked)
+        sampling = asked.sampling(agent, by_client=door.options.sampling == "client")
+        turns = _complete_all(agent, asked.prompts, asked.n or 1, sampling)
         answer = TextAnswer(
-            asked.model or door.agent.name,
-            tokenizer,
+            asked.model or agent.name,
+            agent.role.tokenizer,
             logprobs=asked.logprobs is not None,
             token_ids=bool(asked.return_token_ids),
         )
@@ -84,23 +121,113 @@ def create_app(
 
     async def models(request: Request) -> Response:
         name = _door(find, request).agent.name
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "troupe"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [_model(name)]})
 
-    def route(path: str, call: Callable[[Request], Awaitable[Response]], method: str) -> Route:
+    async def model(request: Request) -> Response:
+        _door(find, request)
+        return JSONResponse(_model(request.path_params["id"]))
+
+    async def elsewhere(request: Request) -> Response:
+        error = _not_served(request.method, request.path_params["path"])
+        if error.status != 405:  # which says nothing about the address
+            _door(find, request)
+        raise error
+
+    def route(
+        path: str, call: Callable[[Request], Awaitable[Response]], *methods: str, name: str = ""
+    ) -> Route:
         async def answered(request: Request) -> Response:
             response = await _guarded(call, request)
-            count(path, response.status_code)
+            count(name or path.strip("/"), response.status_code)
             return response
 
-        return Route(f"/t/{{token}}/{{agent}}/v1/{path}", answered, methods=[method])
+        return Route(f"/t/{{token}}/{{agent}}{path}", answered, methods=[*methods])
 
     routes = [
-        route("chat/completions", chat, "POST"),
-        route("completions", complete, "POST"),
-        route("models", models, "GET"),
+        route("/v1/chat/completions", chat, "POST", name="chat/completions"),
+        route("/v1/completions", complete, "POST", name="completions"),
+        route("/v1/models", models, "GET", name="models"),
+        route("/v1/models/{id:path}", model, "GET", name="models"),
+        route("/{path:path}", elsewhere, *_METHODS, name="other"),
     ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_route})
+
+
+_METHODS: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+
+def _complete_all(
+    agent: Agent, prompts: Sequence[str | list[int]], n: int, sampling: Mapping[str, Any]
+) -> Turns:
+    """n continuations of each prompt, one prompt's after another's; all or none."""
+    tokenizer = agent.role.tokenizer
+    asking = [
+        agent.generate(tokenizer.encode(p) if isinstance(p, str) else p, n=n, **sampling)
+        for p in prompts
+    ]
+
+    async def complete() -> list[Reply]:
+        if len(asking) == 1:
+            return await asking[0]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one) for one in asking]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [reply for task in tasks for reply in task.result()]
+
+    return complete()
+
+
+class _Warned:
+    """Tells once what clients ask for and do not get."""
+
+    def __init__(self) -> None:
+        self._told: WeakKeyDictionary[ChatTokenizer, set[tuple[str, str]]] = WeakKeyDictionary()
+
+    def of_sampling(self, door: Door, asked: ChatRequest | CompletionRequest) -> None:
+        """A client wants tokens to be drawn otherwise than its agent's policy is trained for."""
+        if door.options.sampling == "client":
+            return
+        role = door.agent.role
+        told = self._told.setdefault(role.tokenizer, set())
+        for field, value in asked.other_drawing(door.agent).items():
+            if (role.name, field) not in told:
+                told.add((role.name, field))
+                log.warning(
+                    "a client's sampling is not followed",
+                    agent=role.name,
+                    field=field,
+                    client=value,
+                    job=getattr(role.sampling, field),
+                    remedy='Set it in the job, or open the endpoint with sampling="client".',
+                )
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "troupe"}
+
+
+def _not_served(method: str, path: str) -> ApiError:
+    """Says which API is not there, or how the path of one that is there is written."""
+    parts = [part for part in path.split("/") if part]
+    while parts[:1] == ["v1"]:
+        parts.pop(0)
+    short = "/".join(parts)[:80]
+    if short in ("chat/completions", "completions", "models") or parts[:1] == ["models"]:
+        asked = f"{method} .../{path[:80]} is not how it is reached"
+        code, status = ("method_not_allowed", 405) if path == f"v1/{short}" else ("not_found", 404)
+    else:
+        name = _OTHER_APIS.get(parts[0] if parts else "")
+        about = f" ({name})" if name else ""
+        asked = f"{method} /{short}{about} is not served here"
+        code, status = "unknown_route", 404
+    remedy = " Use its chat completions." if parts[:1] == ["responses"] else ""
+    return ApiError(
+        status,
+        f"{asked}. Below a base URL that ends in /v1 are {_SERVED}.{remedy} See docs/openai.md.",
+        code=code,
+    )
 
 
 async def _guarded(call: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
@@ -113,7 +240,8 @@ async def _guarded(call: Callable[[Request], Awaitable[Response]], request: Requ
     except ClientDisconnect:
         return Response(status_code=499)  # nobody reads it
     except Exception:
-        log.exception("the endpoint failed", path=request.url.path.rpartition("/v1/")[2])
+        # Not the path: it holds the address, which is a secret, and what the client wrote.
+        log.exception("the endpoint failed", call=call.__name__)
         return _internal().response()
 
 
@@ -162,7 +290,7 @@ async def _answer(
         if ended:
             replies = pending.replies()
             if not streams:
-                return JSONResponse(answer.whole(replies))
+                return JSONResponse(await _written(answer.whole, replies))
         handed_over = True
         return StreamingResponse(
             _stream(pending, answer, keep_alive, with_usage=asked.wants_usage),
@@ -179,9 +307,12 @@ async def _stream(
 ) -> AsyncIterator[str]:
     """Engines answer with whole responses: until then comments keep the connection open."""
     try:
-        while not await pending.wait(keep_alive):
+        # One interval has passed before the stream began.
+        while not await pending.wait(0):
             yield ": the turn is being generated\n\n"
-        for chunk in answer.chunks(pending.replies(), with_usage=with_usage):
+            await pending.wait(keep_alive)
+        chunks = partial(answer.chunks, with_usage=with_usage)
+        for chunk in await _written(lambda replies: list(chunks(replies)), pending.replies()):
             yield chunk
     except ClientDisconnect:
         return
@@ -194,6 +325,13 @@ async def _stream(
         yield event(_internal().body)
     finally:
         pending.close()
+
+
+async def _written(write: Callable[[list[Reply]], Written], replies: list[Reply]) -> Written:
+    """The replies as a client reads them."""
+    if sum(len(reply.token_ids) for reply in replies) <= _TOKENS_WRITTEN_AT_ONCE:
+        return write(replies)
+    return await asyncio.to_thread(write, replies)
 
 
 class _Pending:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from troupe.endpoint.promises import Promises
 from troupe.rpc.ids import new_id
 from troupe.workflow import ChatTokenizer, Reply
 
@@ -18,8 +19,7 @@ class ChatAnswer:
 
     model: str
     tokenizer: ChatTokenizer
-    calls: bool
-    """Whether calls of tools are told apart from the text."""
+    promises: Promises
     logprobs: bool
     token_ids: bool
     id: str = field(default_factory=lambda: new_id("chatcmpl"))
@@ -29,7 +29,7 @@ class ChatAnswer:
         """The response of a request that does not stream."""
         answer = self._frame("chat.completion")
         answer["choices"] = [
-            {**self._choice(index, reply), "message": {**self._message(reply), "refusal": None}}
+            {**self._choice(index, reply), "message": {**_message(reply), "refusal": None}}
             for index, reply in enumerate(replies)
         ]
         answer["usage"] = usage(replies)
@@ -40,41 +40,42 @@ class ChatAnswer:
     def chunks(self, replies: Sequence[Reply], *, with_usage: bool) -> Iterator[str]:
         """The events of a stream, its end included."""
         for index, reply in enumerate(replies):
-            delta = self._message(reply)
-            for number, call in enumerate(delta.get("tool_calls", ())):
-                call["index"] = number
             choice = self._choice(index, reply)
-            reason = choice.pop("finish_reason")
-            yield self._chunk([{**choice, "delta": delta, "finish_reason": None}], with_usage)
-            yield self._chunk([{"index": index, "delta": {}, "finish_reason": reason}], with_usage)
+            reason, unmet = choice.pop("finish_reason"), choice.pop("unmet", None)
+            for number, delta in enumerate(_deltas(reply)):
+                # What belongs to the whole reply goes with its beginning.
+                own = choice if number == 0 else {"index": index, "logprobs": None}
+                part = {**own, "delta": delta, "finish_reason": None}
+                yield self._chunk([part], with_usage, replies if number == 0 else ())
+            end: dict[str, Any] = {"index": index, "delta": {}, "finish_reason": reason}
+            yield self._chunk([end if unmet is None else {**end, "unmet": unmet}], with_usage)
         if with_usage:
             yield event({**self._frame("chat.completion.chunk"), "choices": [], **_usage(replies)})
         yield "data: [DONE]\n\n"
 
-    def _chunk(self, choices: list[dict[str, Any]], with_usage: bool) -> str:
+    def _chunk(
+        self, choices: list[dict[str, Any]], with_usage: bool, replies: Sequence[Reply] = ()
+    ) -> str:
         chunk = {**self._frame("chat.completion.chunk"), "choices": choices}
+        if self.token_ids and replies:
+            chunk["prompt_token_ids"] = list(replies[0].prompt_ids)
         return event({**chunk, "usage": None} if with_usage else chunk)
 
     def _frame(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _message(self, reply: Reply) -> dict[str, Any]:
-        if not self.calls:
-            return {"role": "assistant", "content": reply.text}
-        message = reply.message
-        if reply.tool_calls:
-            message["content"] = reply.content or None
-        return message
-
     def _choice(self, index: int, reply: Reply) -> dict[str, Any]:
         reason = reply.finish_reason
-        if self.calls and reply.tool_calls and reason == "stop":
+        if reply.tool_calls and reason == "stop":
             reason = "tool_calls"
         choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
         if self.logprobs:
             choice["logprobs"] = {"content": self._logprobs(reply), "refusal": None}
         if self.token_ids:
             choice["token_ids"] = list(reply.token_ids)
+        if self.promises:
+            choice["unmet"] = unmet = self.promises.unmet(reply)
+            reply.unmet = tuple(one["param"] for one in unmet)
         return choice
 
     def _logprobs(self, reply: Reply) -> list[dict[str, Any]]:
@@ -148,8 +149,9 @@ class TextAnswer:
 
 
 def usage(replies: Sequence[Reply]) -> dict[str, int]:
-    """Tokens of the prompt, once, and of all responses."""
-    prompt = len(replies[0].prompt_ids)
+    """Tokens of each prompt, once, and of all responses."""
+    prompts = {id(reply.prompt_ids): len(reply.prompt_ids) for reply in replies}
+    prompt = sum(prompts.values())
     response = sum(len(reply.token_ids) for reply in replies)
     return {
         "prompt_tokens": prompt,
@@ -160,7 +162,27 @@ def usage(replies: Sequence[Reply]) -> dict[str, int]:
 
 def event(data: dict[str, Any]) -> str:
     """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    # In ASCII: some clients take U+2028 or U+0085 for the end of a line.
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    message = reply.message
+    if reply.tool_calls:
+        message["content"] = reply.content or None
+    return message
+
+
+def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
+    """The reply in parts: what it thought, its text, and each call by itself, for some clients look
+    at the first thing that they find in a part."""
+    yield {"role": "assistant", "content": ""}
+    if reply.reasoning_content:
+        yield {"reasoning_content": reply.reasoning_content}
+    if reply.content:
+        yield {"content": reply.content}
+    for number, call in enumerate(reply.tool_calls):
+        yield {"tool_calls": [{"index": number, **call.message}]}
 
 
 def _usage(replies: Sequence[Reply]) -> dict[str, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, Self
+from functools import cached_property
+from typing import Annotated, Any, Final, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from troupe.endpoint.errors import ApiError, refused
+from troupe.endpoint.promises import Promises, promises_of
+from troupe.workflow import Agent
 
 _ROLES: Final = {
     "system": "system",
@@ -16,7 +19,9 @@ _ROLES: Final = {
     "assistant": "assistant",
     "tool": "tool",
 }
-_SEEDS: Final = 0x7FFF_FFFF
+_MOST_STOPS: Final = 32
+_MOST_TOKENS: Final = 2**31 - 1
+_MOST_CHOICES: Final = 128
 
 
 def _unset(value: Any) -> bool:
@@ -38,7 +43,6 @@ _NEVER: Final[Mapping[str, Callable[[Any], bool]]] = {
             "functions",
             "audio",
             "chat_template",
-            "chat_template_kwargs",
             "continue_final_message",
             "echo",
             "suffix",
@@ -57,12 +61,16 @@ _NEVER: Final[Mapping[str, Callable[[Any], bool]]] = {
     "function_call": lambda value: value in (None, "none"),
     "modalities": lambda value: value in (None, ["text"]),
 }
-# Promises about the text that only constrained decoding could keep.
-_PROMISES: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "response_format": lambda value: not value or value == {"type": "text"},
-    "tool_choice": lambda value: value in (None, "auto", "none"),
-    "parallel_tool_calls": lambda value: value is not False,
-}
+
+
+class _FailFast(FailFast):
+    """Has a hash, without which it can stand in no union."""
+
+    __hash__ = object.__hash__
+
+
+# Of a million wrong items the first is named: a list of all errors would fill the memory.
+_FIRST: Final = _FailFast()
 
 
 class StreamOptions(BaseModel):
@@ -77,12 +85,12 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
     model: str = ""
-    n: int | None = Field(default=None, ge=1, le=128)
+    n: int | None = Field(default=None, ge=1, le=_MOST_CHOICES)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], _FIRST] | None = None
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -92,19 +100,11 @@ class _Request(BaseModel):
     @classmethod
     def of(cls, body: Mapping[str, Any], *, lenient: bool) -> Self:
         """The request in `body`. Raises `ApiError` naming the field at fault."""
-        tables = (_NEVER,) if lenient else (_NEVER, _PROMISES)
-        for table in tables:
-            for name, asks_nothing in table.items():
-                if name in body and not asks_nothing(body[name]):
-                    raise refused(
-                        f"`{name}` = {_shown(body[name])} cannot be done here",
-                        name,
-                        "Open the endpoint with `lenient=True` to leave it to the model."
-                        if table is _PROMISES
-                        else "Leave it out.",
-                    )
+        for name, asks_nothing in _NEVER.items():
+            if name in body and not asks_nothing(body[name]):
+                raise _impossible(name, body[name], "Leave it out.")
         try:
-            return cls.model_validate(body)
+            asked = cls.model_validate(body)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
@@ -114,25 +114,49 @@ class _Request(BaseModel):
                 "See docs/openai.md for what is taken.",
                 code="invalid_value",
             ) from error
+        asked.check(body, lenient=lenient)
+        return asked
+
+    def check(self, body: Mapping[str, Any], *, lenient: bool) -> None:
+        """What no type says. Raises `ApiError`."""
+        if isinstance(self.stop, list) and len(self.stop) > _MOST_STOPS:
+            raise refused(
+                f"`stop` has {len(self.stop)} strings",
+                "stop",
+                f"Send {_MOST_STOPS} at most.",
+                code="invalid_value",
+            )
 
     @property
     def most_tokens(self) -> int | None:
         """Longest response, where the request says."""
         return self.max_tokens
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """What the request overrides of the agent's sampling."""
+    def sampling(self, agent: Agent, *, by_client: bool) -> dict[str, Any]:
+        """What the request overrides of the agent's sampling; how tokens are drawn only
+        `by_client`, and a seed mixed with the trajectory's."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        most = self.most_tokens
         given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_new_tokens": self.most_tokens,
+            **(self._drawing if by_client else {}),
+            "max_new_tokens": None if most is None else min(most, _MOST_TOKENS),
             "stop_strings": tuple(filter(None, stop)) or None,
-            "seed": None if self.seed is None else self.seed & _SEEDS,
+            "seed": None if self.seed is None else agent.mix_seed(self.seed),
         }
         return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def _drawing(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+    def other_drawing(self, agent: Agent) -> dict[str, Any]:
+        """What the request says of how tokens are drawn, and the agent's sampling does not."""
+        own = agent.role.sampling
+        return {
+            name: value
+            for name, value in self._drawing.items()
+            if value is not None and value != getattr(own, name)
+        }
 
     @property
     def wants_usage(self) -> bool:
@@ -143,9 +167,14 @@ class _Request(BaseModel):
 class ChatRequest(_Request):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], _FIRST] = Field(min_length=1)
+    tools: Annotated[list[dict[str, Any]], _FIRST] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    """As some servers have it: short for the template's argument of this name."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
 
@@ -154,10 +183,39 @@ class ChatRequest(_Request):
         """The newer of the two names counts."""
         return self.max_completion_tokens or self.max_tokens
 
+    def check(self, body: Mapping[str, Any], *, lenient: bool) -> None:
+        """As the base class; promises are refused unless the endpoint is `lenient`."""
+        super().check(body, lenient=lenient)
+        name = self.promises.to_lenient_only
+        if name and not lenient:
+            raise _impossible(
+                name,
+                body[name],
+                "Open the endpoint with `lenient=True` to tell it to the model and leave it to it.",
+            )
+
+    @cached_property
+    def promises(self) -> Promises:
+        """What the replies are to keep. Raises `ApiError`."""
+        return promises_of(
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self.response_format,
+        )
+
     @property
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages with the roles that templates know. Raises `ApiError`."""
-        conversation = []
+    def template_options(self) -> dict[str, Any] | None:
+        """Further arguments of the chat template."""
+        options = dict(self.chat_template_kwargs or {})
+        if self.enable_thinking is not None:
+            options.setdefault("enable_thinking", self.enable_thinking)
+        return options or None
+
+    def conversation(self, system_prompt: str | None) -> list[dict[str, Any]]:
+        """The messages with the roles that templates know; what they promise stands in the system
+        message, else in one with the agent's own `system_prompt`. Raises `ApiError`."""
+        conversation: list[dict[str, Any]] = []
         for index, message in enumerate(self.messages):
             role = message.get("role")
             if not isinstance(role, str) or role not in _ROLES:
@@ -167,14 +225,48 @@ class ChatRequest(_Request):
                     f"Known: {', '.join(_ROLES)}.",
                 )
             conversation.append({**message, "role": _ROLES[role]})
+        if told := self.promises.instruction:
+            if conversation[0]["role"] != "system":
+                conversation.insert(0, {"role": "system", "content": system_prompt or ""})
+            first = conversation[0]
+            first["content"] = _extended(first.get("content"), told)
         return conversation
 
 
 class CompletionRequest(_Request):
     """`POST /v1/completions`: a continuation of plain text, or of token ids."""
 
-    prompt: str | list[int]
+    prompt: (
+        str
+        | Annotated[list[int], _FIRST]
+        | Annotated[list[str], _FIRST]
+        | Annotated[list[list[int]], _FIRST]
+    )
     logprobs: int | None = Field(default=None, ge=0, le=0)
+
+    def check(self, body: Mapping[str, Any], *, lenient: bool) -> None:
+        """As the base class; there must be something to continue, and not too much of it."""
+        super().check(body, lenient=lenient)
+        count = len(self.prompts) * (self.n or 1)
+        if count > _MOST_CHOICES:
+            raise refused(
+                f"`prompt` and `n` ask for {count} completions",
+                "prompt",
+                f"Ask for {_MOST_CHOICES} at most.",
+                code="invalid_value",
+            )
+        if not all(self.prompts):
+            raise refused(
+                "`prompt` is empty", "prompt", "Send a text, or token ids.", code="invalid_value"
+            )
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Texts or token ids, each to be continued by itself."""
+        given = self.prompt
+        if isinstance(given, str) or not given or isinstance(given[0], int):
+            return [cast("str | list[int]", given)]
+        return list(cast("list[str | list[int]]", given))
 
 
 def check_object(body: Any) -> Mapping[str, Any]:
@@ -182,6 +274,17 @@ def check_object(body: Any) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object.", code="invalid_json")
     return body
+
+
+def _impossible(name: str, value: Any, remedy: str) -> ApiError:
+    return refused(f"`{name}` = {_shown(value)} cannot be done here", name, remedy)
+
+
+def _extended(content: Any, text: str) -> Any:
+    """The content of a message with a further text behind it."""
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": f"\n{text}"}]
+    return f"{content}\n\n{text}" if isinstance(content, str) and content else text
 
 
 def _shown(value: Any) -> str:

@@ -16,6 +16,7 @@ import structlog
 
 from troupe.rpc.errors import port_error
 from troupe.workflow import Agent, Endpoint
+from troupe.workflow.backend import ENDPOINT_OPTIONS, EndpointOptions
 
 if TYPE_CHECKING:
     import uvicorn
@@ -31,10 +32,31 @@ _CLIENTS: Final = ("httpx", "httpx2", "openai")
 
 @dataclass(frozen=True)
 class Doorway:
-    """One agent of one trajectory, and what its clients may leave to the model."""
+    """One agent of one trajectory, and what its clients may decide."""
 
     agent: Agent
-    lenient: bool
+    options: EndpointOptions
+
+
+class Doors:
+    """The addresses of one trajectory's agents, until it ends."""
+
+    def __init__(self, server: EndpointServer) -> None:
+        self._server = server
+        self._open: dict[tuple[str, EndpointOptions], tuple[str, Endpoint]] = {}
+
+    def open(self, agent: Agent, options: EndpointOptions) -> Endpoint:
+        """The address for `agent`, always the same for the same options. Raises `TroupeError`."""
+        key = agent.name, options
+        if key not in self._open:
+            self._open[key] = self._server.open(agent, options)
+        return self._open[key][1]
+
+    def close(self) -> None:
+        """End them all. Repeatable."""
+        while self._open:
+            _, (token, _) = self._open.popitem()
+            self._server.close(token)
 
 
 class EndpointServer:
@@ -83,11 +105,13 @@ class EndpointServer:
             self._serve(listener), name="endpoint", context=Context()
         )
 
-    def open(self, agent: Agent, *, lenient: bool) -> tuple[str, Endpoint]:
+    def open(
+        self, agent: Agent, options: EndpointOptions = ENDPOINT_OPTIONS
+    ) -> tuple[str, Endpoint]:
         """An address for `agent`, and the key that closes it. Raises `TroupeError`."""
         self.listen()
         token = secrets.token_urlsafe(_TOKEN_BYTES)
-        self._doors[token] = Doorway(agent, lenient)
+        self._doors[token] = Doorway(agent, options)
         return token, Endpoint(f"{self.address}/t/{token}/{agent.name}/v1", "troupe", agent.name)
 
     def close(self, token: str) -> None:

@@ -43,6 +43,16 @@ class SamplingSpec(Section):
     """Strings, each one token of the vocabulary, that end a response besides end-of-sequence."""
 
 
+class EndpointSpec(Section):
+    """What clients of an agent's endpoint may decide, where the workflow does not say otherwise."""
+
+    lenient: bool = False
+    """Take what only constrained decoding could keep (`tool_choice: required`, a JSON schema): the
+    model is told, and a reply that does not keep it says so. Otherwise it is refused."""
+    sampling: Literal["job", "client"] = "job"
+    """Who decides temperature, top_p and top_k: `sampling` of the agent, or each request."""
+
+
 class AgentSpec(Section):
     """A role in the workflow."""
 
@@ -52,6 +62,8 @@ class AgentSpec(Section):
     """How its tokens are drawn."""
     system_prompt: str | None = None
     """Put before every conversation of this agent that has no system message of its own."""
+    endpoint: EndpointSpec = EndpointSpec()
+    """What clients of OpenAI's API may decide that speak as this agent (docs/openai.md)."""
 
 
 class TasksSpec(Section):

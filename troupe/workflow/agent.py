@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, overload
 
 from troupe.outcomes import utf8_text
 from troupe.workflow import numbering
-from troupe.workflow.backend import Endpoint, EndpointBackend, Generation
+from troupe.workflow.backend import Endpoint, EndpointBackend, EndpointOptions, Generation
 from troupe.workflow.errors import (
     ChatTemplateError,
     InvalidMessagesError,
@@ -173,13 +173,31 @@ class Agent:
             )
         return self._begin(None, Prompt(ids, broken=False), n, sampling)
 
-    def endpoint(self, *, lenient: bool = False) -> Endpoint:
+    def endpoint(
+        self,
+        *,
+        lenient: bool | None = None,
+        sampling: Literal["job", "client"] | None = None,
+    ) -> Endpoint:
         """Where a client of OpenAI's API speaks as this agent until the trajectory ends.
 
         What nothing here can enforce (`tool_choice: required`, a JSON schema) is refused, or with
-        `lenient` left to the model. Raises `WorkflowError` of kind `no_endpoint` where none is
-        served, and `TurnError` when the trajectory has ended.
+        `lenient` told to the model and left to it. `sampling`: who decides temperature, top_p and
+        top_k, the "job" or each request of the "client". Default: as `agents.X.endpoint` of the job
+        says. Raises `WorkflowError` of kind `no_endpoint` where none is served, and `TurnError`
+        when the trajectory has ended.
         """
+        own = self._role.endpoint
+        options = EndpointOptions(
+            own.lenient if lenient is None else bool(lenient), sampling or own.sampling
+        )
+        if options.sampling not in ("job", "client"):
+            raise InvalidMessagesError(
+                f"sampling cannot be {shown(sampling)}",
+                field="sampling",
+                value=sampling,
+                remedy='Needs "job" or "client".',
+            )
         self._record.check_open(self.name)
         backend = self._record.backend
         if not isinstance(backend, EndpointBackend):
@@ -190,11 +208,16 @@ class Agent:
                 value=self.name,
                 remedy="Run it in a job (`troupe train`), where engines answer.",
             )
-        return backend.endpoint(self, lenient=lenient)
+        return backend.endpoint(self, options)
 
     def draw_seed(self, purpose: str, prompt_ids: tuple[int, ...]) -> int:
         """A seed for a choice of the workflow's own, as repeatable as those of its turns."""
         return self._record.draw_seed(f"{self.name}/{purpose}", prompt_ids)
+
+    def mix_seed(self, given: int) -> int:
+        """A client's seed made this trajectory's: a group whose members all drew with the same
+        seed would be equal, and so without a signal."""
+        return self._record.mix_seed(given)
 
     def _begin(
         self,

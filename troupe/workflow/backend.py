@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index as as_int
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 from troupe.workflow.errors import InvalidMessagesError, shown
 
@@ -96,8 +96,8 @@ _seed = _whole(lambda i: 0 <= i < 2**31)  # what every engine accepts
 _READERS: Final[dict[str, tuple[Callable[[Any], Any], str]]] = {
     "temperature": (_number(lambda v: v >= 0), "a finite number >= 0"),
     "top_p": (_number(lambda v: 0 < v <= 1), "0 < top_p <= 1"),
-    "top_k": (_whole(lambda v: v == -1 or v >= 1), "a whole number >= 1, or -1 for all"),
-    "max_new_tokens": (_whole(lambda v: v >= 1), "a whole number >= 1"),
+    "top_k": (_whole(lambda v: v == -1 or 1 <= v < 2**31), "a whole number >= 1, or -1 for all"),
+    "max_new_tokens": (_whole(lambda v: 1 <= v < 2**31), "a whole number >= 1"),
     "stop_token_ids": (_token_ids, "a list of token ids"),
     "stop_strings": (_strings, "a text, or a list of texts that are not empty"),
     "seed": (lambda v: v if v is None else _seed(v), "0 <= seed < 2**31"),
@@ -160,6 +160,20 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class EndpointOptions:
+    """What clients of an agent's endpoint may decide."""
+
+    lenient: bool = False
+    """Promises that only constrained decoding could keep are left to the model, not refused."""
+    sampling: Literal["job", "client"] = "job"
+    """Who decides temperature, top_p and top_k: the agent's `sampling` in the job, or each
+    request."""
+
+
+ENDPOINT_OPTIONS: Final = EndpointOptions()
+
+
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where a client of OpenAI's API speaks as one agent of one trajectory, while that runs."""
 
@@ -175,7 +189,7 @@ class Endpoint:
 class EndpointBackend(Protocol):
     """A backend that also serves OpenAI's API."""
 
-    def endpoint(self, agent: Agent, *, lenient: bool) -> Endpoint:
+    def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
         """Open one for `agent`, or give the one that is open."""
         ...
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from troupe.job import JobSpec, ModelSpec, no_directory
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
-from troupe.workflow.backend import Sampling
+from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.turns import Role
 
@@ -92,6 +92,7 @@ def role_of(
         ),
         system_prompt=agent.system_prompt,
         tool_parser=spec.policies[policy].language_model.tool_parser,
+        endpoint=EndpointOptions(agent.endpoint.lenient, agent.endpoint.sampling),
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from troupe.model_text import read_json
-from troupe.outcomes import NotJsonError, json_text, safe_text, utf8_text
+from troupe.outcomes import NotJsonError, json_text, parse_json, safe_text, utf8_text
 from troupe.workflow.errors import InvalidMessagesError, shown
 from troupe.workflow.toolcalls import ToolCall
 
@@ -89,8 +89,8 @@ def parse_template_options(given: Mapping[str, Any] | None) -> str:
             remedy="Leave it out: it is Troupe that renders the conversation.",
         )
     try:
-        return json.dumps(dict(given), allow_nan=False, sort_keys=True)
-    except (TypeError, ValueError, RecursionError) as error:
+        return json_text({name: given[name] for name in sorted(given)})
+    except NotJsonError as error:
         raise InvalidMessagesError(
             f"{field} are not JSON: {error}", field=field, remedy="Pass JSON values only."
         ) from error
@@ -298,6 +298,6 @@ def as_template_takes(message: AnyMessage) -> dict[str, Any]:
     if message.calls:
         shaped["tool_calls"] = [call.message for call in message.calls]
         for call in shaped["tool_calls"]:
-            text = call["function"]["arguments"]
-            call["function"]["arguments"] = read_json(text or "{}", text)
+            with suppress(NotJsonError):
+                call["function"]["arguments"] = parse_json(call["function"]["arguments"] or "{}")
     return shaped

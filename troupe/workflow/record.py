@@ -122,6 +122,11 @@ class Record:
         branch = "".join(f"/{step}" for step in path)
         return _draw(f"{self._seed}/{agent}/{digest}/{occurrence}{branch}")
 
+    def mix_seed(self, given: int) -> int:
+        """A seed from `given` and the trajectory's own: equal ones give equal ones in a trajectory,
+        and different ones in the others of its group."""
+        return _draw(f"{self._seed}/given/{given}")
+
 
 def _draw(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode()) & 0x7FFF_FFFF  # what every engine accepts

@@ -32,6 +32,7 @@ class Reply:
         "token_ids",
         "tool_calls",
         "turn",
+        "unmet",
     )
 
     def __init__(
@@ -64,6 +65,8 @@ class Reply:
         """What it thought: the text between `<think>` and `</think>`."""
         self.tool_calls = tool_calls
         """Calls that it makes of the tools that it was offered."""
+        self.unmet: tuple[str, ...] = ()
+        """Fields of an endpoint's request that the reply does not keep (`response_format`, ...)."""
         self._siblings: tuple[weakref.ref[Reply], ...] = ()
         self.columns = Columns(f"{agent}[{turn}]", len(token_ids))
         """Further values that are stored with this turn's sample: `reply.columns[name] = value`."""

@@ -105,6 +105,7 @@ def metrics_of(turns: Sequence[Turn]) -> dict[str, float]:
         "cached_tokens": sum(g.cached_tokens for g in done),
         "cut_by_length": sum(g.finish_reason == "length" for g in done),
         "prefix_breaks": sum(t.prefix_broken for t in turns),
+        "unmet_promises": sum(bool(t.reply and t.reply.unmet) for t in turns),
     }
 
 

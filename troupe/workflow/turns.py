@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from troupe.workflow.backend import Generation, Sampling
+from troupe.workflow.backend import ENDPOINT_OPTIONS, EndpointOptions, Generation, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.messages import Message
 from troupe.workflow.numbering import Path, places
@@ -26,6 +26,8 @@ class Role:
     system_prompt: str | None = None
     tool_parser: str = "hermes"
     """How its model writes calls of tools (`toolcalls.PARSERS`)."""
+    endpoint: EndpointOptions = ENDPOINT_OPTIONS
+    """What its endpoint allows where the workflow does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ async def served(script: Script, **options: Any) -> AsyncIterator[tuple[Agents, 
     server = EndpointServer(**options)
     agents = make_agents(script, CHAT)
     try:
-        _, endpoint = server.open(agents["solver"], lenient=False)
+        _, endpoint = server.open(agents["solver"])
         yield agents, endpoint.base_url
     finally:
         await server.stop()
@@ -102,7 +102,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
 async def test_clients_may_reach_it_under_another_name() -> None:
     server = EndpointServer(url="http://worker.example:8443/")
     try:
-        _, endpoint = server.open(make_agents(Script(speaks))["solver"], lenient=False)
+        _, endpoint = server.open(make_agents(Script(speaks))["solver"])
         assert endpoint.base_url.startswith("http://worker.example:8443/t/")
     finally:
         await server.stop()

@@ -15,7 +15,7 @@ from troupe.functions import declaration_of
 from troupe.functions.costs import DEFAULTS
 from troupe.job import FunctionSpec, JobSpec, load_job
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument
-from troupe.workflow.backend import Sampling
+from troupe.workflow.backend import EndpointOptions, Sampling
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import EntrypointError
 from troupe.workflow.languages import Language, load_language, role_of
@@ -148,7 +148,15 @@ def _role(spec: JobSpec, name: str, languages: Mapping[str, Language]) -> Role:
         # What is one token of the real vocabulary is several of these.
         stop_strings=tuple(given.stop),
     )
-    return Role(name, agent.policy, language.chat, sampling, agent.system_prompt)
+    return Role(
+        name,
+        agent.policy,
+        language.chat,
+        sampling,
+        agent.system_prompt,
+        spec.policies[agent.policy].language_model.tool_parser,
+        EndpointOptions(agent.endpoint.lenient, agent.endpoint.sampling),
+    )
 
 
 def _language(policy: str, spec: JobSpec, notes: list[str]) -> Language:
