@@ -135,10 +135,12 @@ class _Request(BaseModel):
     def sampling(self, agent: Agent, *, by_client: bool) -> dict[str, Any]:
         """What the request overrides of the agent's sampling; how tokens are drawn only
         `by_client`, and a seed mixed with the trajectory's."""
+        drawing = {name: value for name, value in self._drawing.items() if value is not None}
+        agent.role.sampling.override(drawing)  # it must be right also where it is not followed
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         most = self.most_tokens
         given = {
-            **(self._drawing if by_client else {}),
+            **(drawing if by_client else {}),
             "max_new_tokens": None if most is None else min(most, _MOST_TOKENS),
             "stop_strings": tuple(filter(None, stop)) or None,
             "seed": None if self.seed is None else agent.mix_seed(self.seed),
