@@ -10,20 +10,18 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import structlog
-from pydantic import ValidationError
-from pydantic_settings import SettingsError
 
 from services.chassis import logs
 from services.chassis.parent import watch_parent
 from services.chassis.server import Factory, RunningServer, Service, serve
-from services.chassis.settings import ServiceSettings
+from services.chassis.settings import ServiceSettings, read_settings
 from services.chassis.telemetry import configure_tracing
 from troupe.outcomes import described
 from troupe.rpc import TroupeError
+from troupe.rpc.addresses import go_straight
 from troupe.user_code import as_exception
 
 log = structlog.get_logger("troupe.process")
@@ -50,22 +48,11 @@ def run(make_service: Factory[S], settings: S | type[S]) -> int:
 
 def _run(make_service: Factory[S], settings: S | type[S]) -> int:
     name = _program_name()
-    try:
-        values = settings() if isinstance(settings, type) else settings
-    except SettingsError as error:  # of a variable that holds JSON: it says which
-        print(f"{name}: {error}. See docs/operating.md.", file=sys.stderr)
-        return 2
-    except ValidationError as error:
-        from troupe.job.faults import explained
-
-        model = settings if isinstance(settings, type) else type(settings)
-        for fault in explained(error, model, "See docs/operating.md."):
-            # The variable, and where in it: TROUPE_REWARD_QUOTAS.search.untis
-            variable, _, inside = fault.field.partition(".")
-            told = replace(fault, field=f"TROUPE_{variable.upper()}{inside and '.'}{inside}")
-            print(f"{name}: {told}", file=sys.stderr)
+    values = read_settings(settings, name) if isinstance(settings, type) else settings
+    if values is None:
         return 2
     _set_thread_budget(values.threads)
+    go_straight(values.cluster_addresses)
     logs.configure(name, values.log_level, values.log_format)
     tracing = configure_tracing(name)
     try:

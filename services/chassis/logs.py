@@ -13,6 +13,7 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 from opentelemetry import trace
 
+from troupe.rpc.addresses import without_secrets
 from troupe.rpc.channel import CONTEXT_IDS, context_key
 
 # What is bound is in every line of the call, and in the context of every task that it leaves.
@@ -51,7 +52,11 @@ def configure(service: str, level: str, style: str) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *final],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *final,
+                _hide_secrets,
+            ],
         )
     )
     root = logging.getLogger()
@@ -109,6 +114,11 @@ def _id_fields(descriptor: Descriptor) -> list[tuple[str, tuple[str, ...]]]:
             if inner.name in CONTEXT_IDS and inner.message_type is None:
                 found.setdefault(inner.name, (field.name, inner.name))
     return list(found.items())
+
+
+def _hide_secrets(logger: Any, method: str, rendered: Any) -> str:
+    """The last step, over the text as it is written: tracebacks hold addresses, too."""
+    return without_secrets(str(rendered))
 
 
 def _add_trace(

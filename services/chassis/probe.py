@@ -1,5 +1,8 @@
 """`python -m services.chassis.probe HOST:PORT [SERVICE]`: exit 0 when the server is SERVING.
 
+`http://HOST:PORT/PATH` in place of it: exit 0 when that is answered with 200 (the panel's
+/healthz). Both speak TLS where `TROUPE_TLS_*` say that servers do, and go through no proxy.
+
 What containers use as their health check. It runs every few seconds beside the service, so it
 imports nothing but gRPC: the clients of `troupe.rpc` take several times as long to load.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import ssl
 import sys
 from pathlib import Path
 
@@ -22,6 +26,8 @@ def main() -> int:
     parser.add_argument("service", nargs="?", default="", help="default: the server as a whole")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
     args = parser.parse_args()
+    if args.address.startswith("http://"):
+        return _ask_http(args.address, args.timeout)
     request = health_pb2.HealthCheckRequest(service=args.service)
     with _channel(args.address) as channel:
         try:
@@ -38,14 +44,39 @@ def main() -> int:
     return 0
 
 
+def _ask_http(url: str, timeout: float) -> int:
+    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    connection = HTTPConnection(parts.hostname, parts.port, timeout=timeout)
+    if os.environ.get("TROUPE_TLS_CERT"):
+        # Its certificate names the panel as others reach it, not as its own container does.
+        context = ssl._create_unverified_context()
+        connection = HTTPSConnection(parts.hostname, parts.port, timeout=timeout, context=context)
+    try:
+        connection.request("GET", parts.path or "/")
+        status = connection.getresponse().status
+    except (OSError, HTTPException) as error:
+        print(f"{url}: {error or type(error).__name__}", file=sys.stderr)
+        return 1
+    finally:
+        connection.close()
+    if status != 200:
+        print(f"{url}: HTTP status {status}", file=sys.stderr)
+    return 0 if status == 200 else 1
+
+
 def _channel(address: str) -> grpc.Channel:
+    options = [("grpc.enable_http_proxy", 0)]
     authority = os.environ.get("TROUPE_TLS_CA")
     if not authority:
-        return grpc.insecure_channel(address)
+        return grpc.insecure_channel(address, options)
     files = [os.environ.get(name) for name in ("TROUPE_TLS_KEY", "TROUPE_TLS_CERT")]
     key, certificate = (Path(f).read_bytes() if f else None for f in files)
     credentials = grpc.ssl_channel_credentials(Path(authority).read_bytes(), key, certificate)
-    return grpc.secure_channel(address, credentials)
+    return grpc.secure_channel(address, credentials, options)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from services.chassis.interceptor import ChassisInterceptor
 from services.chassis.ports import bind, server_options
-from services.chassis.settings import ServiceSettings, is_loopback
+from services.chassis.settings import ServiceSettings
 from services.chassis.telemetry import Telemetry
 from troupe.user_code import DaemonThreads
 
@@ -142,11 +142,8 @@ class RunningServer(Generic[S]):
             half.write_text(f"{settings.port} {settings.metrics_port}\n")
             half.replace(settings.port_file)
         log.info("serving", name=self.service.name, address=self.address)
-        if settings.token is None and not is_loopback(settings.host):
-            log.warning(
-                "anyone who reaches this address can use it; set TROUPE_TOKEN",
-                host=settings.host,
-            )
+        if strangers := settings.strangers:
+            log.warning(f"{strangers} can use it; set TROUPE_TOKEN", host=settings.host)
 
     async def close(self) -> None:
         """NOT_SERVING, drain, stop. Idempotent."""

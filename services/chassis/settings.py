@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import socket
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from troupe.rpc import ClientSettings, RetryPolicy
+from troupe.rpc.addresses import is_loopback_host
 from troupe.rpc.settings import Token
 from troupe.scratch import memory_root
+
+S = TypeVar("S", bound="ServiceSettings")
 
 
 class ServiceSettings(BaseSettings):
@@ -47,6 +51,9 @@ class ServiceSettings(BaseSettings):
     """PEM file of the authority that signs the services' certificates."""
     tls_client_auth: bool = False
     """Refuse clients without a certificate signed by `tls_ca`."""
+
+    proxy: bool = False
+    """Call other hosts through the proxy that `http_proxy` or `grpc_proxy` names."""
 
     # Limits.
     max_message_mib: int = Field(default=64, gt=0, le=2047)
@@ -108,14 +115,28 @@ class ServiceSettings(BaseSettings):
         """Where others reach this server. Inside a running server its ports are the real ones."""
         if self.advertise_address:
             return self.advertise_address
-        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+        host = socket.gethostname() if is_wildcard(self.host) else self.host
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def cluster_addresses(self) -> list[str]:
+        """Where this server and those that it calls are."""
+        others = (self.orchestrator_address, self.experience_store_address, self.reward_address)
+        return [self.address, socket.gethostname(), *others, self.redis_url]
+
+    @property
+    def strangers(self) -> str | None:
+        """Who can use this server, since it asks for no token; None: it asks for one."""
+        if self.token is not None:
+            return None
+        local = is_loopback_host(self.host)
+        return "every user of this machine" if local else "anyone who reaches this address"
 
     @property
     def shares_states(self) -> bool:
         """Whether states move between this host and others (`transfer_serve`)."""
         if self.transfer_serve == "auto":
-            return not is_loopback(self.host)
+            return not is_loopback_host(self.host)
         return self.transfer_serve == "on"
 
     def client(self, *, retry: RetryPolicy | None = None) -> ClientSettings:
@@ -126,13 +147,28 @@ class ServiceSettings(BaseSettings):
             tls_cert=self.tls_cert if self.tls_client_auth else None,
             tls_key=self.tls_key if self.tls_client_auth else None,
             max_message_mib=self.max_message_mib,
+            proxy=self.proxy,
             retry=retry or RetryPolicy(),
         )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
+def is_wildcard(host: str) -> bool:
+    """Whether `host` stands for all interfaces."""
+    return host in ("0.0.0.0", "::")
+
+
+def read_settings(model: type[S], program: str) -> S | None:
+    """What the environment says; None when it is not as it must be, which standard error told."""
     try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return model()
+    except SettingsError as error:  # of a variable that holds JSON: it says which
+        print(f"{program}: {error}. See docs/operating.md.", file=sys.stderr)
+    except ValidationError as error:
+        from troupe.job.faults import explained
+
+        for fault in explained(error, model, "See docs/operating.md."):
+            # The variable, and where in it: TROUPE_REWARD_QUOTAS.search.untis
+            variable, _, inside = fault.field.partition(".")
+            told = replace(fault, field=f"TROUPE_{variable.upper()}{inside and '.'}{inside}")
+            print(f"{program}: {told}", file=sys.stderr)
+    return None

@@ -13,7 +13,7 @@ import uvicorn
 
 from services.chassis.parent import watch_parent
 from services.chassis.ports import read_pem
-from services.chassis.settings import is_loopback
+from services.chassis.settings import read_settings
 from services.control_panel.access import PanelSettings
 from services.control_panel.app import create_app
 from troupe.rpc.errors import InvalidArgument, TroupeError, port_error
@@ -21,7 +21,9 @@ from troupe.rpc.errors import InvalidArgument, TroupeError, port_error
 
 def main() -> int:
     """Serve until SIGTERM; returns the exit status."""
-    settings = PanelSettings()
+    settings = read_settings(PanelSettings, "control panel")
+    if settings is None:
+        return 2
     token = settings.token.get_secret_value() if settings.token else None
     try:
         tls = tls_options(settings)
@@ -39,12 +41,9 @@ def main() -> int:
         scratch = Path(f"{settings.port_file}.tmp")
         scratch.write_text(f"{port} {port}\n")
         os.replace(scratch, settings.port_file)
-    if token is None:
-        who = "other users of this machine" if is_loopback(settings.host) else "all who reach it"
-        print(
-            f"control panel: warning: {who} can run code through it; set TROUPE_TOKEN",
-            file=sys.stderr,
-        )
+    if strangers := settings.strangers:
+        warning = f"{strangers} can run code through it; set TROUPE_TOKEN"
+        print(f"control panel: warning: {warning}", file=sys.stderr)
     config = uvicorn.Config(
         create_app(
             settings.orchestrator_address, token, settings.client(), hosts=settings.host_names

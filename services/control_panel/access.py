@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.chassis.settings import ServiceSettings
 from services.control_panel import problems, views
+from troupe.rpc.addresses import is_loopback_host
 from troupe.rpc.tokens import LinkCodes
 
 SAFE_METHODS: Final = ("GET", "HEAD", "OPTIONS")
@@ -156,7 +157,7 @@ class AccessGuard:
     def _wrong_host(self, request: Request) -> views.Problem | None:
         given = request.headers.getlist("host")
         name = host_name(given[0]) if len(given) == 1 else ""
-        if is_loopback_name(name) or name in self._hosts or name == _connected_to(request):
+        if is_loopback_host(name) or name in self._hosts or name == _connected_to(request):
             return None
         return views.Problem(
             title="unknown_host",
@@ -304,14 +305,6 @@ def host_name(authority: str) -> str:
     if text.count(":") == 1:
         text = text.partition(":")[0]
     return text.removesuffix(".")
-
-
-def is_loopback_name(name: str) -> bool:
-    """Whether a browser that is asked for `name` can only mean its own machine."""
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
 
 
 def _connected_to(request: Request) -> str:

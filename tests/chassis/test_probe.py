@@ -31,3 +31,20 @@ async def test_a_serving_server_is_healthy() -> None:
     status, said = await _probe(server.address, "--timeout", "0.5")
     assert status == 1
     assert server.address in said
+
+
+async def test_a_page_is_healthy_when_it_answers() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = (await reader.readline()).decode()
+        status = "200 OK" if asked.startswith("GET /healthz ") else "503 Away"
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await _probe(f"{url}/healthz") == (0, "")
+        assert await _probe(f"{url}/other") == (1, f"{url}/other: HTTP status 503\n")
+    status, said = await _probe(f"{url}/healthz")
+    assert status == 1
+    assert url in said

@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
-from services.control_panel.access import PanelSettings, host_name, is_loopback_name
+from services.control_panel.access import PanelSettings, host_name
 from tests.control_panel.conftest import SPEC, YAML, Panel
 from tests.control_panel.test_panel_browser import CHROMIUM, FLAGS, PATIENCE_MS
+from troupe.rpc.addresses import is_loopback_host
 
 FUNCTION = json.dumps({"name": "evil", "entrypoint": "subprocess:run"})
 CHANGES = ("SubmitJob", "CancelJob", "PauseJob", "ForgetJob", "GeneratePolicy")
@@ -58,7 +59,7 @@ def test_configured_names_are_the_panels() -> None:
     ).host_names
     assert names == {"panel.lab", "other.example", "10.0.0.7", "fd00::7"}
     assert PanelSettings(host="0.0.0.0").host_names == set()
-    assert not any(map(is_loopback_name, names))
+    assert not any(map(is_loopback_host, names))
     assert host_name("[::1]:80") == "::1"
 
 

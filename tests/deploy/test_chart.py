@@ -165,3 +165,19 @@ def test_compose_has_hosts_for_the_service(monkeypatch: pytest.MonkeyPatch) -> N
         settings = RewardSettings()
     assert settings.reward_workers == 4
     assert RewardHost.name
+
+
+def test_every_pod_is_an_unprivileged_user_without_capabilities() -> None:
+    deployments = [one for (kind, _), one in render().items() if kind == "Deployment"]
+    pods = [one["spec"]["template"]["spec"] for one in deployments]
+    assert len(pods) == 2
+    for pod in pods:
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == 65534
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert context["seccompProfile"]["type"] in ("RuntimeDefault", "Unconfined")
+            assert "privileged" not in context

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from services.chassis.settings import ServiceSettings
+from services.control_panel.access import PanelSettings
 from services.experience_store.settings import StoreSettings
 from services.orchestrator.settings import OrchestratorSettings
 from services.reward.settings import RewardSettings
@@ -18,14 +19,15 @@ from services.trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-IMAGE = dict(re.findall(r"(TROUPE_\w+)=([^\s$]+)", (ROOT / "deploy/docker/Dockerfile").read_text()))
+DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text()
+IMAGE = dict(re.findall(r"(TROUPE_\w+)=([^\s$]+)", DOCKERFILE))
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "experience-store": StoreSettings,
     "orchestrator": OrchestratorSettings,
     "reward": RewardSettings,
     "rollout": RolloutSettings,
     "trainer": TrainerSettings,
-    "control-panel": ServiceSettings,
+    "control-panel": PanelSettings,
 }
 EVERY = {name for one in SETTINGS.values() for name in one.model_fields}
 
@@ -48,3 +50,27 @@ def test_a_service_is_told_what_it_reads_and_asked_where_it_listens(
     for other, how in service.get("depends_on", {}).items():
         assert how == {"condition": "service_healthy"}
         assert "healthcheck" in COMPOSE["services"][other]
+
+
+COMPOSE_FILES = [ROOT / "docker-compose.yml", *sorted((ROOT / "deploy/compose").glob("*.yml"))]
+
+
+@pytest.mark.parametrize("file", COMPOSE_FILES, ids=lambda file: file.name)
+def test_every_container_is_an_unprivileged_user_without_capabilities(file: Path) -> None:
+    services = yaml.safe_load(file.read_text())["services"]
+    for name, service in services.items():
+        one = {**COMPOSE["services"].get(name, {}), **service}
+        user = int(str(one["user"]).partition(":")[0])
+        assert user > 0, name
+        assert one["cap_drop"] == ["ALL"], name
+        assert "cap_add" not in one
+        assert not one.get("privileged")
+        assert one["security_opt"] == ["no-new-privileges:true"], name
+        if name != "redis":
+            assert user == int(re.findall(r"^USER (\d+)", DOCKERFILE, re.M)[-1])
+
+
+def test_the_image_ends_as_an_unprivileged_user() -> None:
+    lines = [line for line in DOCKERFILE.splitlines() if re.match(r"(USER|RUN|COPY|CMD) ", line)]
+    assert lines[-2:][0] == "USER 65534:65534"
+    assert lines[-1].startswith("CMD ")

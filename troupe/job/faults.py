@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from troupe.rpc.addresses import without_secrets
+
 _SCHEMA = "`troupe job schema` describes the field."
 # An error has to fit into what gRPC carries beside an answer.
 _MOST_TOLD = 20
@@ -27,7 +29,7 @@ class FieldProblem:
 
     def __str__(self) -> str:
         shown = f" = {self.value}" if self.value else ""
-        return f"{self.field}{shown}: {self.message}. {self.remedy}"
+        return without_secrets(f"{self.field}{shown}: {self.message}. {self.remedy}")
 
 
 def explained(
@@ -112,6 +114,8 @@ def _short(value: Any) -> str:
 
 
 def _cut(text: str, limit: int = 60) -> str:
+    # Before it is cut: half of a password is not known as one.
+    text = without_secrets(text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -123,6 +127,10 @@ class _Repr(reprlib.Repr):
         self.maxdict = self.maxlist = self.maxtuple = self.maxset = 20
         self.maxstring = self.maxother = 80
         self.maxlevel = 4
+
+    def repr_str(self, x: str, level: int) -> str:
+        """The text, whose beginning shows no secrets either."""
+        return super().repr_str(without_secrets(x), level)
 
     def repr_int(self, x: int, level: int) -> str:
         """An integer of any size."""

@@ -19,6 +19,7 @@ import structlog
 from grpc.experimental import ChannelOptions
 from opentelemetry import propagate
 
+from troupe.rpc.addresses import host_of, is_loopback_host
 from troupe.rpc.errors import FailedPrecondition, InvalidArgument, from_rpc_error
 from troupe.rpc.faults import Twice, faults_of
 from troupe.rpc.settings import ClientSettings
@@ -44,7 +45,7 @@ def connect(address: str, settings: ClientSettings | None = None) -> grpc.aio.Ch
     settings = settings or ClientSettings.of_environment()
     common = _Common(address, settings)
     interceptors: list[Any] = [_AioUnary(common), _AioStream(common), _AioDuplex(common)]
-    options = channel_options(settings.max_message_mib)
+    options = _options(address, settings)
     if (credentials := _credentials(address, settings)) is not None:
         return grpc.aio.secure_channel(address, credentials, options, interceptors=interceptors)
     return grpc.aio.insecure_channel(address, options, interceptors=interceptors)
@@ -59,7 +60,7 @@ def connect_sync(
     is begun for it: half a millisecond.
     """
     settings = settings or ClientSettings.of_environment()
-    options = channel_options(settings.max_message_mib)
+    options = _options(address, settings)
     if no_threads:
         options.append((ChannelOptions.SingleThreadedUnaryStream, 1))
     if (credentials := _credentials(address, settings)) is not None:
@@ -79,6 +80,8 @@ def channel_options(max_message_mib: int) -> list[tuple[str, Any]]:
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
+        # A proxy for the world outside has no part in calls between services.
+        ("grpc.enable_http_proxy", 0),
         # Retries live in troupe.rpc.retry and nowhere else.
         ("grpc.enable_retries", 0),
         # By default a channel whose peer was away tries again only after up to two minutes.
@@ -88,6 +91,13 @@ def channel_options(max_message_mib: int) -> list[tuple[str, Any]]:
         # Channels of one process to one address must not share a broken connection's backoff.
         ("grpc.use_local_subchannel_pool", 1),
     ]
+
+
+def _options(address: str, settings: ClientSettings) -> list[tuple[str, Any]]:
+    options = channel_options(settings.max_message_mib)
+    if settings.proxy and not is_loopback_host(host_of(address)):
+        options = [(name, 1 if name == "grpc.enable_http_proxy" else v) for name, v in options]
+    return options
 
 
 def _credentials(address: str, settings: ClientSettings) -> grpc.ChannelCredentials | None:

@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2  # type: ignore[import-untyped]
 
 from troupe.outcomes import safe_text
+from troupe.rpc.addresses import without_secrets
 from troupe.v1 import common_pb2 as pb
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
@@ -28,6 +29,12 @@ _PRINTABLE: Final = "".join(chr(one) for one in range(0x20, 0x7F) if one != ord(
 # Of a text in an error that stays in its process.
 _TEXT_LIMIT: Final = 16_000
 _TOO_LARGE: Final = re.compile(r"(Received|Sent) message larger than max \((\d+) vs\. (\d+)\)")
+
+
+def _told(value: object) -> str:
+    """`value` as an error tells it; secrets go before it is cut, while they can be recognised."""
+    given = without_secrets(value) if type(value) is str else value
+    return without_secrets(safe_text(given, _TEXT_LIMIT))
 
 
 class TroupeError(Exception):
@@ -51,12 +58,12 @@ class TroupeError(Exception):
         retry_after_ms: int | None = None,
     ) -> None:
         # They may quote what users' code said, and have to cross the wire.
-        self.message = safe_text(message, _TEXT_LIMIT)
+        self.message = _told(message)
         super().__init__(self.message)
         self.kind = kind or self.default_kind
-        self.field = None if field is None else safe_text(field, _TEXT_LIMIT)
-        self.value = None if value is None else safe_text(value, _TEXT_LIMIT)
-        self.remedy = None if remedy is None else safe_text(remedy, _TEXT_LIMIT)
+        self.field = None if field is None else _told(field)
+        self.value = None if value is None else _told(value)
+        self.remedy = None if remedy is None else _told(remedy)
         self.retry_after_ms = retry_after_ms
 
     def __str__(self) -> str:

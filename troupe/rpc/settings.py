@@ -42,6 +42,9 @@ class ClientSettings(BaseSettings):
     """Deadline of a unary call that names none. All attempts together."""
     max_message_mib: int = Field(default=64, gt=0, le=2047)
     """Largest message, either way."""
+    proxy: bool = False
+    """Reach other hosts through the proxy that `http_proxy` or `grpc_proxy` names; loopback never
+    is."""
     retry: RetryPolicy = RetryPolicy()
     """How calls are repeated."""
 

@@ -26,11 +26,11 @@ from typing import Any, Final
 
 from pydantic import SecretStr
 
+from troupe.rpc.addresses import host_of, is_loopback_host
 from troupe.scratch import memory_root, private_directory
 
 _LINK_SECONDS: Final = 24 * 3600.0
 _SESSION_SECONDS: Final = 7 * 24 * 3600.0
-_LOOPBACK: Final = ("127.0.0.1:", "localhost:", "[::1]:")
 
 
 def read_token(path: Path) -> SecretStr | None:
@@ -53,7 +53,7 @@ def read_token(path: Path) -> SecretStr | None:
 
 def is_loopback_address(address: str) -> bool:
     """Whether only this machine answers at `address` ("host:port")."""
-    return address.startswith(_LOOPBACK)
+    return is_loopback_host(host_of(address))
 
 
 def local_token(address: str) -> SecretStr | None:

@@ -10,6 +10,7 @@ import traceback
 import typer
 
 from troupe.job import JobSpecError
+from troupe.rpc.addresses import without_secrets
 from troupe.rpc.errors import AlreadyExists, InvalidArgument, NotFound, TroupeError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -50,7 +51,7 @@ def explain(error: BaseException) -> tuple[list[str], int]:
     if hasattr(error, "format_message"):  # typer's own: a wrong option, a missing argument
         return _usage(error), BAD_INPUT
     if os.environ.get(TRACEBACK_VARIABLE):
-        return traceback.format_exception(error), FAILED
+        return [without_secrets(line) for line in traceback.format_exception(error)], FAILED
     if isinstance(error, OSError) and error.errno in _FILE_ERRORS:
         where = f"{error.filename}: " if error.filename else ""
         what = f"{where}{str(error.strerror).rstrip('.')}."
@@ -69,4 +70,4 @@ def _usage(error: BaseException) -> list[str]:
 
 
 def _line(text: str) -> str:
-    return "error: " + " ".join(text.split())
+    return "error: " + without_secrets(" ".join(text.split()))

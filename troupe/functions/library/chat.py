@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import httpx
 
+from troupe.rpc.addresses import host_of, is_loopback_host, without_secrets
+
 # Statuses that pass.
 _AGAIN: Final = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _FIRST_PAUSE: Final = 0.5
@@ -26,7 +28,7 @@ class ChatError(Exception):
     "rate_limited", "unavailable", "deadline" or "bad_reply"."""
 
     def __init__(self, kind: str, message: str, retry_after: float | None = None) -> None:
-        super().__init__(message)
+        super().__init__(without_secrets(message))
         self.kind = kind
         self.retry_after = retry_after
 
@@ -64,7 +66,9 @@ def complete(
         headers["authorization"] = f"Bearer {key}"
     url = f"{base_url.rstrip('/')}/chat/completions"
     failures = 0
-    with httpx.Client(headers=headers, follow_redirects=False) as client:
+    # A proxy is for what is outside: a judge on this machine is not.
+    outside = not is_loopback_host(host_of(base_url))
+    with httpx.Client(headers=headers, follow_redirects=False, trust_env=outside) as client:
         for attempt in range(1, attempts + 1):
             left = deadline - time.monotonic()
             if left <= 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 import grpc
 from pydantic import SecretStr
 
+from troupe.rpc.addresses import is_loopback_host
 from troupe.rpc.errors import (
     DETAILS_KEY,
     Internal,
@@ -30,15 +30,7 @@ def from_here(peer: str) -> bool:
     if kind == "unix":
         return True
     host = place.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0].strip("[]")
-    return is_loopback(host)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` can be reached from this host only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return is_loopback_host(host)
 
 
 def abort(context: Any, error: TroupeError) -> NoReturn:

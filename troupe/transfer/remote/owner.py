@@ -12,6 +12,7 @@ from typing import Final
 import grpc
 from pydantic import SecretStr
 
+from troupe.rpc.addresses import is_loopback_host
 from troupe.rpc.channel import channel_options
 from troupe.rpc.errors import TroupeError, Unavailable
 from troupe.rpc.retry import NO_RETRY
@@ -22,7 +23,7 @@ from troupe.transfer.errors import KeyNotFound
 from troupe.transfer.mappings import Mappings
 from troupe.transfer.places import Wanted
 from troupe.transfer.remote.arrivals import Arrivals
-from troupe.transfer.remote.callers import Bearer, TypedErrors, is_loopback
+from troupe.transfer.remote.callers import Bearer, TypedErrors
 from troupe.transfer.remote.held import Held
 from troupe.transfer.remote.lanes import Lanes
 from troupe.transfer.remote.peer import Peer
@@ -83,7 +84,7 @@ class Owner:
             options=[*channel_options(_MAX_MESSAGE_MIB), ("grpc.so_reuseport", 0)],
             maximum_concurrent_rpcs=max_readers + 8,
         )
-        if token is None and not is_loopback(host):
+        if token is None and not is_loopback_host(host):
             log.warning("anyone who reaches %s can read all weights; set TROUPE_TOKEN", host)
         servicer = Servicer(
             transfer,
