@@ -20,6 +20,7 @@ from troupe.v1 import orchestrator_pb2 as orch
 if TYPE_CHECKING:  # types only
     from services.orchestrator.populations.store import PopulationStore
     from troupe.v1.experience_store_pb2_grpc import ExperienceStoreAsyncStub
+    from troupe.v1.reward_pb2_grpc import RewardAsyncStub
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Shared:
     workers: WorkerRegistry
     binder: Binder
     experience: ExperienceStoreAsyncStub
+    reward: RewardAsyncStub
     # Trajectories dispatched and not ended, per job.
     in_flight: dict[str, int]
 

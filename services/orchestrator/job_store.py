@@ -31,7 +31,7 @@ from troupe.v1 import orchestrator_pb2 as orch
 
 # The event log is bounded; a step logs about one event, so this is months of steps.
 _LOG_CAP = 50_000
-# Jobs of the index that are looked at at once.
+# Jobs whose state is looked at at once, for a list of those in one state.
 _SCANNED: Final = 500
 _SCORE: Final = re.compile(r"[0-9]{1,20}\.[0-9]{1,20}")
 # What to do about a move that a job's state forbids.
@@ -129,18 +129,18 @@ class JobStore:
         """
         highest, last = _parse_page(token)
         found: list[tuple[float, str]] = []
-        skip = 0
+        skip, count = 0, size + 2 if state is None else _SCANNED
         while len(found) <= size:
             rows = await self._redis.call(
                 *("ZREVRANGEBYSCORE", INDEX, repr(highest), "-inf"),
-                *("WITHSCORES", "LIMIT", skip, _SCANNED),
+                *("WITHSCORES", "LIMIT", skip, count),
             )
             pairs = _scored(rows)
             skip += len(pairs)
             # Jobs of one moment are sorted by id; those down to `last` were on pages before.
             fresh = [one for one in pairs if not last or one < (highest, last)]
             found += fresh if state is None else await self._in_state(fresh, state)
-            if len(pairs) < _SCANNED:
+            if len(pairs) < count:
                 break
         page, more = found[:size], len(found) > size
         after = f"{page[-1][0]!r}:{page[-1][1]}" if page and more else ""

@@ -50,6 +50,7 @@ class Orchestrator:
         self._probes: dict[str, tuple[str, grpc.aio.Channel]] = {
             name: (address, connect(address, hasty)) for name, address in probed.items()
         }
+        self._reward = connect(settings.reward_address, hasty)
         workers = WorkerRegistry(settings)
         store = JobStore(self._redis, log, data_dir=settings.data_dir.absolute())
         self.shared = Shared(
@@ -62,10 +63,10 @@ class Orchestrator:
             workers=workers,
             binder=Binder(workers),
             experience=ExperienceStoreStub(self._experience),
+            reward=RewardStub(self._reward),
             in_flight={},
         )
-        self._reward = connect(settings.reward_address, hasty)
-        self.functions = Functions(Catalogue(self._redis), RewardStub(self._reward))
+        self.functions = Functions(Catalogue(self._redis), self.shared.reward)
         self._guard = CrashLoopGuard(self._redis)
         self.jobs = Jobs(self.shared, self._guard, self.functions.check_job)
         self.generation = Generation(self.shared, self.jobs)

