@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.standing import Ended, Standing, ended, stand_up
 from troupe.cluster.state import ServiceRecord, running_state
+from troupe.rpc.tokens import local_token
 from troupe.transfer.remote.process import OwnerProcess
 
 
@@ -35,6 +36,13 @@ class Target:
         """The panel's URL."""
         found = next(one for one in self.services if one.name == "control_panel")
         return f"http://{found.address}"
+
+    @property
+    def authorization(self) -> str:
+        """What the cluster wants to hear from its user."""
+        token = local_token(self.standing.address)
+        assert token is not None, "a cluster makes one"
+        return f"Bearer {token.get_secret_value()}"
 
     def pids(self) -> dict[str, int | None]:
         """The process of each service, and of the owner of states."""

@@ -116,11 +116,17 @@ def request_of(method: Method, rng: random.Random, maker: MessageMaker) -> bytes
 
 
 async def call(
-    channel: grpc.aio.Channel, method: Method, body: bytes, rng: random.Random
+    channel: grpc.aio.Channel,
+    method: Method,
+    body: bytes,
+    rng: random.Random,
+    authorization: str,
 ) -> Answer:
     """Call, and give a stream up after some answers."""
     timeout = rng.choice((6.0, 6.0, 6.0, 0.5, 0.01, 0.0))
     metadata = rng.choice(METADATA)
+    if "authorization" not in dict(metadata):
+        metadata = (*metadata, ("authorization", authorization))
     descriptor = method.descriptor
     if descriptor.client_streaming:
         made = channel.stream_stream(method.path)(timeout=timeout, metadata=metadata)
@@ -173,7 +179,7 @@ def test_every_call_is_answered_with_a_typed_status(target: Target) -> None:
 
 async def attack(target: Target) -> set[str]:
     """Call every method again and again; returns what was answered wrongly."""
-    words = words_of(target)
+    words, authorization = words_of(target), target.authorization
     methods = methods_of(target)
     assert len(methods) > 80
     wrong: set[str] = set()
@@ -196,7 +202,7 @@ async def attack(target: Target) -> set[str]:
             # Who may delete the job that all others ask for, does not know it.
             known = words[1:] if method.descriptor.name in DELETING else words
             body = request_of(method, rng, MessageMaker(rng, known))
-            answer = await call(channels[method.address], method, body, rng)
+            answer = await call(channels[method.address], method, body, rng, authorization)
             codes[method.path][answer.code.name] += 1
             if answer.code in FORBIDDEN or not (answer.typed or answer.code in MADE_BY_GRPC):
                 wrong.add(

@@ -57,16 +57,18 @@ def test_answers_are_as_the_document_says(target: Target, label: str, mode: Gene
             given_ids = {"job_id": target.job_id, "policy": "solver"}
             taken = {name: given_ids[name] for name in case.path_parameters if name in given_ids}
             case.path_parameters.update(taken)
-        check(case, answer_of(case, target.panel), streams=label in STREAMS)
+        check(case, answer_of(case, target), streams=label in STREAMS)
 
     with contextlib.suppress(Unsatisfiable):  # nothing of this call can be asked wrongly
         ask()
     assert httpx.get(f"{target.panel}/healthz", timeout=SECONDS).status_code == 200
 
 
-def answer_of(case: Case, panel: str) -> Response:
+def answer_of(case: Case, target: Target) -> Response:
     """What the panel answers; of a stream that does not end, what comes first."""
-    asked: dict[str, Any] = case.as_transport_kwargs(base_url=panel)
+    asked: dict[str, Any] = case.as_transport_kwargs(
+        base_url=target.panel, headers={"Authorization": target.authorization}
+    )
     with requests.Session() as session:
         session.trust_env = False
         reply = session.request(**asked, stream=True, timeout=SECONDS)
@@ -98,5 +100,6 @@ def check(case: Case, found: Response, *, streams: bool) -> None:
 
 
 def test_the_document_that_is_served_is_this_one(target: Target) -> None:
-    assert httpx.get(f"{target.panel}/openapi.json").json() == DOCUMENT
+    headers = {"Authorization": target.authorization}
+    assert httpx.get(f"{target.panel}/openapi.json", headers=headers).json() == DOCUMENT
     assert set(STREAMS) | set(DELETING) <= set(OPERATIONS)
