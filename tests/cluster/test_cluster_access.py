@@ -327,6 +327,10 @@ def test_the_command_line_needs_to_be_told_nothing(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path / "runs"))
+    # Nor is a proxy that leads nowhere.
+    for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
+        for variable in (name, name.upper()):
+            monkeypatch.setenv(variable, "http://127.0.0.1:1")
     assert main(["up", "--detach"]) == 0
     try:
         said = capsys.readouterr().out

@@ -58,7 +58,10 @@ def copy_checkpoint(checkpoint: Path, to: str | Path) -> Path:
     target = target_path(to)
     scratch = scratch_beside(target)
     try:
-        shutil.copytree(checkpoint, scratch, dirs_exist_ok=True)
+        # Not with their modes: services keep what they write to their user.
+        shutil.copytree(checkpoint, scratch, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        for below in scratch.rglob("*/"):
+            below.chmod(0o755)
         verify(scratch, called=str(checkpoint))
         publish(scratch, target)
     finally:
