@@ -14,7 +14,7 @@ from services.orchestrator.event_log import EventLog
 from services.orchestrator.job_store import JobStore, Superseded
 from services.orchestrator.ledger import Ledger
 from services.orchestrator.records import JobRecord
-from services.orchestrator.redis_access import RedisAccess, RedisUnavailable
+from services.orchestrator.redis_access import JobKeys, RedisAccess, RedisUnavailable
 from tests.support.cluster import job_yaml
 from tests.support.fake_trainer import weights_of
 from tests.support.ports import free_port
@@ -253,3 +253,20 @@ async def test_the_ledger_begins_again_without_a_step(desk: Desk) -> None:
     assert contradictions([], versions) == []
     versions[2].weights.checksum = "another"
     assert "not the first weights" in contradictions([], versions)[0]
+
+
+async def test_directories_follow_the_data_directory(desk: Desk, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    before = JobStore(desk.redis, desk.log, data_dir=old)
+    after = JobStore(desk.redis, desk.log, data_dir=new)
+    record = replace(await desk.make(), job_id=new_id("job"), directory=old / "solved")
+    await before.create(record)
+    key = JobKeys(record.job_id).record
+    assert await desk.redis.call("HGET", key, "directory") == b"solved"
+    assert (await before.get(record.job_id)).directory == old / "solved"
+    assert (await after.get(record.job_id)).directory == new / "solved"
+    [view] = await after.views([record.job_id])
+    assert view.record.directory == new / "solved"
+    # Of an older release, which kept it absolute.
+    await desk.redis.call("HSET", key, "directory", "/gone/runs/solved")
+    assert (await after.get(record.job_id)).directory == new / "solved"

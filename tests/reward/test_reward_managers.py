@@ -208,3 +208,17 @@ async def uses_models(client: Client, logs: Path) -> None:
     assert not any(answer.HasField("error") for answer in both)
     with pytest.raises(InvalidArgument, match="none has more than 0"):
         await client.register("c", of="looks_at_model", model_service="c")
+
+
+@pytest.mark.parametrize("after", ["1e12", "86401", "inf", "nan", "-5", "soon", "9" * 400])
+async def test_an_absurd_wait_shuts_nobody_out(tmp_path: Path, after: str) -> None:
+    async with service(reward_quotas={"api": {"concurrency": 4}}) as client:
+        await client.register("refused", quota="api")
+        error = (await client.invoke("refused", after=after)).error
+        assert error.kind == Kind.KIND_QUOTA_EXHAUSTED
+        assert error.retry_after_seconds < 1
+        await client.register("refused_once", quota="api")
+        (tmp_path / "log").touch()
+        async with asyncio.timeout(20):
+            answer = await client.invoke("refused_once", path=str(tmp_path / "log"))
+        assert json.loads(answer.result_json) == "done"
