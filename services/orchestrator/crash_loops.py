@@ -3,8 +3,8 @@
 What ends the process (a library that calls `os._exit`, memory that runs out) ends it again as soon
 as the next orchestrator goes on with the job, and with it every other job. So launches are counted
 in Redis, and the count goes when the orchestrator has survived one. A death says nothing of which
-of the jobs launched together was at fault: those that were launched just before two deaths are
-launched one at a time the third time.
+of the jobs launched together was at fault: those that were launched just before two deaths, or that
+one more would fail, are launched one at a time.
 """
 
 from __future__ import annotations
@@ -14,20 +14,41 @@ from typing import Final
 
 import structlog
 
+from services.orchestrator.records import JobRecord
 from services.orchestrator.redis_access import RedisAccess, RedisUnavailable
+from troupe.job import LimitsSpec
+from troupe.rpc import TroupeError
 
 _log = structlog.get_logger(__name__)
 # Hash: launches of a job that no orchestrator is known to have survived.
 _KEY: Final = "troupe:orchestrator:launches"
 
 
-class CrashLoopGuard:
-    """Counts launches that the orchestrator did not survive for `seconds`; `limit` of them are too
-    many."""
+# Of a job whose specification cannot be read: the default.
+_LIMIT: Final = LimitsSpec().worker_deaths
+# So many deaths say that one of those launched together is at fault.
+_SUSPICIOUS: Final = 2
 
-    def __init__(self, redis: RedisAccess, *, limit: int = 3, seconds: float = 10.0) -> None:
+
+def limit_of(record: JobRecord) -> int:
+    """Deaths after which a job is set aside."""
+    try:
+        return record.spec().limits.worker_deaths
+    except TroupeError:
+        return _LIMIT
+
+
+def is_suspect(deaths: int, limit: int) -> bool:
+    """Whether a job is to be launched apart from others."""
+    return deaths > 0 and deaths >= min(_SUSPICIOUS, limit - 1)
+
+
+class CrashLoopGuard:
+    """Counts launches that the orchestrator did not survive for `seconds`; as many as the job's
+    `limits.worker_deaths` are too many."""
+
+    def __init__(self, redis: RedisAccess, seconds: float) -> None:
         self._redis = redis
-        self.limit = limit
         self.seconds = seconds
         self._timers: dict[str, asyncio.Task[None]] = {}
 

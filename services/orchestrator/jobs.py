@@ -229,8 +229,14 @@ class Jobs:
 
         async def one_by_one() -> None:
             for job_id in job_ids:
-                await self._guard.begin(job_id)
-                self.launch(job_id)
+                async with self.lock(job_id):
+                    if job_id in self._tasks:  # its user has cancelled or paused it
+                        continue
+                    try:
+                        await self._guard.begin(job_id)
+                    except RedisUnavailable:
+                        await self._wait_for_redis()
+                    self.launch(job_id)
                 await asyncio.sleep(self._guard.seconds)
 
         if job_ids:

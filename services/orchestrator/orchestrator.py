@@ -67,7 +67,7 @@ class Orchestrator:
             in_flight={},
         )
         self.functions = Functions(Catalogue(self._redis), self.shared.reward)
-        self._guard = CrashLoopGuard(self._redis)
+        self._guard = CrashLoopGuard(self._redis, settings.survival_seconds)
         self.jobs = Jobs(self.shared, self._guard, self.functions.check_job)
         self.generation = Generation(self.shared, self.jobs)
         self.cluster = Cluster(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 
-from services.orchestrator.crash_loops import CrashLoopGuard
+from services.orchestrator.crash_loops import CrashLoopGuard, is_suspect, limit_of
 from services.orchestrator.job_store import JobStore
 from services.orchestrator.jobs import Jobs
 from troupe.v1 import common_pb2 as pb
@@ -28,13 +28,13 @@ async def recover(store: JobStore, jobs: Jobs, guard: CrashLoopGuard) -> list[st
             continue
         if record.terminal or record.state == pb.JOB_STATE_PAUSED:
             continue
-        deaths = await guard.deaths(job_id)
-        if deaths >= guard.limit and record.state != pb.JOB_STATE_CANCELLING:
+        deaths, limit = await guard.deaths(job_id), limit_of(record)
+        if deaths >= limit and record.state != pb.JOB_STATE_CANCELLING:
             _log.error("a job is set aside", job_id=job_id, deaths=deaths)
             await jobs.set_aside(job_id, deaths)
             continue
         _log.info("job continues", job_id=job_id, state=record.state_name, step=record.step)
-        (suspects if deaths == guard.limit - 1 else continued).append(job_id)
+        (suspects if is_suspect(deaths, limit) else continued).append(job_id)
     for job_id in continued:
         await guard.begin(job_id)
         jobs.launch(job_id)

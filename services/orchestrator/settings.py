@@ -28,3 +28,6 @@ class OrchestratorSettings(ServiceSettings):
     """Trajectories kept for looking at, per job; and as many of evaluations."""
     probe_seconds: float = Field(default=1.0, gt=0)
     """How long the health check of another service may take."""
+    survival_seconds: float = Field(default=20, gt=0)
+    """An orchestrator that dies within so many seconds after it launched a job may have died of it:
+    three such deaths set the job aside. A supervisor gives up a service that dies more often."""

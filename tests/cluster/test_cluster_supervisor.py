@@ -283,3 +283,27 @@ def _runs(pid: int | None) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.parametrize(("attempts", "good"), [(4, True), (3, False), (1, False)])
+async def test_what_may_end_at_first_is_started_again_so_often(
+    run: Callable[..., tuple[Supervisor, Recorder]], tmp_path: Path, attempts: int, good: bool
+) -> None:
+    dies_thrice = textwrap.dedent(
+        f"""
+        import os, sys
+        log = os.open({str(tmp_path / "starts")!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(log, b"x")
+        if os.fstat(log).st_size <= 3:
+            sys.exit(9)
+        """
+    )
+    [port] = pick_ports(["a"]).values()
+    supervisor, recorder = run(spec("a", port, dies_thrice + SERVER, start_attempts=attempts))
+    if good:
+        await supervisor.start()
+        assert recorder.events == ["a ended before it was ready; starting it again"] * 3
+    else:
+        with pytest.raises(ChildFailed, match="ended with status 9 before it was ready"):
+            await supervisor.start()
+    assert (tmp_path / "starts").stat().st_size == attempts

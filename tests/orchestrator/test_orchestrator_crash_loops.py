@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.cluster import Cluster, job_yaml
+from troupe.rpc import Unavailable
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -28,6 +32,7 @@ class Process:
             "TROUPE_EXPERIENCE_STORE_ADDRESS": settings.experience_store_address,
             "TROUPE_REWARD_ADDRESS": settings.reward_address,
             "TROUPE_METRICS_PORT": "0",
+            "TROUPE_SURVIVAL_SECONDS": "4",
         }
         self._log = (modules / "log").open("ab")
         self.process: Any = None
@@ -44,7 +49,7 @@ class Process:
         """Bring it back whenever it dies, as a supervisor does, until `until()` is so. Returns how
         often it died."""
         deaths = 0
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             done = asyncio.ensure_future(until())
             while not done.done():
                 ended = asyncio.ensure_future(self.process.wait())
@@ -57,6 +62,16 @@ class Process:
         return deaths
 
 
+async def until(cluster: Cluster, job_id: str, state: pb.JobState.ValueType) -> None:
+    """Wait until the job is in the state, however long an orchestrator takes to come back."""
+    async with asyncio.timeout(200):
+        while True:
+            with suppress(Unavailable):
+                await cluster.wait(job_id, [state], seconds=200)
+                return
+
+
+@pytest.mark.slow
 async def test_what_ends_the_orchestrator_is_set_aside_and_others_go_on(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -71,9 +86,9 @@ async def test_what_ends_the_orchestrator_is_set_aside_and_others_go_on(
     process = Process(cluster, modules)
     await process.start()
     try:
-        await cluster.until(good, lambda job: job.state == pb.JOB_STATE_RUNNING)
+        await until(cluster, good, pb.JOB_STATE_RUNNING)
         bad = await cluster.submit(job_yaml("bad", logging__wandb_project="p"), job_id="bad")
-        deaths = await process.kept(lambda: cluster.wait(bad, seconds=120))
+        deaths = await process.kept(lambda: until(cluster, bad, pb.JOB_STATE_FAILED))
         jobs = {
             job.job_id: job for job in (await cluster.api.ListJobs(orch.ListJobsRequest())).jobs
         }
@@ -81,7 +96,7 @@ async def test_what_ends_the_orchestrator_is_set_aside_and_others_go_on(
         assert jobs[bad].problem.kind == "orchestrator_keeps_dying"
         assert "died 3 times" in jobs[bad].problem.message
         assert deaths == 3
-        assert jobs[good].state == pb.JOB_STATE_RUNNING
+        await until(cluster, good, pb.JOB_STATE_RUNNING)
     finally:
         process.process.terminate()
         await process.process.wait()

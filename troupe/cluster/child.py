@@ -70,15 +70,22 @@ class Child:
 
         Raises `ChildFailed` when it ends before that and `ChildNotReady` when it takes too long.
         """
-        self._move(ChildState.STARTING)
-        try:
-            await self._launch()
-            await self._until_ready()
-        except (ChildFailed, ChildNotReady) as error:
-            self._move(ChildState.FAILED)
-            if (full := await self._shortage()) is not None:
-                raise DiskFull(self.spec.name, self.log.parent, full) from error
-            raise
+        for left in reversed(range(self.spec.start_attempts)):
+            self._move(ChildState.STARTING)
+            try:
+                await self._launch()
+                await self._until_ready()
+            except (ChildFailed, ChildNotReady) as error:
+                if (full := await self._shortage()) is not None:
+                    self._move(ChildState.FAILED)
+                    raise DiskFull(self.spec.name, self.log.parent, full) from error
+                if left and isinstance(error, ChildFailed):
+                    told = f"{self.spec.name} ended before it was ready; starting it again"
+                    self._move(ChildState.WAITING, told)
+                    continue
+                self._move(ChildState.FAILED)
+                raise
+            break
         self._move(ChildState.SERVING)
 
     async def keep(self) -> None:

@@ -46,6 +46,8 @@ _CALLS: Mapping[str, Mapping[str, str]] = {
     "control_panel": {"orchestrator": "TROUPE_ORCHESTRATOR_ADDRESS"},
 }
 _WORKERS = ("rollout", "trainer")
+# A job is set aside after three deaths (`limits.worker_deaths`).
+_ORCHESTRATOR_ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ class ChildSpec:
     metrics_address: str = ""
     start_seconds: float = 120.0
     stop_seconds: float = 15.0
+    # Times that it is started at first. An orchestrator may end with a job that it goes on with,
+    # until it has set that aside.
+    start_attempts: int = 1
     # Deaths within two minutes after which it is given up; longest pause before a restart.
     max_restarts: int = 6
     max_backoff_seconds: float = 8.0
@@ -169,6 +174,7 @@ def plan(
                     "TROUPE_WORKER_ID": f"{name}-{cluster_id}",
                 },
                 after=_dependencies(module, embedded_redis=bool(redis_command)),
+                start_attempts=_ORCHESTRATOR_ATTEMPTS if module == "orchestrator" else 1,
                 start_seconds=settings.start_seconds,
                 stop_seconds=settings.stop_seconds,
                 max_restarts=settings.max_restarts,

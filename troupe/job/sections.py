@@ -186,7 +186,8 @@ class LimitsSpec(Section):
     """Trajectories in flight at once."""
     worker_deaths: int = Field(default=3, ge=1, le=1_000_000)
     """The job fails when this many worker processes died one after another while they did one and
-    the same trajectory or step: what kills them would kill the next one too."""
+    the same trajectory or step: what kills them would kill the next one too. So it does when this
+    many orchestrators died just after they had launched it."""
 
 
 class LoggingSpec(Section):
