@@ -12,6 +12,7 @@ from services.trainer.bases import Base
 from services.trainer.named import Tensors
 from troupe.adapters import AdapterContent, linear_layers, output_layer
 from troupe.adapters.content import PREFIX
+from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.job import LoraSpec
 from troupe.rpc import InvalidArgument
 
@@ -56,16 +57,11 @@ class Adapter:
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy what `weights` gave. Raises ValueError when it is not this adapter's."""
-        if set(weights) != set(self._parameters):
-            odd = sorted(set(weights) ^ set(self._parameters))
-            raise ValueError(f"weights do not fit the adapter: {odd[:3]}")
+        found, own = ({n: t.shape for n, t in one.items()} for one in (weights, self._parameters))
+        if wrong := shape_difference(found, own):
+            raise TensorsDoNotFit(f"the weights are not this adapter's: {wrong}")
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                if weights[name].shape != parameter.shape:
-                    raise ValueError(
-                        f"'{name}' is {list(weights[name].shape)}, the adapter's is "
-                        f"{list(parameter.shape)}"
-                    )
                 parameter.copy_(weights[name])
 
     def frozen(self, weights: Mapping[str, torch.Tensor]) -> Any:

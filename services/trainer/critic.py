@@ -31,6 +31,7 @@ from services.trainer.optimizer import (
 from services.trainer.residence import Lodger
 from services.trainer.rows import Row, response_lengths
 from troupe.algorithms import ValueStatistics, gae, value_loss
+from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.job.critic import CriticSpec
 from troupe.rpc import FailedPrecondition
 
@@ -160,13 +161,14 @@ class Critic:
         """Take over what `state` gave; returns the tensors that are not of it.
 
         Without `copy` the critic goes on in these very tensors, which are on its device. Raises
-        ValueError when a weight is missing.
+        TensorsDoNotFit, a ValueError, when a weight is missing, not its own or of another shape.
         """
         self.discard()
         mine = {n.removeprefix(_PREFIX): t for n, t in state.items() if n.startswith(_PREFIX)}
         weights = fields.below(_WEIGHT, mine)
-        if missing := sorted(self._trained.keys() - weights.keys()):
-            raise ValueError(f"the state has no weights of the critic: missing {missing[:3]}")
+        found, own = ({n: t.shape for n, t in one.items()} for one in (weights, self._trained))
+        if wrong := shape_difference(found, own):
+            raise TensorsDoNotFit(f"the state's weights are not the critic's: {wrong}")
         if copy:
             with torch.no_grad():
                 for name, parameter in self._trained.items():

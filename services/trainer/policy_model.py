@@ -13,6 +13,7 @@ import torch
 from services.trainer.adapters import adapted_model
 from services.trainer.bases import BASES
 from services.trainer.first_adapter import begin_with
+from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
 from troupe.checkpoints.verifying import verify
 from troupe.job import PolicySpec, no_directory
 from troupe.rpc import InvalidArgument
@@ -42,8 +43,8 @@ def load_model(policy: str, spec: PolicySpec, seed: int) -> Any:
     """The model of `policy` with its first weights: float32, evaluation mode, on the CPU.
 
     Random weights depend only on `seed` and the policy's name. Raises InvalidArgument of
-    kind "model_not_found", "model_unreadable", "model_is_adapter" or "model_config_invalid", naming
-    the field.
+    kind "model_not_found", "model_unreadable", "model_mismatch" (a tensor is missing, superfluous
+    or of another shape), "model_is_adapter" or "model_config_invalid", naming the field.
     """
     return _load(policy, spec, policy_seed(seed, policy))
 
@@ -67,7 +68,6 @@ def load_adapted(policy: str, spec: PolicySpec, seed: int, device: torch.device)
 
 
 def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # standard error carries structured logs
@@ -79,9 +79,7 @@ def _load(policy: str, spec: PolicySpec, seed: int) -> Any:
         assert source.path is not None  # spec: exactly one of path and config
         try:
             verify(Path(source.path), ".safetensors")
-            model = AutoModelForCausalLM.from_pretrained(
-                source.path, revision=source.revision, dtype=torch.float32
-            )
+            model = load_causal_lm(source.path, revision=source.revision, dtype=torch.float32)
         except Exception as error:
             raise _explain(policy, source.path, error) from error
     model.eval()  # dropout would make every token off-policy
@@ -236,6 +234,15 @@ def _explain(policy: str, path: str, error: Exception) -> InvalidArgument:
     kind, message = "model_not_found", f"no model could be loaded: {_first_line(error)}"
     if no_directory(path):
         message = "there is no such directory"
+    elif isinstance(error, TensorsDoNotFit):
+        kind, message = "model_mismatch", f"the checkpoint is not of its model: {error}"
+        return InvalidArgument(
+            message,
+            kind=kind,
+            field=f"policies.{policy}.model.path",
+            value=path,
+            remedy=error.remedy,
+        )
     elif not isinstance(error, OSError):
         kind, message = "model_unreadable", f"the model cannot be read: {_first_line(error)}"
     return InvalidArgument(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.transfer import brought
 
 Tensors = dict[str, torch.Tensor]
@@ -79,9 +80,8 @@ class Lodger:
 
         Raises ValueError when a parameter is missing; then nothing has changed.
         """
-        missing = sorted(self._named.keys() - weights.keys())
-        if missing:
-            raise ValueError(f"weights do not fit: missing {missing[:3]}")
+        if wrong := difference(self._named.keys() - weights.keys(), ()):
+            raise TensorsDoNotFit(f"the weights are not the model's: {wrong}")
         for name, parameter in self._named.items():
             parameter.data = weights[name]
         return {name: t for name, t in weights.items() if name not in self._named}

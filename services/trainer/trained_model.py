@@ -11,6 +11,7 @@ import torch
 from services.trainer.adapters import adapter_of
 from services.trainer.bases import Base
 from services.trainer.named import Tensors, distinct_tensors
+from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 
 
 class TrainedModel:
@@ -83,8 +84,10 @@ class TrainedModel:
 
 
 def _copy_into(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    result = model.load_state_dict(dict(weights), strict=False)
+    slots = model.state_dict()
     named = {name for name, _ in model.named_parameters()}
-    missing = sorted(named & set(result.missing_keys))
-    if missing or result.unexpected_keys:
-        raise ValueError(f"weights do not fit: missing {missing}, extra {result.unexpected_keys}")
+    # Buffers, and further names of a tied tensor, need not be there.
+    expected = {n: slot.shape for n, slot in slots.items() if n in named or n in weights}
+    if wrong := shape_difference({n: t.shape for n, t in weights.items()}, expected):
+        raise TensorsDoNotFit(f"the weights are not the model's: {wrong}")
+    model.load_state_dict(dict(weights), strict=False)

@@ -52,6 +52,22 @@ def test_it_plays_what_the_learner_published(paradigm: str, tmp_path: Path) -> N
     assert np.isfinite(returns).all()
 
 
+def test_a_tensor_too_many_or_too_few_is_refused_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    written(folder, {"paradigm": "mappo"})
+    weights = load_file(folder / "model.safetensors")
+    first = next(name for name in sorted(weights) if name.startswith("acting."))
+    for name, changed in {
+        "v_head.weight": weights | {"v_head.weight": torch.zeros(2)},
+        "policy.more": weights | {"acting.policy.more": torch.zeros(2)},
+        first.removeprefix("acting."): {n: t for n, t in weights.items() if n != first},
+    }.items():
+        save_file(changed, folder / "model.safetensors")
+        with pytest.raises(InvalidArgument) as caught:
+            ExportedNetwork.read(folder)
+        assert (caught.value.field, caught.value.value) == ("weights", name)
+
+
 def test_a_folder_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"config\.json"):
         ExportedNetwork.read(tmp_path)

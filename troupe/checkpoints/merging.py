@@ -31,9 +31,9 @@ def merge_in_place(folder: Path, base: str | Path | None = None) -> None:
     """
     try:
         import torch
+        import transformers  # noqa: F401
         from safetensors import SafetensorError
         from safetensors.torch import load_file
-        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise FailedPrecondition(
             f"merging needs {error.name}",
@@ -43,6 +43,7 @@ def merge_in_place(folder: Path, base: str | Path | None = None) -> None:
         ) from error
     from troupe.adapters import AdapterContent, merged
     from troupe.adapters.named import distinct_tensors
+    from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
     from troupe.transfer import checksum_of
 
     try:
@@ -59,7 +60,15 @@ def merge_in_place(folder: Path, base: str | Path | None = None) -> None:
     source = str(base or config.get("base_model_name_or_path") or "")
     dtype = next(iter(tensors.values())).dtype
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model: Any = load_causal_lm(source, dtype=dtype)
+    except TensorsDoNotFit as error:
+        raise DataLoss(
+            f"the base is not a checkpoint of its model: {error}",
+            kind="base_mismatch",
+            field="--base",
+            value=source,
+            remedy=error.remedy,
+        ) from error
     except Exception as error:
         raise FailedPrecondition(
             f"the base cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}",

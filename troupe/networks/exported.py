@@ -21,6 +21,7 @@ from troupe.rpc.errors import InvalidArgument
 MODEL_TYPE: Final = "troupe_network"
 # A checkpoint has all networks of a learner, of which this one plays.
 _ACTING: Final = "acting."
+_PARTS: Final = frozenset({"acting", "critic", "mixer", "returns", "rewards"})
 _POLICY: Final = "exported"
 
 
@@ -80,6 +81,14 @@ class ExportedNetwork:
                 value=str(directory),
                 remedy="`troupe export` writes config.json and model.safetensors.",
             ) from error
+        for name in sorted(tensors):
+            if name.partition(".")[0] not in _PARTS:
+                raise InvalidArgument(
+                    "is none of this network's",
+                    field="weights",
+                    value=name,
+                    remedy="`troupe export` writes config.json and model.safetensors.",
+                )
         found.acting()
         return found
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from services.trainer.named import Tensors
 from services.trainer.optimizer import Moments
 from services.trainer.randomness import NAMES as GENERATORS
+from troupe.checkpoints.tensors import TensorsDoNotFit, difference
 from troupe.transfer.checksum import bytes_checksum
 
 # AdamW's state of a parameter, by `{slot}/{parameter}` (optimizer.py).
@@ -108,9 +109,8 @@ def room_for(directory: Path, weights: Mapping[str, torch.Tensor]) -> Tensors:
             room[name] = torch.empty(size, dtype=dtype)
         else:
             room[name] = torch.empty_like(owner.detach(), dtype=dtype)
-    missing, extra = sorted(set(weights) - set(room)), sorted(set(split(room)[0]) - set(weights))
-    if missing or extra:
-        raise ValueError(f"weights do not fit: missing {missing}, extra {extra}")
+    if wrong := difference(set(weights) - set(room), set(split(room)[0]) - set(weights)):
+        raise TensorsDoNotFit(f"the weights are not the model's: {wrong}")
     return room
 
 
