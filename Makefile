@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM ?= false
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format types walls protos protos-check lock docs up down clean check
+.PHONY: help setup demo test test-slow test-numeric lint format types walls protos protos-check lock docs up down clean check
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,18 @@ test: setup ## the default test suite
 
 test-slow: setup ## the tests that need minutes, a browser, containers or SGLang
 	$(BIN)/python -m pytest -m slow --timeout 1800 -n $(TEST_WORKERS) --dist loadfile
+
+# What computes: on another CPU it rounds otherwise. (Not what races processes, or repeats the same
+# computation with ever more examples: test_consistency is hypothesis' and twice as long as all this.)
+NUMERIC := tests/algorithms tests/networks \
+  $(addprefix tests/trainer/test_,compute.py credit.py critic.py deterministic.py exact_sum.py exports.py \
+    kernels.py learner.py lora.py lora_training.py networks.py passes.py policy_model.py short_attention.py) \
+  $(addprefix tests/rollout/engines/test_engine_,adapters.py apart.py deterministic.py embedded.py \
+    models.py sampling.py scoring.py slots.py updates.py)
+
+test-numeric: setup ## what computes, as a CPU with AVX2 and no more would
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 \
+	$(BIN)/python -m pytest $(NUMERIC) -n $(TEST_WORKERS) --dist loadfile
 
 lint: setup ## ruff and buf
 	$(BIN)/ruff check .
