@@ -28,12 +28,11 @@ async def solve(query: Query, agents: Agents, tools: Tools) -> dict[str, float]:
 
 
 async def check(tools: Tools, query: Query, said: str) -> dict[str, Any]:
-    """Run the task's tests on the code. They are written anew each time, beside whatever the code
-    before left in the sandbox."""
+    """Run the task's tests on the code, away from whatever the code before left in the sandbox."""
     fenced = _FENCE.search(said)
     files = {"solution.py": fenced.group(1) if fenced else said, "test_solution.py": query["tests"]}
     report: dict[str, Any] = await tools.call(
-        "run_pytest", paths=["test_solution.py"], files=files, seconds=30.0
+        "run_pytest", paths=["test_solution.py"], files=files, seconds=30.0, isolated=True
     )
     return report
 

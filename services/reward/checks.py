@@ -7,7 +7,14 @@ import re
 from typing import Final
 
 from services.reward.function import KINDS
-from services.reward.sandbox import BUBBLEWRAP, CONTAINER, LEVELS, PROCESS, find_bubblewrap
+from services.reward.sandbox import (
+    BUBBLEWRAP,
+    CONTAINER,
+    LEVELS,
+    PROCESS,
+    find_bubblewrap,
+    unprivileged,
+)
 from services.reward.sandboxes import landlock
 from services.reward.sandboxes.container import find_engine
 from troupe.rpc import FailedPrecondition, InvalidArgument
@@ -54,6 +61,7 @@ def check(spec: pb.FunctionSpec) -> None:
         refuse("sandbox", spec.sandbox, "is no sandbox", f"Known: {', '.join(LEVELS)}.")
     if spec.sandbox == BUBBLEWRAP:
         find_bubblewrap()
+        unprivileged()
     if spec.sandbox == CONTAINER:
         if not spec.image:
             refuse("image", "", "is empty", "Name the image that its containers are made of.")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from pathlib import Path
 
 import psutil
@@ -28,6 +31,20 @@ def family(pid: int) -> list[int]:
     """`pid` and its `descendants`; empty when it is gone."""
     below = descendants(pid)
     return [pid, *below] if psutil.pid_exists(pid) else []
+
+
+def kill_with_children(pid: int) -> None:
+    """Kill a process, its group and its children: a sandbox's first process, with which all in it
+    end, is of another user and another session than what waits for it outside."""
+    try:
+        below = _children(pid)
+    except FileNotFoundError:
+        below = _slowly(pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    for child in below:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
 
 
 def _children(pid: int) -> list[int]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from services.reward import worker
-from services.reward.descendants import family
+from services.reward.descendants import family, kill_with_children
 
 HEADER: Final = struct.Struct(">I")
 # An answer is a result of at most 16 MiB, or a short account.
@@ -45,9 +45,7 @@ async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Pro
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        process = await starting
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_with_children((await starting).pid)
         raise
 
 

@@ -1,25 +1,32 @@
 """How a worker process is started, and what it cannot reach.
 
-`process`: a child of the service with its environment; memory is limited call by call. For code of
-the team's own. `bubblewrap`: for code that a model wrote. Namespaces of its own for processes,
-network, users and the rest; a root of nothing but the interpreter, the packages and system
-libraries, all read-only; a private /tmp of limited size; user 65534; no environment of the
-service's; limits on processes and files that it cannot raise. `container`: for an image of the
-team's own, see `services/reward/sandboxes/container.py`.
+`process`: a child of the service with the variables that functions may see; memory is limited call
+by call. For code of the team's own. `bubblewrap`: for code that a model wrote. Namespaces of its
+own for processes, network and the rest; a root of nothing but the interpreter, the packages and
+system libraries, all read-only; a private /tmp of limited size; an unprivileged user, on the host
+too; no environment of the service's; limits on processes and files that it cannot raise.
+`container`: for an image of the team's own, see `services/reward/sandboxes/container.py`.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
+import secrets
 import shutil
+import stat
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from services.reward import worker
+from services.reward.environment import environment_of_functions
+from services.reward.sandboxes import landlock, view
 from services.reward.sandboxes.seccomp import filter_path
 from troupe.rpc import FailedPrecondition
 from troupe.v1 import reward_pb2 as pb
@@ -34,19 +41,15 @@ SOURCE: Final = "/source"
 HANDED_OUT: Final = "TROUPE_REWARD_CORES"
 
 _NOBODY: Final = 65534
+# Users of sandboxes that root starts, one each, so that none uses up what another may have: of a
+# range that neither distributions nor container engines hand out (systemd's "UIDs and GIDs").
+_FIRST_USER: Final = 1_900_000_000
+_USERS: Final = 1 << 16
+# What root must be able to do to make namespaces and become somebody else: CAP_SETGID, CAP_SETUID,
+# CAP_SETPCAP and CAP_SYS_ADMIN, by their bits.
+_BECOME: Final = 1 << 6 | 1 << 7 | 1 << 8
+_ADMINISTER: Final = 1 << 21
 _FILES: Final = 256
-# What `_private` mounts for each sandbox anew; nothing of the host's may cover it.
-_PRIVATE: Final = ("/proc", "/dev", "/dev/shm", "/tmp")
-# What programs find at the root of a Linux system, beside the interpreter's own folders.
-_SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_CONFIGURATION: Final = (
-    "/etc/ld.so.cache",
-    "/etc/ld.so.conf",
-    "/etc/ld.so.conf.d",
-    "/etc/alternatives",
-    "/etc/localtime",
-    "/etc/mime.types",
-)
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,11 @@ class Cage:
     def launch(self) -> tuple[list[str], dict[str, str]]:
         """Command and environment of a worker. Raises FailedPrecondition ("no_sandbox")."""
         if self.level == PROCESS:
-            imports = [*([self.source] if self.source else []), *_imports()]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(imports)}
+            imports = [*([self.source] if self.source else []), *(e for e in sys.path if e)]
+            environment = environment_of_functions(imports)
             command = [sys.executable, "-P", worker.__file__, str(os.getpid())]
             if self.reads or self.writes:
-                programs = [sys.base_prefix, sys.prefix, worker.__file__, *_shown(imports)]
-                command.append(f"--landlock={json.dumps([self.reads, self.writes, programs])}")
+                command.append(f"--landlock={json.dumps(self._files())}")
             return command, environment
         return self.wrap([worker.__file__, "0"])
 
@@ -93,8 +95,9 @@ class Cage:
 
         Raises FailedPrecondition ("no_sandbox").
         """
+        bubblewrap = find_bubblewrap()
         files = [word for word in program if os.path.isabs(word)]
-        imports = _shown(_imports())
+        imports = view.imports()
         environment = {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
             "HOME": "/tmp",
@@ -104,24 +107,49 @@ class Cage:
             HANDED_OUT: os.environ.get(HANDED_OUT, "0"),
             "PYTHONPATH": os.pathsep.join([*([SOURCE] if self.source else []), *imports]),
             "PYTHONDONTWRITEBYTECODE": "1",
+            # Packages below the home are what a call before could write.
+            "PYTHONNOUSERSITE": "1",
         }
+        user = unprivileged()
+        sources = [self.source] if self.source else []
+        if user.reads_as_somebody_else:
+            _check_readable([sys.base_prefix, sys.prefix, *sources, *imports])
+        limits = self.limits()
+        if user.shared:
+            del limits["nproc"]  # it would count what others run, too
         filtered = filter_path()
         command = [
             # It reads the filter from a file that it finds open.
             *(["/bin/sh", "-c", 'exec "$@" 9<"$0"', filtered] if filtered else []),
-            find_bubblewrap(),
+            *user.before,
+            bubblewrap,
             *(["--seccomp", "9"] if filtered else []),
-            *_namespaces(),
+            *("--die-with-parent", "--new-session", "--hostname", "sandbox"),
+            *user.namespaces,
             *(["--as-pid-1"] if first else []),
             # The private places first: an interpreter below the host's /tmp would be covered.
             *self._private(),
-            *_root([*files, *imports]),
+            *view.root(files, imports),
             *(["--ro-bind", self.source, SOURCE] if self.source else []),
             *("--remount-ro", "/", "--chdir", "/tmp"),
+            *user.after,
             *(sys.executable, "-P", *program),
-            *(f"--{name}={value}" for name, value in self.limits().items()),
+            *(f"--{name}={value}" for name, value in limits.items()),
         ]
         return command, environment
+
+    def _files(self) -> list[list[str]]:
+        """What landlock lets a process read, and write: what was declared, and what a Python
+        program needs; nothing of the services' own unless it was declared by name."""
+        hidden = view.kept()
+        imports = [*([self.source] if self.source else []), *view.imports()]
+        modules, _ = view.shown(imports)
+        needed = [*landlock.SYSTEM, sys.base_prefix, sys.prefix, worker.__file__, *modules]
+        reads = view.without(needed, hidden)
+        return [
+            [*reads, *view.without(self.reads, hidden, declared=True)],
+            view.without(self.writes, hidden, declared=True),
+        ]
 
     def limits(self) -> dict[str, int]:
         """Of every process: resources as `setrlimit` names them."""
@@ -130,73 +158,137 @@ class Cage:
     def _private(self) -> list[str]:
         size = str(self.disk_mib << 20)
         return [
-            *("--proc", "/proc", "--dev", "/dev", "--size", size, "--tmpfs", "/tmp"),
+            *("--proc", "/proc", *view.kernel(), "--dev", "/dev"),
+            *("--perms", "1777", "--size", size, "--tmpfs", "/tmp"),
             # Shared memory is a disk too.
-            *("--size", size, "--tmpfs", "/dev/shm"),
+            *("--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"),
+            # And /dev itself would be one without a limit.
+            *("--remount-ro", "/dev"),
         ]
 
 
-def _imports() -> list[str]:
-    return [entry for entry in sys.path if entry]
+@dataclass(frozen=True)
+class User:
+    """Who a sandbox's processes are, as words of the command that starts it."""
+
+    # Ahead of bubblewrap; of bubblewrap; ahead of the program in the sandbox.
+    before: tuple[str, ...] = ()
+    namespaces: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    # Whether others are this user, too, in the same namespace of users.
+    shared: bool = False
+    # Whether it may not read what the service may.
+    reads_as_somebody_else: bool = False
+
+
+def unprivileged() -> User:
+    """Another one for each sandbox where the service is root: what is root outside owns the files
+    of the kernel, whatever it is called inside. Raises FailedPrecondition ("no_sandbox")."""
+    own = (
+        *("--unshare-user", "--unshare-all", "--uid", str(_NOBODY), "--gid", str(_NOBODY)),
+        *(("--disable-userns",) if _disables_users() else ()),
+    )
+    if os.geteuid() != 0:
+        return User(namespaces=own)
+    can, user = _capabilities(), _next_user()
+    if can & _BECOME != _BECOME or user is None:
+        raise _no_sandbox(
+            "the reward service is root and cannot become another user",
+            "Start it as an unprivileged user, or let it set user ids (CAP_SETUID, CAP_SETGID, "
+            "CAP_SETPCAP).",
+        )
+    become = (
+        *(find_setpriv(), "--reuid", str(user), "--regid", str(user), "--clear-groups"),
+        *("--inh-caps=-all", "--bounding-set=-all"),
+    )
+    if not can & _ADMINISTER:  # of a container: namespaces are made as anybody may
+        return User(before=become, namespaces=own, reads_as_somebody_else=True)
+    spaces = ("pid", "net", "ipc", "uts")
+    return User(
+        # Who made the namespaces is root, and leaves for good.
+        namespaces=(
+            *(f"--unshare-{name}" for name in spaces),
+            *("--unshare-cgroup-try", "--cap-drop", "ALL"),
+            *(w for cap in ("SETUID", "SETGID", "SETPCAP") for w in ("--cap-add", f"CAP_{cap}")),
+        ),
+        # Of a sandbox's first process `kill_with_children` takes care, of others bubblewrap's own
+        # first one: who waits outside has not the right to end another user's.
+        after=become,
+        shared=user == _NOBODY,
+        reads_as_somebody_else=True,
+    )
 
 
 def find_bubblewrap() -> str:
     """The program. Raises FailedPrecondition of kind "no_sandbox"."""
     found = shutil.which("bwrap")
     if found is None:
-        raise FailedPrecondition(
+        raise _no_sandbox(
             "bubblewrap is not installed where the reward service runs",
-            kind="no_sandbox",
-            field="function.sandbox",
-            value=BUBBLEWRAP,
-            remedy="Install it (Debian's package `bubblewrap`), or use the image that has it.",
+            "Install it (Debian's package `bubblewrap`), or use the image that has it.",
         )
     return found
 
 
-def _namespaces() -> list[str]:
-    user = str(_NOBODY)
-    return [
-        *("--unshare-all", "--die-with-parent", "--new-session"),
-        *("--uid", user, "--gid", user, "--hostname", "sandbox"),
-    ]
+def find_setpriv() -> str:
+    """The program that changes users. Raises FailedPrecondition of kind "no_sandbox"."""
+    found = shutil.which("setpriv")
+    if found is None:
+        raise _no_sandbox(
+            "setpriv is not installed where the reward service runs as root",
+            "Install it (the package `util-linux`), or start the service as an unprivileged user.",
+        )
+    return found
 
 
-def _root(paths: Sequence[str]) -> list[str]:
-    """Read-only views of what a Python program needs, and of nothing else."""
-    binds: dict[str, list[str]] = {}
-    for path in _SYSTEM:
-        if os.path.islink(path):
-            binds[path] = ["--symlink", os.readlink(path), path]
-        elif os.path.isdir(path):
-            binds[path] = ["--ro-bind", path, path]
-    for path in _CONFIGURATION:
-        binds[path] = ["--ro-bind-try", path, path]
-    wanted = [sys.base_prefix, sys.prefix, *paths]
-    # The outer before the inner, which would be covered by it.
-    every = {place for entry in wanted for place in _places(entry)}
-    for path in sorted(every, key=lambda path: (path.count(os.sep), path)):
-        if not _inside(path, binds):
-            binds[path] = ["--ro-bind-try", path, path]
-    return [word for words in binds.values() for word in words]
+def _no_sandbox(message: str, remedy: str) -> FailedPrecondition:
+    return FailedPrecondition(
+        message, kind="no_sandbox", field="function.sandbox", value=BUBBLEWRAP, remedy=remedy
+    )
 
 
-def _inside(path: str, binds: Mapping[str, object]) -> bool:
-    return any(path == bound or path.startswith(bound + os.sep) for bound in binds)
+def _capabilities() -> int:
+    """What this process may do, as bits."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        return next((int(line.split()[1], 16) for line in status if line[:7] == "CapEff:"), 0)
 
 
-def _places(path: str) -> set[str]:
-    """Where it is, and where links lead to; POSIX lets a path begin with two slashes."""
-    return {"/" + place(path).lstrip("/") for place in (os.path.abspath, os.path.realpath)}
+_users: Final = itertools.count(secrets.randbelow(_USERS))
 
 
-def _shown(imports: Sequence[str]) -> list[str]:
-    """Those that a sandbox may see all of: not /tmp itself, nor the root, where the service was
-    started there."""
-    private = [f"{place}/" for entry in _PRIVATE for place in _places(entry)]
+def _next_user() -> int | None:
+    """A user id that no other sandbox of this service has had for long; 65534 where the service's
+    container has only few; None where it has not even that."""
+    user = _FIRST_USER + next(_users) % _USERS
+    for one in (user, _NOBODY):
+        if all(_mapped(one, f"/proc/self/{kind}_map") for kind in ("uid", "gid")):
+            return one
+    return None
 
-    def covers(path: str) -> bool:
-        above = [place.rstrip("/") + "/" for place in _places(path)]
-        return any(place.startswith(one) for place in private for one in above)
 
-    return [path for path in imports if not covers(path)]
+def _mapped(number: int, file: str) -> bool:
+    ranges: Iterator[tuple[int, ...]]
+    ranges = (tuple(map(int, line.split())) for line in Path(file).read_text().splitlines())
+    return any(first <= number < first + count for first, _, count in ranges)
+
+
+@functools.cache
+def _disables_users() -> bool:
+    """Whether bubblewrap (0.8 on) can take away further namespaces of users."""
+    said = subprocess.run([find_bubblewrap(), "--help"], capture_output=True, timeout=30)
+    return b"--disable-userns" in said.stdout + said.stderr
+
+
+def _check_readable(paths: Sequence[str]) -> None:
+    for path in paths:
+        try:
+            mode = os.stat(path).st_mode
+        except OSError:  # not there: nothing is missed
+            continue
+        needed = 0o005 if stat.S_ISDIR(mode) else 0o004
+        if mode & needed != needed:
+            raise _no_sandbox(
+                f"{path} can be read by its owner only, and a sandbox of a service that is root "
+                "has a user of its own",
+                f"Let others read it (chmod -R o+rX {path}), or start the service as its owner.",
+            )

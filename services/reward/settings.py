@@ -41,6 +41,10 @@ class RewardSettings(ServiceSettings):
     """Declared memory of all of them together; 0: three quarters of this machine's."""
     reward_sandbox_idle_seconds: float = Field(default=600, gt=0)
     """How long one without calls is kept for its trajectory, unless its function says otherwise."""
+    reward_environment: str = ""
+    """Variables of the service's environment that functions of the level `process` get besides
+    those of `services/reward/environment.py`: names, separated by commas; `*` stands for any
+    characters. Those that a judge's key is in, for example."""
     reward_memory_mib: int = Field(default=0, ge=0)
     """Memory for calls: those that run have declared no more together. 0: it is not counted."""
     reward_quotas: dict[str, QuotaSettings] = Field(default_factory=dict)

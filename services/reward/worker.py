@@ -45,6 +45,7 @@ _TEXT_CHARS: Final = 2000
 _TRACEBACK_CHARS: Final = 16 * 2**10
 _MAX_RESULT_BYTES: Final = 16 * 2**20
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_DUMPABLE: Final = 4
 
 _STDLIB: Final = sysconfig.get_paths()["stdlib"]
 
@@ -64,9 +65,12 @@ class Answer(NamedTuple):
 
 
 def initialize(service_pid: int) -> None:
-    """It dies with the service (0: somebody else sees to that); Ctrl-C is the service's affair."""
+    """It dies with the service; Ctrl-C is the service's affair. 0: in a sandbox, which ends with
+    the service by itself, and where nothing that a function starts may look into this process (its
+    memory, the file that answers are written to)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not service_pid:
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
         return
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -105,7 +106,7 @@ def answers_too_much(mib: int) -> str:
 
 
 def _call_myself(name: str) -> None:
-    Path("/proc/self/comm").write_text(name)
+    ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME
 
 
 def never_ends() -> None:
@@ -158,6 +159,13 @@ def waits_for(path: str) -> str:
     return text
 
 
+def looks_twice(path: str, seconds: float) -> list[bool]:
+    """Whether a file is there, now and later."""
+    found = [Path(path).exists()]
+    time.sleep(seconds)
+    return [*found, Path(path).exists()]
+
+
 def attacks_its_supervisor() -> list[str]:
     """What came of reading its memory and its files; a signal comes to nothing."""
     os.kill(1, signal.SIGKILL)
@@ -170,3 +178,14 @@ def attacks_its_supervisor() -> list[str]:
         except OSError as error:
             found.append(type(error).__name__)
     return found
+
+
+def scores_slowly(seconds: float) -> float:
+    time.sleep(seconds)
+    return 0.0
+
+
+def runs(code: str, arguments: list[str]) -> str:
+    """What a program of a model's says, of which nothing is kept from harm but this process."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()

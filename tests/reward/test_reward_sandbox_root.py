@@ -84,7 +84,7 @@ def test_what_lies_below_tmp_is_seen_and_an_import_path_uncovers_nothing(
     assert seen["prefix"] == str(venv)
     assert set(seen["tmp"]) == {folder.name} | below
     assert seen["host"] is False
-    assert seen["written"] == "EROFS"
+    assert seen["written"] in ("EROFS", "EACCES")
     assert shared.exists()
     assert seen["shared"] == []
 
@@ -95,6 +95,8 @@ def test_what_a_process_may_read_is_no_more_for_where_the_service_was_started(
 ) -> None:
     monkeypatch.setattr(sys, "path", [outer, *sys.path])
     command, _ = Cage(reads=("/models",)).launch()
-    _, _, programs = json.loads(command[-1].removeprefix("--landlock="))
-    assert outer not in programs
-    assert sys.prefix in programs
+    reads, writes = json.loads(command[-1].removeprefix("--landlock="))
+    assert outer not in reads
+    assert sys.prefix in reads
+    assert "/models" in reads
+    assert writes == []

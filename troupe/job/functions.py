@@ -74,11 +74,11 @@ class FunctionSpec(Section):
     sandbox: Literal["process", "bubblewrap", "container"] | None = None
     """What its worker processes are confined to. `process`: `memory_mib`, `reads` and `writes`, for
     code of your own. `bubblewrap`: for calls that run what a model wrote; no network, no files but
-    the interpreter's and the packages', read-only, a private /tmp, no environment, user 65534.
-    `container`: a container of `image`. Default: process."""
+    the interpreter's and the packages', read-only, a private /tmp, no environment, an unprivileged
+    user. `container`: a container of `image`. Default: process."""
     stateful: bool | None = None
-    """All calls of one trajectory have one sandbox: files and processes stay from call to call,
-    with no cores between. Default: false."""
+    """All calls of one trajectory have one sandbox, one after another: files stay from call to
+    call, processes do not. Default: false."""
     sandbox_idle_seconds: SecondsOrNone | None = None
     """`stateful`: a sandbox without calls for so long is ended; 0: as the service is set.
     Default: 0."""

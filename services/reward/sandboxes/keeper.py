@@ -106,7 +106,8 @@ class Sandboxes:
     async def room(self, function: Function, call: Call) -> AsyncIterator[SandboxPlace]:
         """Where a call runs, from before it is queued until it has ended.
 
-        Raises InvalidArgument where no trajectory is named, SandboxGone when it names a sandbox
+        The calls of one sandbox run one after another; who waits holds no worker. Raises
+        InvalidArgument where no trajectory is named, SandboxGone when it names a sandbox
         that there is no more, ResourceExhausted (with retry_after_ms) when there is no room for
         another for too long.
         """
@@ -121,7 +122,8 @@ class Sandboxes:
         kept = await self._find(function, owner, call.sandboxes)
         self._busy(kept)
         try:
-            yield SandboxPlace(kept)
+            async with kept.turn:
+                yield SandboxPlace(kept)
         finally:
             kept.users -= 1
             if kept.users == 0 and kept.sandbox.gone is None:

@@ -63,11 +63,11 @@ def restrict(reads: Iterable[str], writes: Iterable[str]) -> None:
         os.close(ruleset)
 
 
-def confine(reads: Sequence[str], writes: Sequence[str], programs: Sequence[str]) -> None:
-    """`restrict` to what was declared, and what the interpreter and `programs` need."""
+def confine(reads: Sequence[str], writes: Sequence[str]) -> None:
+    """`restrict`; the first of `writes` is where temporary files go."""
     if writes:
         os.environ["TMPDIR"] = writes[0]
-    restrict([*SYSTEM, *programs, *reads, *writes], writes)
+    restrict([*reads, *writes], writes)
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:

@@ -62,11 +62,13 @@ class Kept:
     idle_seconds: float
     # Calls that wait for it or run in it.
     users: int = 0
+    # Held by the one that runs.
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     timer: asyncio.TimerHandle | None = field(default=None, repr=False)
 
 
 class SandboxPlace:
-    """For one call; several may have the same sandbox at once."""
+    """For one call, which has the sandbox to itself."""
 
     def __init__(self, kept: Kept) -> None:
         self.name = kept.name

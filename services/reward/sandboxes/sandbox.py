@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import signal
 import struct
 import time
@@ -21,7 +20,7 @@ import structlog
 
 from services.reward import worker
 from services.reward.cpu import Lease
-from services.reward.descendants import family
+from services.reward.descendants import family, kill_with_children
 from services.reward.process import start_process
 from services.reward.sandboxes import supervisor
 from troupe.rpc import TroupeError
@@ -146,8 +145,7 @@ class Sandbox:
         if process is not None:
             with contextlib.suppress(Exception):
                 await self._home.thaw()  # what is frozen is not ended everywhere
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_with_children(process.pid)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_SECONDS):
                     await process.wait()
@@ -313,8 +311,7 @@ class Sandbox:
                 future.set_exception(Gone(self.gone))
                 future.exception()  # whoever waited may have left
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_with_children(self._process.pid)
         if first:
             self._ended(why)
 

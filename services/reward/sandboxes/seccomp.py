@@ -45,6 +45,20 @@ _NAMESPACES: Final = (
 # Sockets to anything but this machine's namespaces: AF_VSOCK, say, leads out of any of them.
 _FAMILIES: Final = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 _FAMILIES_END: Final = 17
+# What one process does to another of its user: (its place among the arguments) of calls that are
+# not to be made on a sandbox's first process, from which all calls come.
+_ON_OTHERS: Final = {
+    "prlimit64": 0,
+    "sched_setaffinity": 0,
+    "sched_setscheduler": 0,
+    "sched_setparam": 0,
+    "sched_setattr": 0,
+    "setpriority": 1,
+    "ioprio_set": 1,
+}
+_FIRST: Final = 1
+# And on all processes of a user: PRIO_USER, IOPRIO_WHO_USER.
+_ON_USERS: Final = {"setpriority": 2, "ioprio_set": 3}
 # Input typed into whatever terminal there is.
 _TERMINAL: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 
@@ -116,6 +130,10 @@ def compile_filter() -> bytes:
         for family in set(range(_FAMILIES_END)) - set(_FAMILIES):
             deny("socket", 0, _EQ, family, 0)
         deny("socket", 0, _GE, _FAMILIES_END, 0)
+        for name, place in _ON_OTHERS.items():
+            deny(name, place, _MASKED, 0xFFFFFFFF, _FIRST)
+        for name, users in _ON_USERS.items():
+            deny(name, 0, _MASKED, 0xFFFFFFFF, users)
         for request in _TERMINAL:
             deny("ioctl", 1, _MASKED, 0xFFFFFFFF, request)
         return _export(library, context)

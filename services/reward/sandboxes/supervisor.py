@@ -1,4 +1,9 @@
-"""What runs as the first process of a sandbox: each call in a child, everything else left alone.
+"""What runs as the first process of a sandbox: one call at a time, each in a child of its own.
+
+Between two calls only this process and files are left: what a call had started is ended before its
+answer is told, so that nothing of an earlier call can look into a later one, change its answer or
+race with it for a file. Neither this process nor the one that runs a function can be looked into by
+what that starts (memory, open files), although it is of the same user.
 
 Standard library only, and run as a file, or from text where a container cannot see this one. It
 reads frames (four bytes of length, JSON) from standard input:
@@ -8,8 +13,8 @@ reads frames (four bytes of length, JSON) from standard input:
     {"id": 3, "call": "invoke", "entrypoint": .., "arguments_json": .., "memory_mib": ..}
     {"id": 3, "call": "kill"}
 
-and answers each but the last with {"id": .., "answer": [kind, text, traceback], "output": ".."},
-as they end: calls may overlap. It ends, and all with it, when standard input does.
+and answers each but the last with {"id": .., "answer": [kind, text, traceback], "output": ".."}.
+A call that comes while another runs is refused. It ends, and all with it, when standard input does.
 """
 
 from __future__ import annotations
@@ -22,28 +27,34 @@ import importlib.util
 import json
 import os
 import resource
+import select
 import selectors
 import signal
 import struct
 import sys
 import time
 import types
+from collections.abc import Iterator
 from typing import Any, Final
 
 WORK: Final = "/tmp/work"
+# Of calls; what this process imports finds no files there that a call could have written.
+HOME: Final = "/tmp"
 
 _HEADER: Final = struct.Struct(">I")
 _READ_BYTES: Final = 1 << 16
 _OUTPUT_BYTES: Final = 16 << 10
 # An answer is a result of at most 16 MiB, or a short account.
 _ANSWER_BYTES: Final = 20 << 20
-# Outputs of calls that have ended, which their background processes still write to.
-_BACKGROUNDS: Final = 32
-# How long the processes of answered calls may take to end, when there is no room for another.
-_LEAVING_SECONDS: Final = 1.0
+# How long what a call has started may take to be gone once it is killed; then the sandbox goes.
+_END_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 1.0
 _PR_SET_DUMPABLE: Final = 4
 # Of calls, before the supervisor, where memory runs out.
 _OOM_SCORE: Final = "500"
+
+# Its exit status when something in the sandbox cannot be ended.
+_STUCK: Final = 75
 
 DIED: Final = "died"
 NO_ROOM: Final = "no_room"
@@ -56,7 +67,6 @@ class Call:
         self.call_id, self.pid = call_id, pid
         self.answer_fd, self.output_fd = answer, output
         self.answer, self.output = bytearray(), bytearray()
-        self.done = False
 
     def complete(self) -> bytes | None:
         """The answer's JSON, when all of it is there."""
@@ -79,11 +89,9 @@ class Supervisor:
         os.dup2(nothing, 0)
         os.dup2(2, 1)
         self._buffer = bytearray()
-        # Calls that have not been answered, by id; and all whose output is still open, by file.
-        self._calls: dict[int, Call] = {}
-        self._open: dict[int, Call] = {}
-        # Processes of calls that were answered and have not ended.
-        self._leaving: set[int] = set()
+        # The call that runs, and those of its files that are still open.
+        self._call: Call | None = None
+        self._open: set[int] = set()
         self._awake, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         os.set_blocking(self._awake, False)
@@ -126,46 +134,60 @@ class Supervisor:
     def _obey(self, frame: dict[str, Any]) -> None:
         call_id, what = frame.pop("id"), frame.pop("call")
         if what == "kill":
-            if call_id in self._calls:
-                _kill_group(self._calls[call_id].pid)
+            if self._call is not None and self._call.call_id == call_id:
+                _end_all()
+                self._died(self._call, -signal.SIGKILL)
         elif what == "invoke":
+            if self._call is not None:
+                self._say(call_id, [NO_ROOM, "another call runs in the sandbox", ""])
+                return
             try:
                 self._invoke(call_id, frame)
             except OSError as error:  # processes or files have run out
                 self._say(call_id, [NO_ROOM, f"no process could be started: {error}", ""])
         else:
-            self._say(call_id, list(getattr(self._worker, what)(**frame)))
+            with self._watched():
+                answer = list(getattr(self._worker, what)(**frame))
+            self._say(call_id, answer)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """An import may hang, and who would end it be gone: look now and then."""
+        asked = select.poll()
+        asked.register(self._questions, select.POLLIN)
+
+        def look(*_: object) -> None:
+            if any(event & select.POLLHUP for _, event in asked.poll(0)):
+                os._exit(0)
+
+        before = signal.signal(signal.SIGALRM, look)
+        signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def _invoke(self, call_id: int, frame: dict[str, Any]) -> None:
         answer, answer_end = os.pipe()
         output, output_end = os.pipe()
         try:
-            pid = self._fork()
+            pid = os.fork()
         except OSError:
             for descriptor in (answer, answer_end, output, output_end):
                 os.close(descriptor)
             raise
         if pid == 0:
+            os.close(answer)
+            os.close(output)
             self._child(frame, answer_end, output_end)
         os.close(answer_end)
         os.close(output_end)
-        call = self._calls[call_id] = Call(call_id, pid, answer, output)
+        self._call = Call(call_id, pid, answer, output)
         for descriptor in (answer, output):
             os.set_blocking(descriptor, False)
-            self._open[descriptor] = call
+            self._open.add(descriptor)
             self._select.register(descriptor, selectors.EVENT_READ)
-
-    def _fork(self) -> int:
-        deadline = time.monotonic() + _LEAVING_SECONDS
-        while True:
-            try:
-                return os.fork()
-            except OSError:
-                # A call that was answered a moment ago may still be there, and count.
-                if not self._leaving or time.monotonic() > deadline:
-                    raise
-            time.sleep(0.002)
-            self._reap()
 
     def _child(self, frame: dict[str, Any], answers: int, output: int) -> None:
         """Run the call; never returns."""
@@ -176,14 +198,18 @@ class Supervisor:
             os.setsid()
             os.dup2(output, 1)
             os.dup2(output, 2)
-            # Nothing of the supervisor's, nor of other calls.
-            mine = (self._questions, self._answers, self._awake, self._waker)
-            for descriptor in (*mine, *self._open):
+            # Nothing of the supervisor's.
+            for descriptor in (self._questions, self._answers, self._awake, self._waker):
                 os.close(descriptor)
             self._select.close()
-            _dumpable(True)
+            os.environ["HOME"] = HOME
+            _dumpable(True)  # its own files in /proc are its own only so long
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
                 score.write(_OOM_SCORE)
+            # What the function starts may be a model's: it reaches neither the function's memory
+            # nor the file that the answer is written to.
+            _dumpable(False)
+            os.makedirs(WORK, exist_ok=True)
             os.chdir(WORK)
             answer = self._worker.invoke(**frame)
             for stream in (sys.stdout, sys.stderr):
@@ -195,29 +221,31 @@ class Supervisor:
         finally:
             os._exit(0)
 
-    def _read(self, descriptor: int) -> None:
-        call = self._open.get(descriptor)
-        if call is None:
-            return
+    def _read(self, descriptor: int) -> bool:
+        """Take what is there; False when that was nothing."""
+        call = self._call
+        if call is None or descriptor not in self._open:
+            return False
         try:
             part = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:
-            return
+            return False
         if not part:
-            self._close(call, descriptor)
+            self._close(descriptor)
         elif descriptor == call.output_fd:
             call.output += part
             del call.output[:-_OUTPUT_BYTES]
         else:
             call.answer += part
             if len(call.answer) > _ANSWER_BYTES:
-                _kill_group(call.pid)
-                self._close(call, descriptor)
+                _end_all()
+                self._close(descriptor)
             elif (body := call.complete()) is not None:
                 self._end(call, body)
+        return bool(part)
 
     def _reap(self) -> None:
-        """Answer for calls that died, and bury whoever has nobody else."""
+        """Answer for a call that died, and bury whoever has nobody else."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -225,44 +253,34 @@ class Supervisor:
                 return
             if pid == 0:
                 return
-            self._leaving.discard(pid)
-            for call in list(self._calls.values()):
-                if call.pid == pid:
-                    self._died(call, os.waitstatus_to_exitcode(status))
+            if self._call is not None and self._call.pid == pid:
+                self._died(self._call, os.waitstatus_to_exitcode(status))
 
     def _died(self, call: Call, status: int) -> None:
-        while self._open.get(call.answer_fd) is call:  # what it wrote before
-            before = len(call.answer)
-            self._read(call.answer_fd)
-            if len(call.answer) == before:
-                break
-        if call.done:
+        while self._call is call and self._read(call.answer_fd):  # what it wrote before
+            pass
+        if self._call is not call:
             return
         how = f"exited with status {status}"
         if status < 0:
             with contextlib.suppress(ValueError):
                 how = f"was killed by {signal.Signals(-status).name}"
-        body = json.dumps([DIED, f"the call's process {how}", ""]).encode()
-        self._end(call, body, alive=False)
+        self._end(call, json.dumps([DIED, f"the call's process {how}", ""]).encode())
 
-    def _end(self, call: Call, body: bytes, *, alive: bool = True) -> None:
-        call.done = True
-        for _ in range(2):  # all that it printed itself, though others may print for ever
-            if self._open.get(call.output_fd) is call:
-                self._read(call.output_fd)
-        self._close(call, call.answer_fd)
-        del self._calls[call.call_id]
-        if alive:
-            self._leaving.add(call.pid)
+    def _end(self, call: Call, body: bytes) -> None:
+        """Nothing of a call is left; then its answer is told."""
+        _end_all()
+        while self._read(call.output_fd):
+            pass
+        for descriptor in list(self._open):
+            self._close(descriptor)
+        self._call = None
         text, answer = bytes(call.output).decode(errors="replace"), None
         with contextlib.suppress(ValueError, RecursionError):
             answer = json.loads(body)
         if not (isinstance(answer, list) and [type(field) for field in answer] == [str] * 3):
             answer = [DIED, "the call wrote what is no answer", ""]
         self._say(call.call_id, answer, text)
-        over = [one for one in self._open.values() if one.done]
-        for old in over[: max(0, len(over) - _BACKGROUNDS)]:
-            self._close(old, old.output_fd)
 
     def _say(self, call_id: int, answer: list[Any], output: str = "") -> None:
         body = json.dumps({"id": call_id, "answer": answer, "output": output}).encode()
@@ -270,18 +288,28 @@ class Supervisor:
         while view:
             view = view[os.write(self._answers, view) :]
 
-    def _close(self, call: Call, descriptor: int) -> None:
-        if self._open.get(descriptor) is call:  # its number may be another's by now
-            del self._open[descriptor]
+    def _close(self, descriptor: int) -> None:
+        if descriptor in self._open:
+            self._open.remove(descriptor)
             self._select.unregister(descriptor)
             os.close(descriptor)
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)  # before it had made its group
+def _end_all() -> None:
+    """End and bury every process of the sandbox but this one, whatever session it is in; where one
+    does not go, this one goes, and with the first process all others."""
+    deadline = time.monotonic() + _END_SECONDS
+    while True:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        if time.monotonic() > deadline:
+            os._exit(_STUCK)
+        time.sleep(0.001)
 
 
 def _dumpable(may: bool) -> None:
@@ -342,7 +370,13 @@ class Fed(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 
 def main(worker_source: str, worker_path: str, limits: list[str], fed: Fed | None = None) -> None:
-    """Serve with the worker's code, which knows how a function is called."""
+    """Serve with the worker's code, which knows how a function is called.
+
+    Raises RuntimeError where this is not a sandbox's first process: it ends all others.
+    """
+    if os.getpid() != 1:
+        raise RuntimeError("the supervisor is the first process of its sandbox, or none")
+    os.environ["HOME"] = "/nonexistent"
     if fed is not None:
         sys.meta_path.insert(0, fed)
     confine(limits)

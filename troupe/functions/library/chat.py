@@ -61,7 +61,8 @@ def complete(
         if not key:
             raise ChatError(
                 "no_key",
-                f"there is no environment variable {api_key_env} where the reward service runs",
+                f"there is no environment variable {api_key_env} where the function runs: set it "
+                "for the reward service, and name it there in TROUPE_REWARD_ENVIRONMENT",
             )
         headers["authorization"] = f"Bearer {key}"
     url = f"{base_url.rstrip('/')}/chat/completions"

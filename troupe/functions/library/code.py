@@ -4,18 +4,23 @@ They work in the sandbox's working directory, which is the same for all calls of
 Nothing here is trusted with what a model wrote but the sandbox: outside of one each call has an
 empty folder of its own, and its limits are those of the process.
 
-A test report is written by the program under test: who scores with it should run tests that the
-model has not written, after writing them anew (`files` of `run_pytest`).
+What earlier calls left behind has no part in a test run beside the code under test: `run_pytest`
+loads pytest and its plugins from where they are installed, and, where it is given `files`, takes
+fixtures and settings from those only; with `isolated` there is nothing but `files`. But a test
+report is written by the process in which the code under test runs: who scores with it should run
+tests that the model has not written, and know that code which sets out to lie about its own run
+can.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
@@ -32,7 +37,24 @@ _CAGE: Final[dict[str, Any]] = {
     "disk_mib": 512,
     "processes": 128,
 }
-_PYTEST: Final = ("-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=short")
+# pytest and its plugins first, then the working directory, as `python -m pytest` has it: a file
+# there that is named like one of them is not taken for it.
+_STARTS_PYTEST: Final = """
+import importlib, os, sys
+import pytest
+from _pytest.config import default_plugins
+for name in default_plugins:
+    importlib.import_module("_pytest." + name)
+sys.path.insert(0, os.getcwd())
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+_PYTEST: Final = (
+    *("-P", "-s", "-c", _STARTS_PYTEST),
+    *("-q", "--no-header", "-p", "no:cacheprovider", "--tb=short"),
+)
+# Files in which pytest looks for its settings, in its order.
+_SETTINGS: Final = ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
+_FIXTURES: Final = "conftest.py"
 
 
 class Ran(TypedDict):
@@ -96,18 +118,23 @@ def run_pytest(
     keyword: str = "",
     plugins: list[str] | None = None,
     seconds: float = 120.0,
+    isolated: bool = False,
 ) -> Tested:
-    """Run pytest on files or folders (default: all), after writing `files`. `keyword` picks tests
-    by name; `plugins` are those to load, for example "pytest_asyncio.plugin"."""
-    with _place(), tempfile.TemporaryDirectory() as reports:
+    """Run pytest on files or folders (default: all), after writing `files`. With `files`, no other
+    conftest.py and settings count than those among them; `isolated`: in an empty folder that holds
+    `files` and nothing else. `keyword` picks tests by name; `plugins` are those to load, for
+    example "pytest_asyncio.plugin"."""
+    with _place(empty=isolated), tempfile.TemporaryDirectory() as reports:
         _write(files or {})
+        governed = _governed(files)
+        _forget_compiled()
         cores = _cores()
         targets = [str(_inside(path)) for path in paths or ["."]]
         began = time.perf_counter()
         programs, places = [], []
         for number, (share, workers) in enumerate(_shares(targets, cores)):
             report = Path(reports) / f"{number}.xml"
-            options = [*_PYTEST, f"--junitxml={report}", *workers]
+            options = [*_PYTEST, *governed, f"--junitxml={report}", *workers]
             options += ["-k", keyword] if keyword else []
             options += [word for plugin in plugins or () for word in ("-p", plugin)]
             programs.append(_python([*options, "--", *share]))
@@ -181,6 +208,31 @@ def _test_files(targets: list[str]) -> set[Path]:
     return found
 
 
+def _governed(files: Mapping[str, str] | None) -> list[str]:
+    """Options that say where fixtures and settings come from: of the working directory, and not of
+    what is above it; of `files` only, where there are any. Raises ValueError."""
+    here = Path.cwd()
+    options = [f"--rootdir={here}", f"--confcutdir={here}"]
+    own = None if files is None or not files else {_inside(path) for path in files}
+    if own is not None and not any(path.name == _FIXTURES for path in own):
+        options.append("--noconftest")
+    elif own is not None:
+        for path in here.rglob(_FIXTURES):
+            if path.resolve() not in own:
+                raise ValueError(
+                    f"{path.relative_to(here)} is none of `files`, and would change their tests"
+                )
+    settings = (path for name in _SETTINGS if (path := here / name).is_file())
+    chosen = (path for path in settings if own is None or path.resolve() in own)
+    return [*options, "-c", str(next(chosen, os.devnull))]
+
+
+def _forget_compiled() -> None:
+    """Remove compiled modules from the working directory: they need not be of the sources there."""
+    for folder in list(Path.cwd().rglob("__pycache__")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _python(arguments: Sequence[str], *, stdin: str = "") -> Program:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     # Whatever is installed here would be loaded: seconds for every call.
@@ -213,9 +265,9 @@ def _limit(seconds: float) -> float:
 
 
 @contextlib.contextmanager
-def _place() -> Iterator[None]:
+def _place(*, empty: bool = False) -> Iterator[None]:
     """Go where files may be written: the sandbox's working directory, else an empty one."""
-    if Path.cwd().is_relative_to("/tmp"):
+    if Path.cwd().is_relative_to("/tmp") and not empty:
         yield
         return
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
