@@ -49,7 +49,9 @@ def test_what_a_model_runs_reaches_nothing_outside(client: Client) -> None:
         "socket.create_connection(('127.0.0.1', 1), 1)\n"
     )
     ran = client.functions.invoke("run_python", {"code": probe}, trajectory_id="probe")
-    assert ran["stdout"] == "65534 False False\n"
+    user, *found = ran["stdout"].split()
+    assert user != "0"
+    assert found == ["False", "False"]
     assert ran["exit_code"] == 1
     with pytest.raises(InvocationFailed, match="leads out of the working directory"):
         client.functions.invoke("read_file", {"path": "/etc/passwd"}, trajectory_id="probe")
