@@ -139,7 +139,7 @@ class Cage:
         return command, environment
 
     def _files(self) -> list[list[str]]:
-        """What landlock lets a process read, and write: what was declared, and what a Python
+        """What landlock lets a process read, write, and list: what was declared, and what a Python
         program needs; nothing of the services' own unless it was declared by name."""
         hidden = view.kept()
         imports = [*([self.source] if self.source else []), *view.imports()]
@@ -149,6 +149,7 @@ class Cage:
         return [
             [*reads, *view.without(self.reads, hidden, declared=True)],
             view.without(self.writes, hidden, declared=True),
+            imports,  # where the interpreter looks for modules
         ]
 
     def limits(self) -> dict[str, int]:

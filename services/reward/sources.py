@@ -40,6 +40,9 @@ class Sources:
                     path = draft / file.path
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(file.content)
+                # The folder around it is private; a sandbox, of another user, is shown this one.
+                for path in (draft, *draft.rglob("*")):
+                    path.chmod(0o755 if path.is_dir() else 0o644)
                 draft.rename(target)
             except OSError:
                 if not target.is_dir():  # else somebody was quicker

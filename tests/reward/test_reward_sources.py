@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -97,12 +98,17 @@ async def test_a_sandbox_reads_it_and_cannot_change_it(client: Client) -> None:
     assert result == "OSError", result
 
 
+@BUBBLEWRAP
 async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
     """The first program in it, without an engine: what it reads, and what it imports then."""
     sources = Sources(tmp_path / "kept")
+    before = os.umask(0o077)
     sha = sources.put(
         files({"pack/__init__.py": "", "pack/rule.py": "def score(x):\n    return x + 5\n"})
     )
+    os.umask(before)
+    assert (sources.find(sha) / "pack").stat().st_mode & 0o777 == 0o755
+    assert (sources.find(sha) / "pack/rule.py").stat().st_mode & 0o777 == 0o644
     work = tmp_path / "work"
     work.mkdir()
     frames = _fed({"core": 0}, str(sources.find(sha)))
@@ -120,7 +126,12 @@ async def test_a_container_is_fed_with_it(tmp_path: Path) -> None:
         body = json.dumps(request).encode()
         frames += struct.pack(">I", len(body)) + body
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _BOOT), cwd=work, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        # The first process, as in a container: it ends all others.
+        *("bwrap", "--unshare-pid", "--as-pid-1", "--dev-bind", "/", "/", "--proc", "/proc"),
+        *(sys.executable, "-c", _BOOT),
+        cwd=work,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert process.stdin is not None
     assert process.stdout is not None

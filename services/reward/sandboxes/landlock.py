@@ -46,14 +46,17 @@ def version() -> int:
     return max(0, found)
 
 
-def restrict(reads: Iterable[str], writes: Iterable[str]) -> None:
-    """From now on only `reads` can be read and run, only `writes` be changed, and what is below
-    them; those that are not there are left out. Raises OSError."""
+def restrict(reads: Iterable[str], writes: Iterable[str], lists: Iterable[str] = ()) -> None:
+    """From now on only `reads` can be read and run, only `writes` be changed, only the names in
+    `lists` be seen besides, and what is below them; those that are not there are left out. Raises
+    OSError."""
     every = (1 << _RIGHTS.get(version(), _RIGHTS_NOW)) - 1
     ruleset = _checked("landlock_create_ruleset", _call(_CREATE, _u64(every), 8, 0))
     try:
         for path in reads:
             _allow(ruleset, path, _READ)
+        for path in lists:
+            _allow(ruleset, path, _READ_DIR)
         for path in (*DEVICES, *writes):
             _allow(ruleset, path, every)
         program = ctypes.CDLL(None, use_errno=True)
@@ -63,11 +66,11 @@ def restrict(reads: Iterable[str], writes: Iterable[str]) -> None:
         os.close(ruleset)
 
 
-def confine(reads: Sequence[str], writes: Sequence[str]) -> None:
+def confine(reads: Sequence[str], writes: Sequence[str], lists: Sequence[str]) -> None:
     """`restrict`; the first of `writes` is where temporary files go."""
     if writes:
         os.environ["TMPDIR"] = writes[0]
-    restrict([*reads, *writes], writes)
+    restrict([*reads, *writes], writes, lists)
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
@@ -76,6 +79,8 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
         try:
             if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 rights &= _OF_FILES
+            if not rights:  # an archive on the import path, of which nothing is to be listed
+                return
             if version() < 3:
                 rights &= ~_TRUNCATE
             if version() < 5:

@@ -91,7 +91,7 @@ def shown(entries: Iterable[str]) -> tuple[list[str], list[str]]:
             show.append(entry)
             continue
         modules, others = _contents(entry)
-        if len(modules) <= _MOST_MODULES:
+        if len(modules) <= _MOST_MODULES or _is_kept(entry):
             show += modules
         else:
             show.append(entry)
@@ -220,7 +220,12 @@ def _importable(entry: os.DirEntry[str]) -> bool:
     if os.path.isfile(os.path.join(entry.path, "__init__.py")):
         return True
     # A package without __init__.py; not a cluster's data, with the sources that it was sent.
-    return os.path.realpath(entry.path) not in kept() and _holds_modules(entry.path)
+    return not _is_kept(entry.path) and _holds_modules(entry.path)
+
+
+def _is_kept(path: str) -> bool:
+    real = os.path.realpath(path)
+    return any(_within(real, one) for one in kept())
 
 
 def _holds_modules(folder: str) -> bool:
