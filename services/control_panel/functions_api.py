@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Query, Request
@@ -11,7 +10,10 @@ from pydantic import ConfigDict, Field
 from services.control_panel import views
 from services.control_panel.upstream import Upstream
 from troupe.client.deploying import checked_costs
+from troupe.client.function_records import result_of
 from troupe.functions.costs import to_spec
+from troupe.outcomes import NotJsonError, json_text
+from troupe.rpc.errors import InvalidArgument
 from troupe.rpc.ids import new_id
 from troupe.v1 import reward_pb2 as pb
 
@@ -107,16 +109,16 @@ async def invoke_function(
             invocation_id=invocation_id,
             name=name,
             version=version,
-            arguments_json=json.dumps(arguments),
+            arguments_json=_json(arguments),
             trajectory_id=trajectory_id,
         ),
         timeout=_INVOKE_SECONDS,
     )
-    failed = reply.WhichOneof("outcome") == "error"
+    value, error = result_of(reply)
     return Outcome(
         invocation_id=invocation_id,
-        value=None if failed else json.loads(reply.result_json),
-        error=views.plain(reply.error) if failed else None,
+        value=value,
+        error=None if error is None else views.plain(error),
         queue_seconds=reply.queue_seconds,
         run_seconds=reply.run_seconds,
         cold_start_seconds=reply.cold_start_seconds,
@@ -145,6 +147,17 @@ async def delete_function(request: Request, name: str, version: str) -> dict[str
         pb.DeleteFunctionRequest(request_id=new_id("panel"), name=name, version=version)
     )
     return {"deleted": reply.deleted}
+
+
+def _json(arguments: dict[str, Any]) -> str:
+    try:
+        return json_text(arguments)
+    except NotJsonError as error:
+        raise InvalidArgument(
+            f"is not JSON: {error}",
+            field="body",
+            remedy="Send strings, finite numbers, booleans, null, arrays and objects only.",
+        ) from error
 
 
 def _spec(given: Deployment) -> pb.FunctionSpec:

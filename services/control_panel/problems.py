@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from services.control_panel.views import Problem
 from troupe.job.faults import problem_of
+from troupe.outcomes import described
 from troupe.rpc.errors import TroupeError
 
 HTTP_STATUS = {
@@ -109,7 +110,7 @@ def install(app: FastAPI) -> None:
             Problem(
                 title="internal",
                 status=500,
-                detail=f"{type(error).__name__}: {error}",
+                detail=described(error),
                 remedy="This is a fault of Troupe; the panel's log has the traceback.",
             )
         )

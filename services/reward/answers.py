@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
 from services.reward import worker
 from services.reward.call import Outcome
+from troupe.outcomes import finite_number, parse_json, utf8_text
 from troupe.v1 import reward_pb2 as pb
 
 _KINDS: Final = {
@@ -43,8 +42,8 @@ def outcome_of(
 ) -> Outcome:
     """What becomes of a call that a worker answered so after `seconds`; it printed `output`."""
     if answer.kind == worker.OK:
-        return Outcome(sendable(answer.text), seconds, cold_seconds=cold_seconds)
-    text, retry_after = sendable(answer.text), 0.0
+        return Outcome(utf8_text(answer.text), seconds, cold_seconds=cold_seconds)
+    text, retry_after = utf8_text(answer.text), 0.0
     if answer.kind == worker.REFUSED:
         said, _, text = answer.text.partition(" ")
         with contextlib.suppress(ValueError):
@@ -55,7 +54,7 @@ def outcome_of(
         error=pb.InvocationError(
             kind=_KINDS.get(answer.kind, pb.InvocationError.KIND_RAISED),
             message=text,
-            traceback=sendable(answer.traceback),
+            traceback=utf8_text(answer.traceback),
             output=output,
             retry_after_seconds=retry_after,
         ),
@@ -98,11 +97,6 @@ def _too_large(response: pb.InvokeResponse, size: int, most: int) -> pb.InvokeRe
     return refused
 
 
-def sendable(text: str) -> str:
-    """`text` as protobuf takes it: names of files that are not UTF-8 come as halves of pairs."""
-    return text if text.isascii() else text.encode(errors="replace").decode()
-
-
 def as_reward(outcome: Outcome) -> Outcome:
     """`outcome`, or KIND_BAD_RESULT where it is neither a number nor numbers by agent."""
     if outcome.error is not None or _is_reward(outcome.result_json):
@@ -122,17 +116,11 @@ def _is_reward(text: str) -> bool:
     if len(text) > _MAX_REWARD_BYTES:
         return False
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = parse_json(text)
+        for number in value.values() if isinstance(value, dict) else [value]:
+            if isinstance(number, bool):
+                return False
+            finite_number(number)
+    except ValueError:
         return False
-    numbers = value.values() if isinstance(value, dict) else [value]
-    return all(map(_is_number, numbers))
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond what is trained with
-        return False
+    return True

@@ -17,6 +17,7 @@ from services.reward.sandbox import (
 )
 from services.reward.sandboxes import landlock
 from services.reward.sandboxes.container import find_engine
+from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc import FailedPrecondition, InvalidArgument
 from troupe.v1 import reward_pb2 as pb
 
@@ -50,6 +51,13 @@ def check(spec: pb.FunctionSpec) -> None:
             "is not of the form package.module:attribute",
             "Write for example my_project.rewards:exact_match.",
         )
+    try:
+        schema = parse_json(spec.parameters_json or "{}")
+    except NotJsonError as error:
+        refuse("parameters_json", None, f"is not JSON: {error}", "Give a JSON schema, or nothing.")
+    else:
+        if not isinstance(schema, dict):
+            refuse("parameters_json", None, "is no JSON object", "Give a JSON schema, or nothing.")
     if not (math.isfinite(spec.timeout_seconds) and spec.timeout_seconds > 0):
         refuse(
             "timeout_seconds",

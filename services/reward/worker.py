@@ -225,13 +225,22 @@ def _load(entrypoint: str) -> Callable[..., Any]:
 def _encode(result: Any) -> Answer:
     try:
         text = json.dumps(result, allow_nan=False, default=_plain)
-    except (ValueError, TypeError, RecursionError) as error:
-        shown = repr(result)
-        shown = shown if len(shown) < 200 else shown[:197] + "..."
-        return Answer(BAD_RESULT, f"{error}: the function returned {shown}")
+    except MemoryError:
+        raise
+    except BaseException as error:  # of an object that is the function's own
+        why = error if isinstance(error, (ValueError, TypeError, RecursionError)) else _said(error)
+        return Answer(BAD_RESULT, f"{why}: the function returned {_shown(result)}")
     if len(text) > _MAX_RESULT_BYTES:
         return Answer(BAD_RESULT, f"{len(text):,} bytes of JSON; {_MAX_RESULT_BYTES:,} at most")
     return Answer(OK, text)
+
+
+def _shown(result: Any) -> str:
+    try:
+        shown = repr(result)
+    except BaseException:
+        return f"a {type(result).__name__} that cannot be shown"
+    return shown if len(shown) < 200 else shown[:197] + "..."
 
 
 def _plain(value: Any) -> Any:

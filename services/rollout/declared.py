@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from troupe import __version__
-from troupe.functions.costs import to_spec
+from troupe.functions.costs import schema_of, to_spec
 from troupe.functions.describing import IMPORT_SECONDS, Described
+from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc.errors import NotFound
 from troupe.rpc.ids import new_id
 from troupe.v1 import reward_pb2 as pb
@@ -66,7 +67,7 @@ async def list_described(stub: RewardAsyncStub) -> dict[tuple[str, str], Describ
             spec.name,
             spec.version,
             spec.description,
-            parameters=json.loads(spec.parameters_json or "{}"),
+            parameters=schema_of(spec),
         )
         for spec in (status.function for status in reply.functions)
     }
@@ -90,4 +91,8 @@ async def _describe(stub: RewardAsyncStub, entrypoint: str) -> Described:
             error=response.error.message,
         )
         return Described(entrypoint)
-    return Described(**json.loads(response.result_json))
+    try:
+        return Described(**parse_json(response.result_json))
+    except (NotJsonError, TypeError) as error:  # of an imported module that answers for us
+        log.warning("a function is described as nothing", entrypoint=entrypoint, error=str(error))
+        return Described(entrypoint)

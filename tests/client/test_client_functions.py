@@ -24,6 +24,7 @@ from troupe.client import (
     InvocationFailed,
     InvocationProgress,
 )
+from troupe.outcomes import type_name
 from troupe.rpc import AlreadyExists, InvalidArgument, NotFound, connect
 from troupe.v1 import reward_pb2 as pb
 from troupe.v1.reward_pb2_grpc import RewardStub
@@ -334,3 +335,137 @@ def test_wrong_input_is_one_line(
     assert status == 2
     assert err.startswith(f"error: {said}")
     assert err.count("\n") == 1
+
+
+ODD = """
+import sys
+
+import troupe
+
+
+class Hostile:
+    def tolist(self):
+        sys.exit(3)
+
+    def __repr__(self):
+        raise KeyboardInterrupt
+
+
+VALUES = {
+    "nan": float("nan"),
+    "infinite": [float("inf")],
+    "huge": 10**5000,
+    "hostile": Hostile(),
+    "set": {1},
+    "key": {(1, 2): 3},
+    "half": ["\\ud800", {"\\udfff": 1}],
+    "large": 10**400,
+}
+for name, depth in {"deep": 300, "deeper": 900, "deepest": 100_000}.items():
+    VALUES[name] = []
+    for _ in range(depth):
+        VALUES[name] = [VALUES[name]]
+
+
+@troupe.tool(cores=0)
+def odd(name: str) -> object:
+    return VALUES[name]
+
+
+@troupe.tool(cores=0)
+def ends(how: str) -> None:
+    raise {
+        "group": BaseExceptionGroup("g", [SystemExit(1), KeyboardInterrupt()]),
+        "exit": SystemExit(0),
+        "half": ValueError("\\ud800"),
+        "closed": GeneratorExit(),
+    }[how]
+"""
+
+
+@pytest.fixture
+def odd(client: Client, tmp_path: Path) -> list[Function]:
+    path = tmp_path / "odd.py"
+    path.write_text(ODD)
+    return client.functions.deploy(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nan", "infinite", "huge", "hostile", "set", "key", "deep", "deeper", "deepest"],
+)
+def test_an_answer_that_is_no_json_is_a_typed_error(
+    client: Client, odd: list[Function], name: str
+) -> None:
+    with pytest.raises(InvocationFailed) as failed:
+        client.functions.invoke("odd", {"name": name})
+    assert failed.value.kind == "bad_result", failed.value
+    (ended,) = client.functions.invoke_batch("odd", [{"name": name}])
+    assert ended.error is not None
+    assert ended.error.kind == "bad_result"
+
+
+def test_answers_are_text_that_can_be_written(client: Client, odd: list[Function]) -> None:
+    assert client.functions.invoke("odd", {"name": "half"}) == ["\ufffd", {"\ufffd": 1}]
+    assert client.functions.invoke("odd", {"name": "large"}) == 10**400
+
+
+@pytest.mark.parametrize("how", ["group", "exit", "half", "closed"])
+def test_whatever_a_function_raises_is_its_error(
+    client: Client, odd: list[Function], how: str
+) -> None:
+    with pytest.raises(InvocationFailed) as failed:
+        client.functions.invoke("ends", {"how": how})
+    assert failed.value.kind == "raised"
+    str(failed.value).encode()
+
+
+@pytest.mark.parametrize("value", [float("nan"), 10**5000, {1}, {(1, 2): 3}], ids=type_name)
+def test_arguments_that_are_no_json_are_refused(
+    client: Client, odd: list[Function], value: object
+) -> None:
+    with pytest.raises(InvalidArgument, match="not JSON") as refused:
+        client.functions.invoke("odd", {"name": value})
+    assert refused.value.field == "arguments"
+
+
+@pytest.mark.parametrize("text", ["", "{", "NaN", "[1e400]", "[" * 900 + "]" * 900, "1" * 5000])
+def test_what_a_sandbox_may_answer_is_a_typed_error(text: str) -> None:
+    ended = Invocation.of("name", "id", pb.InvokeResponse(result_json=text))
+    assert ended.value is None
+    assert ended.error is not None
+    assert ended.error.kind == "bad_result"
+
+
+def test_a_schema_that_is_none_is_refused_where_it_is_registered(town: Town) -> None:
+    async def register() -> None:
+        async with connect(town.reward.address) as channel:
+            spec = pb.FunctionSpec(
+                name="odd-schema",
+                version="1",
+                entrypoint="tests.rollout.plays:add",
+                timeout_seconds=1,
+                parameters_json="{",
+            )
+            await RewardStub(channel).RegisterFunction(
+                pb.RegisterFunctionRequest(request_id="odd-schema", function=spec)
+            )
+
+    with pytest.raises(InvalidArgument) as refused:
+        asyncio.run(register())
+    assert refused.value.field == "function.parameters_json"
+
+
+def test_the_cli_prints_no_traceback_for_odd_answers(
+    odd: list[Function], town: Town, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TROUPE_ORCHESTRATOR_ADDRESS", town.address)
+    for name in ("nan", "deep", "deepest", "hostile"):
+        arguments = json.dumps({"name": name})
+        status, _, err = run("functions", "invoke", "odd", "--arguments", arguments)
+        assert status == 1, err
+        # gRPC's pollers of several event loops in one process speak before.
+        assert err.splitlines()[-1].startswith("error: odd: "), err
+    status, _, err = run("functions", "invoke", "odd", "--arguments", "[" * 100_000)
+    assert status == 2
+    assert err.splitlines()[-1].startswith("error: --arguments"), err

@@ -86,3 +86,39 @@ async def test_what_utf8_cannot_say_is_a_problem(http: httpx.AsyncClient) -> Non
     refused = await http.post("/api/functions", content=body, headers=headers)
     assert refused.status_code == 422, refused.text
     assert refused.json()["detail"].startswith("\\ud800 alone is no character")
+
+
+ODD = """
+class Hostile:
+    def tolist(self):
+        raise SystemExit(3)
+
+def odd(name):
+    if name == "hostile":
+        return Hostile()
+    if name == "half":
+        return ["\\ud800"]
+    value = []
+    for _ in range({"deep": 300, "deeper": 900, "deepest": 100_000, "fits": 190}[name]):
+        value = [value]
+    return value
+"""
+
+
+async def test_answers_and_arguments_that_are_no_json_are_typed(http: httpx.AsyncClient) -> None:
+    function = {"name": "odd-answers", "entrypoint": "odd:odd", "files": {"odd.py": ODD}}
+    made = await http.post("/api/functions", json=EXACT | function)
+    assert made.status_code == 201, made.text
+    for name in ("hostile", "deep", "deeper", "deepest"):
+        told = await http.post("/api/functions/odd-answers/invoke", json={"name": name})
+        assert told.status_code == 200, told.text
+        assert told.json()["error"]["kind"] == "bad_result", told.text
+    for name in ("half", "fits"):
+        told = await http.post("/api/functions/odd-answers/invoke", json={"name": name})
+        assert told.json()["error"] is None, told.text
+    headers = {"content-type": "application/json"}
+    for body in ('{"name": NaN}', '{"name": 1e400}', '{"name": ' + "[" * 300 + "]" * 300 + "}"):
+        told = await http.post("/api/functions/odd-answers/invoke", content=body, headers=headers)
+        assert told.status_code == 422, told.text
+        assert told.headers["content-type"] == "application/problem+json"
+        assert told.json()["field"] == "body"

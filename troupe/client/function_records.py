@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from troupe.client.records import word
-from troupe.functions.costs import costs_of
+from troupe.functions.costs import costs_of, schema_of
+from troupe.outcomes import NotJsonError, parse_json
 from troupe.rpc.errors import TroupeError
 from troupe.v1 import reward_pb2 as pb
 
@@ -28,6 +28,20 @@ class InvocationFailed(TroupeError):
         """The last lines of the function's own traceback."""
         self.output = error.output
         """The last that it printed."""
+
+
+def result_of(reply: pb.InvokeResponse) -> tuple[Any, pb.InvocationError | None]:
+    """The value of a call, or why there is none: functions, and sandboxes, may answer anything."""
+    if reply.WhichOneof("outcome") == "error":
+        return None, reply.error
+    try:
+        return parse_json(reply.result_json), None
+    except NotJsonError as error:
+        return None, pb.InvocationError(
+            kind=pb.InvocationError.KIND_BAD_RESULT,
+            message=f"its answer is not JSON: {error}. Return finite numbers, strings, booleans, "
+            "None, lists and dicts of them",
+        )
 
 
 @dataclass(frozen=True)
@@ -50,11 +64,11 @@ class Invocation:
     @classmethod
     def of(cls, name: str, invocation_id: str, reply: pb.InvokeResponse) -> Invocation:
         """From the wire."""
-        failed = reply.WhichOneof("outcome") == "error"
+        value, error = result_of(reply)
         return cls(
             id=invocation_id,
-            value=None if failed else json.loads(reply.result_json),
-            error=InvocationFailed(name, reply.error) if failed else None,
+            value=value,
+            error=None if error is None else InvocationFailed(name, error),
             queue_seconds=reply.queue_seconds,
             run_seconds=reply.run_seconds,
             cold_start_seconds=reply.cold_start_seconds,
@@ -140,7 +154,7 @@ class Function:
             entrypoint=spec.entrypoint,
             source_sha256=spec.source_sha256,
             description=spec.description,
-            parameters=json.loads(spec.parameters_json or "{}"),
+            parameters=schema_of(spec),
             costs=costs_of(spec),
             invocations=status.invocations,
             errors=status.errors,

@@ -4,7 +4,6 @@ the reward service's own calls."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from troupe.client.function_records import (
     InvocationProgress,
     LogLine,
 )
+from troupe.outcomes import NotJsonError, json_text
 from troupe.rpc.errors import InvalidArgument, NotFound
 from troupe.rpc.ids import new_id
 from troupe.v1 import reward_pb2 as pb
@@ -221,8 +221,8 @@ def _request(
 
 def _json(arguments: Mapping[str, Any]) -> str:
     try:
-        return json.dumps(dict(arguments), allow_nan=False)
-    except (TypeError, ValueError) as error:
+        return json_text(dict(arguments))
+    except NotJsonError as error:
         raise InvalidArgument(
             f"are not JSON: {error}",
             field="arguments",

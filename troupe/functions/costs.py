@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from troupe.outcomes import NotJsonError, json_text, parse_json
+from troupe.rpc.errors import InvalidArgument
 from troupe.v1 import reward_pb2 as pb
 
 DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType(
@@ -41,9 +42,29 @@ def to_spec(
         entrypoint=entrypoint,
         kind=kind,
         description=description,
-        parameters_json=json.dumps(parameters) if parameters else "",
+        parameters_json=_schema(parameters) if parameters else "",
         **{**DEFAULTS, **declared, **costs},
     )
+
+
+def _schema(parameters: Mapping[str, Any]) -> str:
+    try:
+        return json_text(dict(parameters))
+    except NotJsonError as error:
+        raise InvalidArgument(
+            f"is not JSON: {error}",
+            field="function.parameters",
+            remedy="Give a JSON schema of the arguments.",
+        ) from error
+
+
+def schema_of(spec: pb.FunctionSpec) -> dict[str, Any]:
+    """The JSON schema of a function's arguments; empty where what was registered is none."""
+    try:
+        found = parse_json(spec.parameters_json or "{}")
+    except NotJsonError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def costs_of(spec: pb.FunctionSpec) -> dict[str, Any]:

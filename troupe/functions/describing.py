@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from troupe.functions.declaration import declaration_of
+from troupe.outcomes import described as error_text
+from troupe.outcomes import safe_text
 
 # Importing may load a model's libraries.
 IMPORT_SECONDS: Final = 60.0
@@ -87,9 +89,7 @@ def _answer(target: str) -> dict[str, Any]:
     try:
         return {"functions": [asdict(one) for one in _functions(target)]}
     except BaseException as error:  # an import may raise anything, SystemExit included
-        text = (
-            str(error) if isinstance(error, DescribeError) else f"{type(error).__name__}: {error}"
-        )
+        text = safe_text(error) if isinstance(error, DescribeError) else error_text(error)
         return {"error": f"{target}: {text}"}
 
 
