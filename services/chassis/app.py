@@ -32,6 +32,9 @@ S = TypeVar("S", bound=ServiceSettings)
 # Threads of libraries that do not end by themselves must not keep a stopped process alive.
 _EXIT_SECONDS = 5.0
 _INSIST_SECONDS = 1.0
+_ENDING = frozenset(
+    {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP}
+)
 
 
 def run(make_service: Factory[S], settings: S | type[S]) -> int:
@@ -51,6 +54,7 @@ def _run(make_service: Factory[S], settings: S | type[S]) -> int:
     values = read_settings(settings, name) if isinstance(settings, type) else settings
     if values is None:
         return 2
+    refuse_own_end()
     _set_thread_budget(values.threads)
     go_straight(values.cluster_addresses)
     logs.configure(name, values.log_level, values.log_format)
@@ -128,6 +132,21 @@ async def _live(make_service: Factory[S], settings: S) -> None:
 def _set_from_thread(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
     with contextlib.suppress(RuntimeError):  # the loop is closed: we are stopping already
         loop.call_soon_threadsafe(stop.set)
+
+
+def refuse_own_end() -> None:
+    """From now on code of this process cannot send a signal that ends it, or what supervises it: a
+    job's code would end one worker after another, each as if a person had stopped it."""
+    protected = {0, -1, os.getpid(), os.getppid(), os.getpgrp()}
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in ("os.kill", "os.killpg"):
+            return
+        target, number = arguments
+        if number in _ENDING and target in protected:
+            raise PermissionError(f"{event} of a service's own process, by code that runs in it")
+
+    sys.addaudithook(refuse)
 
 
 def _set_thread_budget(threads: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -71,6 +73,21 @@ class Echo(orchestrator_pb2_grpc.OrchestratorServicer):
                 await asyncio.sleep(float(argument))
             elif verb == "raise":
                 raise ValueError(argument)
+            elif verb == "exit":
+                sys.exit(argument)
+            elif verb == "group":
+                raise BaseExceptionGroup("g", [SystemExit(1), KeyboardInterrupt()])
+            elif verb == "thread":
+                await asyncio.to_thread(sys.exit, argument)
+            elif verb == "task":
+                await asyncio.create_task(self._obey("exit of a task"))
+            elif verb == "callback":
+                loop = asyncio.get_running_loop()
+                loop.call_soon(sys.exit, argument)
+                loop.call_soon(loop.stop)
+                await asyncio.sleep(0.05)
+            elif verb == "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
             elif verb == "refuse":
                 raise NotFound("no such job", field="job_id", value=argument, remedy="Look again.")
         except asyncio.CancelledError:

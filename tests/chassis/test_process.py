@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import grpc
+import pytest
 from echo_process import ECHO, Launch, wait_for
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from troupe.rpc import connect_sync
+from troupe.rpc import NO_RETRY, ClientSettings, Internal, connect_sync
 from troupe.v1 import orchestrator_pb2 as pb
 from troupe.v1.orchestrator_pb2_grpc import OrchestratorStub
 
@@ -48,6 +51,32 @@ def test_sigint_while_starting_stops_cleanly(launch: Launch) -> None:
         )
     assert response.status == health_pb2.HealthCheckResponse.NOT_SERVING
     process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ("exit 3", "SystemExit: 3"),
+        ("group", "BaseExceptionGroup: g (SystemExit: 1; KeyboardInterrupt)"),
+        ("thread 4", "UserCodeExit: SystemExit: 4"),
+        ("task", "SystemExit: of a task"),
+        ("callback 5", None),
+        ("terminate", "PermissionError: "),
+    ],
+)
+def test_nothing_that_runs_in_a_service_ends_it(
+    launch: Launch, tmp_path: Path, order: str, said: str | None
+) -> None:
+    port_file = tmp_path / "ports"
+    process = launch(TROUPE_PORT_FILE=port_file)
+    port, _ = wait_for(port_file, process)
+    with connect_sync(f"127.0.0.1:{port}", ClientSettings(retry=NO_RETRY)) as channel:
+        stub = OrchestratorStub(channel)
+        with nullcontext() if said is None else pytest.raises(Internal, match=re.escape(said)):
+            stub.GetJob(pb.GetJobRequest(job_id=order), timeout=10)
+        assert stub.GetJob(pb.GetJobRequest(job_id="after"), timeout=10).job.name == "after"
+    process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
 
 

@@ -1,0 +1,132 @@
+"""Sinks that exit, raise anything or hang: notices, and the rows arrive where they can."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator import sinks as module
+from services.orchestrator.sinks import Sinks
+from tests.support.cluster import job_yaml
+from tests.support.hostile import HALF, UnsayableError, leaf_errors, nested_group
+from troupe.job import parse_job
+from troupe.outcomes import type_name
+from troupe.v1 import orchestrator_pb2 as orch
+
+
+def row(step: int) -> orch.MetricsLogged:
+    return orch.MetricsLogged(step=step, values={"reward/mean": step / 10})
+
+
+class Tool:
+    """A module named wandb: what its calls do is the test's."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.logged: list[int] = []
+        self.finished = False
+        self.on_init: Callable[[], Any] = lambda: None
+        self.on_log: Callable[[], Any] = lambda: None
+        self.on_finish: Callable[[], Any] = lambda: None
+
+    def init(self, **how: Any) -> Tool:
+        self.on_init()
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.on_log()
+        self.logged.append(step)
+
+    def finish(self) -> None:
+        self.on_finish()
+        self.finished = True
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tool]:
+    tool = Tool()
+    wandb = types.ModuleType("wandb")
+    wandb.init = tool.init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.3)
+    yield tool
+    tool.released.set()
+
+
+def make(tmp_path: Path) -> Sinks:
+    spec = parse_job(job_yaml(logging__wandb_project="p", logging__tensorboard=False))
+    return Sinks(spec, "job", tmp_path)
+
+
+def raises(error: BaseException) -> Callable[[], Any]:
+    def call() -> Any:
+        raise error
+
+    return call
+
+
+def lines(tmp_path: Path) -> list[int]:
+    return [
+        json.loads(one)["step"] for one in (tmp_path / "metrics.jsonl").read_text().split("\n")[:-1]
+    ]
+
+
+ERRORS = [*leaf_errors(), UnsayableError(), nested_group(SystemExit(HALF), 3)]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=type_name)
+async def test_whatever_a_sink_raises_is_a_notice(
+    tmp_path: Path, tool: Tool, error: BaseException
+) -> None:
+    tool.on_init = raises(error)
+    sinks = make(tmp_path)
+    (trouble,) = await sinks.open([row(0)])
+    assert trouble.startswith("no Weights & Biases: ")
+    trouble.encode()
+    assert await sinks.write(row(1)) == []
+    assert await sinks.close() == []
+    assert lines(tmp_path) == [0, 1]
+
+
+async def test_what_its_calls_raise_is_told_each_time(tmp_path: Path, tool: Tool) -> None:
+    sinks = make(tmp_path)
+    assert await sinks.open([row(0)]) == []
+    tool.on_log, tool.on_finish = raises(SystemExit(2)), raises(KeyboardInterrupt())
+    for step in (1, 2):
+        assert await sinks.write(row(step)) == ["Weights & Biases: UserCodeExit: SystemExit: 2"]
+    assert await sinks.close() == ["Weights & Biases: UserCodeExit: KeyboardInterrupt"]
+    assert (tool.logged, lines(tmp_path)) == ([0], [0, 1, 2])
+
+
+async def test_one_that_hangs_is_told_once_and_gets_its_rows_later(
+    tmp_path: Path, tool: Tool
+) -> None:
+    tool.on_init = tool.released.wait
+    sinks = make(tmp_path)
+    late = ["Weights & Biases does not answer: the job goes on, its rows wait"]
+    assert await sinks.open([row(0)]) == late
+    assert await sinks.write(row(1)) == []
+    assert lines(tmp_path) == [0, 1]
+    tool.released.set()
+    assert await sinks.write(row(2)) == []
+    assert await sinks.close() == []
+    assert (tool.logged, tool.finished) == ([0, 1, 2], True)
+
+
+@pytest.mark.parametrize("hanging", ["on_log", "on_finish"])
+async def test_one_that_hangs_for_too_long_is_given_up(
+    tmp_path: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch, hanging: str
+) -> None:
+    monkeypatch.setattr(module, "GIVE_UP_SECONDS", 0.1)
+    setattr(tool, hanging, tool.released.wait)
+    sinks = make(tmp_path)
+    troubles = await sinks.open([row(0)]) + await sinks.write(row(1)) + await sinks.close()
+    assert troubles == ["Weights & Biases is given up: it did not end within 0.1 s"]
+    assert lines(tmp_path) == [0, 1]
