@@ -9,7 +9,7 @@ from typing import Final
 
 from services.reward import worker
 from services.reward.call import Outcome
-from troupe.outcomes import finite_number, parse_json, utf8_text
+from troupe.outcomes import finite_number, parse_json
 from troupe.v1 import reward_pb2 as pb
 
 _KINDS: Final = {
@@ -42,8 +42,8 @@ def outcome_of(
 ) -> Outcome:
     """What becomes of a call that a worker answered so after `seconds`; it printed `output`."""
     if answer.kind == worker.OK:
-        return Outcome(utf8_text(answer.text), seconds, cold_seconds=cold_seconds)
-    text, retry_after = utf8_text(answer.text), 0.0
+        return Outcome(sendable(answer.text), seconds, cold_seconds=cold_seconds)
+    text, retry_after = sendable(answer.text), 0.0
     if answer.kind == worker.REFUSED:
         said, _, text = answer.text.partition(" ")
         with contextlib.suppress(ValueError):
@@ -54,7 +54,7 @@ def outcome_of(
         error=pb.InvocationError(
             kind=_KINDS.get(answer.kind, pb.InvocationError.KIND_RAISED),
             message=text,
-            traceback=utf8_text(answer.traceback),
+            traceback=sendable(answer.traceback),
             output=output,
             retry_after_seconds=retry_after,
         ),
@@ -95,6 +95,11 @@ def _too_large(response: pb.InvokeResponse, size: int, most: int) -> pb.InvokeRe
     refused.error.CopyFrom(error)
     refused.host = refused.sandbox = ""
     return refused
+
+
+def sendable(text: str) -> str:
+    """`text` as protobuf takes it: names of files that are not UTF-8 come as halves of pairs."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def as_reward(outcome: Outcome) -> Outcome:

@@ -12,10 +12,11 @@ import structlog
 
 from services.rollout.clock import TrajectoryClock
 from services.rollout.watchdog import IN_WORKFLOW, WorkflowBlockedError
-from troupe.outcomes import described, safe_text
+from troupe.outcomes import described
 from troupe.user_code import await_contained
 from troupe.workflow import Agents, Query, ToolError, Tools, TurnError, Workflow, WorkflowError
 from troupe.workflow.environments.errors import EnvironmentFault
+from troupe.workflow.errors import is_own
 
 log = structlog.get_logger(__name__)
 
@@ -70,22 +71,15 @@ async def call_workflow(
 def _is_the_worlds(error: BaseException) -> bool:
     """Whether it says itself why a trajectory failed: it is Troupe's, and no fault of the
     workflow's code, or one that the next trajectory would meet, too."""
-    try:
-        if isinstance(error, WorkflowError) and type(error).__module__.startswith("troupe."):
-            # The workflow did not catch what the world did to it.
-            if isinstance(error, ToolError):
-                error.kind = f"tool_{error.kind}"
-            elif isinstance(error, EnvironmentFault):
-                error.kind = f"environment_{error.reason}"
-            # Its attributes are whatever was made of them since.
-            error.kind = safe_text(error.kind, 60)
-            error.message = safe_text(error.message)
-            return isinstance(error, TurnError | ToolError | EnvironmentFault) or (
-                error.kind in FATAL
-            )
-    except BaseException:  # of attributes that are the user's
-        log.debug("an error of a workflow cannot be read", error=described(error))
-    return False
+    if not is_own(error):
+        return False
+    assert isinstance(error, WorkflowError)
+    # The workflow did not catch what the world did to it.
+    if isinstance(error, ToolError):
+        error.kind = f"tool_{error.kind}"
+    elif isinstance(error, EnvironmentFault):
+        error.kind = f"environment_{error.reason}"
+    return isinstance(error, TurnError | ToolError | EnvironmentFault) or error.kind in FATAL
 
 
 def failure_of(error: BaseException) -> WorkflowError:

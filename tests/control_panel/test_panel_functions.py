@@ -106,7 +106,12 @@ def odd(name):
 
 
 async def test_answers_and_arguments_that_are_no_json_are_typed(http: httpx.AsyncClient) -> None:
-    function = {"name": "odd-answers", "entrypoint": "odd:odd", "files": {"odd.py": ODD}}
+    function = {
+        "name": "odd-answers",
+        "entrypoint": "odd:odd",
+        "files": {"odd.py": ODD},
+        "kind": "tool",
+    }
     made = await http.post("/api/functions", json=EXACT | function)
     assert made.status_code == 201, made.text
     for name in ("hostile", "deep", "deeper", "deepest"):

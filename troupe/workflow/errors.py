@@ -104,5 +104,18 @@ class ToolError(WorkflowError):
         self.traceback = traceback
 
 
+def is_own(error: BaseException) -> bool:
+    """Whether it is an error of Troupe's own, rather than of a class that a user derived. Its texts
+    are texts after this, whatever was made of them since."""
+    kind = type(error)
+    if not issubclass(kind, WorkflowError) or not str(kind.__module__).startswith("troupe."):
+        return False
+    error.kind = safe_text(error.kind, 60)  # type: ignore[attr-defined]
+    for name in ("message", "field", "value", "remedy", "traceback", "reason"):
+        if (text := getattr(error, name, None)) is not None:
+            setattr(error, name, safe_text(text, _MESSAGE_CHARS))
+    return True
+
+
 def _short(value: object) -> str:
     return safe_text(value, 120) if issubclass(type(value), str) else shown(value, 120)

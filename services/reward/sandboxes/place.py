@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from services.reward.answers import outcome_of
+from services.reward.answers import outcome_of, sendable
 from services.reward.call import Call, Outcome
 from services.reward.cpu import Lease
 from services.reward.function import Function
@@ -21,7 +21,6 @@ from services.reward.sandboxes.sandbox import (
     Sandbox,
     TookTooLong,
 )
-from troupe.outcomes import utf8_text
 from troupe.v1 import reward_pb2 as pb
 
 _Kind = pb.InvocationError
@@ -164,7 +163,7 @@ class SandboxPlace:
             call.printed(output.encode())
         if answer.kind not in _SUPERVISORS:
             return replace(outcome_of(answer, seconds, output), sandbox=self._sandbox_id)
-        kind, text = _Kind.KIND_WORKER_DIED, utf8_text(answer.text)
+        kind, text = _Kind.KIND_WORKER_DIED, sendable(answer.text)
         if answer.kind == DIED and home.memory_kills() > kills:
             kind, text = _Kind.KIND_OUT_OF_MEMORY, f"{text}: the sandbox's memory was used up"
         return self._failed(kind, text, output=output)

@@ -25,6 +25,8 @@ from troupe.workflow.trying.policies import Policy, PolicyBackend, RandomPolicy
 from troupe.workflow.trying.tokenizer import END_ID, ByteTokenizer
 from troupe.workflow.turns import Role, Turn
 
+# Longer than any agent's name in a job.
+_NAME_CHARS: Final = 200
 _LANGUAGE: Final = ChatTokenizer(ByteTokenizer())
 
 
@@ -200,7 +202,7 @@ class _OpenAgents(Agents):
         return self._agents[name]
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str)
+        return isinstance(name, str) and name.isprintable() and len(name) <= _NAME_CHARS
 
 
 def _agents(

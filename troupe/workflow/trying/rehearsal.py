@@ -18,7 +18,7 @@ from typing import Any, Final
 from troupe.outcomes import Interruption, described
 from troupe.scheduling.admission import seed_of
 from troupe.user_code import UserCodeExit, await_contained, interruptible
-from troupe.workflow.errors import ToolError, WorkflowError
+from troupe.workflow.errors import ToolError, WorkflowError, is_own
 from troupe.workflow.query import Query
 from troupe.workflow.trying.functions import LocalFunctions
 from troupe.workflow.trying.play import Played, Trial
@@ -126,21 +126,21 @@ def groups_of(rehearsed: Sequence[Rehearsed]) -> Counter[str]:
 
 def explain(error: BaseException) -> Failure:
     """What an exception says to the author of the workflow."""
-    if isinstance(error, _Blocked):
+    if issubclass(type(error), _Blocked):
         return Failure(
             "workflow_blocked",
             str(error),
             "Await instead of blocking; put heavy work into a tool or asyncio.to_thread.",
             _own_traceback(error),
         )
+    if not is_own(error):
+        cause = error.raised if type(error) is UserCodeExit else error
+        return Failure("workflow_raised", described(cause), "", _own_traceback(cause))
+    assert isinstance(error, WorkflowError)
     if isinstance(error, ToolError):
         kind, own = error.kind, error.traceback or _own_traceback(error)
         return Failure(kind, error.message, error.remedy or "", own)
-    if isinstance(error, WorkflowError):
-        return Failure(error.kind, error.message, error.remedy or "", _own_traceback(error))
-    if isinstance(error, UserCodeExit):
-        error = error.raised
-    return Failure("workflow_raised", described(error), "", _own_traceback(error))
+    return Failure(error.kind, error.message, error.remedy or "", _own_traceback(error))
 
 
 def _own_traceback(error: BaseException) -> str:
