@@ -202,11 +202,11 @@ class Agent:
         backend = self._record.backend
         if not isinstance(backend, EndpointBackend):
             raise WorkflowError(
-                "there is no endpoint here: the workflow runs without a rollout service",
+                "there is no endpoint here: what answers is neither an engine nor a script",
                 kind="no_endpoint",
                 field="agents",
                 value=self.name,
-                remedy="Run it in a job (`troupe train`), where engines answer.",
+                remedy="Run it in a job (`troupe train`), or try it (`troupe workflow try`).",
             )
         return backend.endpoint(self, options)
 

@@ -106,6 +106,7 @@ class Trial:
             raise self._late() from error
         finally:
             turns = self.agents.close()
+            await self._backend.close()
         total = scoring.add_up([own, *parts])
         policies = {turn.role.policy for turn in turns}
         trained = policies if self._trained is None else self._trained

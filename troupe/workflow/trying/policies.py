@@ -12,13 +12,19 @@ import random
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
+from troupe.workflow.agent import Agent
 from troupe.workflow.agents import Agents
-from troupe.workflow.backend import Sampling, Span
+from troupe.workflow.backend import Endpoint, EndpointOptions, Sampling, Span
 from troupe.workflow.conversation import ChatTokenizer
 from troupe.workflow.errors import ContextOverflowError, TurnError, WorkflowError, shown
 from troupe.workflow.messages import Message
 from troupe.workflow.turns import Turn, digest_of
+
+if TYPE_CHECKING:
+    from troupe.endpoint.server import Doors, EndpointServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,37 @@ class PolicyBackend:
         self._contexts = contexts or {}
         self.agents: Agents | None = None
         """The trajectory's, to be set before its first turn."""
+        self._endpoints: tuple[EndpointServer, Doors] | None = None
+
+    def endpoint(self, agent: Agent, options: EndpointOptions) -> Endpoint:
+        """Where OpenAI's clients speak as `agent` until `close`, on loopback.
+
+        Raises `WorkflowError` of kind `no_endpoint` where the libraries are missing.
+        """
+        if self._endpoints is None:
+            missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+            if missing:
+                raise WorkflowError(
+                    f"an endpoint needs {' and '.join(missing)}",
+                    kind="no_endpoint",
+                    field="agents",
+                    value=agent.name,
+                    remedy="pip install 'troupe[rollout]', or both by themselves.",
+                )
+            # Few workflows ask for one.
+            from troupe.endpoint.server import Doors, EndpointServer
+
+            server = EndpointServer()
+            self._endpoints = server, Doors(server)
+        return self._endpoints[1].open(agent, options)
+
+    async def close(self) -> None:
+        """Serve no endpoint any more. Repeatable."""
+        if self._endpoints is not None:
+            server, doors = self._endpoints
+            self._endpoints = None
+            doors.close()
+            await server.stop()
 
     async def generate(self, agent: str, prompt_ids: Sequence[int], sampling: Sampling) -> Said:
         """What the agent's policy says, cut to `max_new_tokens` and to the room that the prompt

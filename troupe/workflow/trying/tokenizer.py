@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Sequence
@@ -54,10 +55,19 @@ class ByteTokenizer:
         return "".join(parts)
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, str]], add_generation_prompt: bool = False, **_: Any
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **_: Any,
     ) -> str:
-        """The conversation as text, ready for the next reply."""
-        text = "".join(f"{_marker(m['role'])}{m['content']}{SPECIALS[END_ID]}" for m in messages)
+        """The conversation as text, ready for the next reply; tools and calls of them as JSON."""
+        offered = "".join(f"{json.dumps(tool)}\n" for tool in tools or ())
+        text = f"{_marker('system')}{offered}{SPECIALS[END_ID]}" if offered else ""
+        for message in messages:
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            made = "".join(f"\n<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+            text += f"{_marker(message['role'])}{message['content']}{made}{SPECIALS[END_ID]}"
         return text + _marker("assistant") if add_generation_prompt else text
 
 

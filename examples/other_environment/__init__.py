@@ -1,0 +1,1 @@
+"""An agent whose framework lives in another environment: a child process, or a server."""
