@@ -16,6 +16,8 @@ from troupe.v1 import orchestrator_pb2 as orch
 
 JOBS = 200
 AT_ONCE = 4
+# On a busy machine workers count as lost for a while, and are found again.
+PATIENCE = 120.0
 # Redis holds the record, log, metrics and newest trajectories of an ended job.
 KEYS_PER_JOB = 22
 BYTES_PER_JOB = 64 * 2**10
@@ -68,7 +70,8 @@ async def play(cluster: Cluster, count: int) -> list[str]:
             await cluster.submit(job_yaml(f"job-{first + number}", pipeline__steps=1))
             for number in range(min(AT_ONCE, count - first))
         ]
-        for job in await asyncio.gather(*map(cluster.wait, batch)):
+        waits = (cluster.wait(job_id, seconds=PATIENCE) for job_id in batch)
+        for job in await asyncio.gather(*waits):
             assert job.state == pb.JOB_STATE_SUCCEEDED
         found += batch
     return found
