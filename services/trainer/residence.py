@@ -81,7 +81,7 @@ class Lodger:
         Raises ValueError when a parameter is missing; then nothing has changed.
         """
         if wrong := difference(self._named.keys() - weights.keys(), ()):
-            raise TensorsDoNotFit(f"the weights are not the model's: {wrong}")
+            raise TensorsDoNotFit(f"weights of the model are missing: {wrong}")
         for name, parameter in self._named.items():
             parameter.data = weights[name]
         return {name: t for name, t in weights.items() if name not in self._named}
