@@ -12,6 +12,7 @@ from services.trainer.bases import Base
 from services.trainer.named import Tensors
 from troupe.adapters import AdapterContent, linear_layers, output_layer
 from troupe.adapters.content import PREFIX
+from troupe.checkpoints.format import CheckpointFormat
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 from troupe.job import LoraSpec
 from troupe.rpc import InvalidArgument
@@ -153,8 +154,15 @@ def _inject(module: Any, about: AdapterContent, dropout: float, base: Base) -> A
 def _unknown_layers(policy: str, module: Any, unknown: list[str]) -> InvalidArgument:
     known, _ = linear_layers(module, "all-linear")
     leaves = sorted({name.rpartition(".")[2] for name in known})
+    reason = "the model has no such linear layer" if unknown else "the model has no linear layer"
+    stored = CheckpointFormat(module, torch.float32).layout
+    if any(key.endswith(f".experts.0.{name}.weight") for name in unknown for key in stored):
+        reason = (
+            "these are projections of experts, which the model holds stacked in one tensor: an "
+            "adapter sits on linear layers alone"
+        )
     return InvalidArgument(
-        "the model has no such linear layer" if unknown else "the model has no linear layer",
+        reason,
         kind="lora_invalid",
         field=f"policies.{policy}.lora.target_modules",
         value=", ".join(unknown) or "all-linear",

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from services.trainer.named import Tensors, distinct_tensors
+from services.trainer.named import distinct_tensors
+from troupe.checkpoints.format import CheckpointFormat, in_float32, keep_float32
 from troupe.job import ModelSpec
-from troupe.transfer import checksum_of
+from troupe.transfer import DeferredTensors, checksum_of
 
 Source = tuple[str, ...]
 
@@ -23,14 +24,15 @@ Source = tuple[str, ...]
 class Base:
     """A model that is never trained, in the type that engines load, on one device."""
 
-    def __init__(self, module: Any, checksum: str) -> None:
+    def __init__(self, module: Any) -> None:
         self.module = module
+        self._format = CheckpointFormat(module, next(module.parameters()).dtype)
         # Of `weights()`, which engines of every policy over it load once.
-        self.checksum = checksum
+        self.checksum = checksum_of(self.weights())
 
-    def weights(self) -> Tensors:
-        """What engines load; not copies."""
-        return distinct_tensors(self.module)
+    def weights(self) -> DeferredTensors:
+        """What engines load, as a checkpoint has it; made when it is read."""
+        return self._format.of(distinct_tensors(self.module))
 
     def twin(self) -> Any:
         """A module of its own over the same tensors: what is put into it changes no other."""
@@ -57,16 +59,21 @@ class Bases:
         with self._lock:
             known = self._by_source.get(source)
             if known is None:
-                dtype = getattr(torch, model.dtype)
-                module = load().to(device=device, dtype=dtype).requires_grad_(False)
-                checksum = checksum_of(distinct_tensors(module))
+                fresh = Base(_cast(load(), getattr(torch, model.dtype), device))
                 # Two paths may lead to the same weights.
-                content = (checksum, _architecture(module), str(device))
+                content = (fresh.checksum, _architecture(fresh.module), str(device))
                 known = self._by_content.get(content)
                 if known is None:
-                    known = self._by_content[content] = Base(module, checksum)
+                    known = self._by_content[content] = fresh
                 self._by_source[source] = known
             return known
+
+
+def _cast(module: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    exact = in_float32(module, dtype)
+    module = module.to(device=device, dtype=dtype).requires_grad_(False)
+    keep_float32(module, exact)
+    return module
 
 
 def _source(model: ModelSpec, seed: int) -> Source:

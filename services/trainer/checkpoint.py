@@ -19,9 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer.adapters import Adapter, adapter_of
 from services.trainer.disk import reported, sync_directory, sync_file
+from services.trainer.named import distinct_tensors
+from troupe.checkpoints.format import CheckpointFormat, is_transformers
 from troupe.checkpoints.kept import prune
 from troupe.checkpoints.lineage import Lineage
 from troupe.checkpoints.verifying import digests
+from troupe.checkpoints.writing import write_checkpoint
 from troupe.job import JobSpec
 from troupe.transfer.checksum import checksum_of, dtype_name
 
@@ -43,12 +46,14 @@ def save_checkpoint(
     keep: int | None,
     lineage: Lineage | None = None,
     published: Mapping[str, torch.Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> int:
     """Write `weights` in the format of `model` with its tokenizer, if it has one; returns the size
     in bytes.
 
     `lineage`: where they come from, kept beside them. `published`: these tensors, too, to the bit,
-    in `PUBLISHED` if no other file has them.
+    in `PUBLISHED` if no other file has them. `dtype`: what floating-point tensors are written in;
+    default: their own.
 
     A checkpoint that is there already stays as it is. Of its siblings the `keep` newest stay, or
     all.
@@ -56,16 +61,17 @@ def save_checkpoint(
     then no half checkpoint is left and older ones are untouched.
     """
     adapter = adapter_of(model)
+    dtype = dtype or next(t.dtype for t in weights.values() if t.is_floating_point())
 
     def fill(folder: Path) -> None:
         if adapter is not None:
             base = _base_path(path, adapter, lineage, tokenizer)
             about = adapter.content(torch.float32).peft_config(base)
             (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
-            tensors = {name: t.contiguous() for name, t in weights.items()}
+            tensors = {name: t.to(dtype).contiguous() for name, t in weights.items()}
             save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         else:
-            _write_model(folder, model, weights)
+            _write_model(folder, model, weights, dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if published is not None and not _holds(folder, published):
@@ -130,9 +136,18 @@ def _holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
     return any(checksum_of(load_file(file)) == wanted for file in folder.glob("*.safetensors"))
 
 
-def _write_model(folder: Path, model: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    model.save_pretrained(folder, state_dict=_with_tied(model, weights))
-    _name_dtype(folder / "config.json", weights)
+def _write_model(
+    folder: Path, model: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    if is_transformers(model):
+        # All that belongs to it but its weights, of which the library would make a second copy.
+        model.save_pretrained(folder, state_dict={})
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        write_checkpoint(folder, CheckpointFormat(model, dtype).of(weights))
+    else:
+        cast = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
+        model.save_pretrained(folder, state_dict=cast)
+    _name_dtype(folder / "config.json", dtype)
 
 
 def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer: Any) -> str:
@@ -143,27 +158,17 @@ def _base_path(path: Path, adapter: Adapter, lineage: Lineage | None, tokenizer:
     place = path.parent.parent / ".base" / adapter.base.checksum
 
     def fill(folder: Path) -> None:
-        _write_model(folder, adapter.base.module, adapter.base.weights())
+        module = adapter.base.module
+        dtype = next(module.parameters()).dtype
+        _write_model(folder, module, distinct_tensors(module), dtype)
         tokenizer.save_pretrained(folder)
 
     _write_whole(place, fill)
     return str(place)
 
 
-def _with_tied(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Add the names that share another one's tensor: save_pretrained expects all of them."""
-    state = model.state_dict()
-    by_place = {state[name].data_ptr(): name for name in weights if name in state}
-    complete = dict(weights)
-    for name, tensor in state.items():
-        if name not in complete and tensor.data_ptr() in by_place:
-            complete[name] = weights[by_place[tensor.data_ptr()]]
-    return complete
-
-
-def _name_dtype(config: Path, weights: Mapping[str, torch.Tensor]) -> None:
+def _name_dtype(config: Path, dtype: torch.dtype) -> None:
     """Say in the configuration what the weights are; it speaks of the model in training."""
-    dtypes = {dtype_name(t.dtype) for t in weights.values() if t.is_floating_point()}
     values = json.loads(config.read_text())
-    values["dtype"] = dtypes.pop()
+    values["dtype"] = dtype_name(dtype)
     config.write_text(json.dumps(values, indent=2) + "\n")

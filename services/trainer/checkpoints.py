@@ -69,7 +69,6 @@ class Checkpoints:
         dtype = torch.float32
         if policy.network is None:
             dtype = getattr(torch, policy.language_model.dtype)
-        weights = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
         model = versions.learner.model
         lineage = lineage_of(self._spec, job_id, name, version, step, checksum, model)
         return save_checkpoint(
@@ -80,4 +79,5 @@ class Checkpoints:
             keep=keep,
             lineage=lineage,
             published=published,
+            dtype=dtype,
         )

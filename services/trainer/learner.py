@@ -271,7 +271,7 @@ class Learner:
 
     # State.
 
-    def published(self) -> Tensors:
+    def published(self) -> Mapping[str, torch.Tensor]:
         """What engines load (`TrainedModel.published`)."""
         return self._trained.published()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 
@@ -27,7 +28,7 @@ class Publication:
         """Where `version` is."""
         return f"{self._job}/{self._policy}/weights@{version}"
 
-    def publish(self, version: int, tensors: dict[str, torch.Tensor]) -> pb.WeightsRef:
+    def publish(self, version: int, tensors: Mapping[str, torch.Tensor]) -> pb.WeightsRef:
         """Store a copy of `tensors` as `version`. Raises StorageFull."""
         metadata = {"job_id": self._job, "policy": self._policy}
         manifest = self._transfer.set(self.key(version), tensors, metadata=metadata)
@@ -45,7 +46,7 @@ class Publication:
             self._transfer.set(key, base.weights(), metadata={"job_id": self._job})
 
     def ensure(
-        self, version: int, tensors: dict[str, torch.Tensor], expected: str
+        self, version: int, tensors: Mapping[str, torch.Tensor], expected: str
     ) -> pb.WeightsRef:
         """Publish unless whole bytes of this content are on this host; a no-op when repeated.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from services.trainer.adapters import adapter_of
 from services.trainer.bases import Base
 from services.trainer.named import Tensors, distinct_tensors
+from troupe.checkpoints.format import CheckpointFormat
 from troupe.checkpoints.tensors import TensorsDoNotFit, shape_difference
 
 
@@ -56,18 +58,20 @@ class TrainedModel:
         _copy_into(module, weights)
         return module
 
-    def published(self) -> Tensors:
-        """What engines load: distinct parameters and persistent buffers, in the published type; or
-        an adapter in that type (`AdapterContent`).
+    @functools.cached_property
+    def format(self) -> CheckpointFormat:
+        """How what it consists of is named and shaped for engines, in the published type."""
+        return CheckpointFormat(self.module, self._published_type)
 
-        Tensors that have it already are the model's own: copy or store them before the next step.
+    def published(self) -> Mapping[str, torch.Tensor]:
+        """What engines load: distinct parameters and persistent buffers as a checkpoint has them,
+        in the published type; or an adapter in that type (`AdapterContent`).
+
+        A model's are made when they are read: copy or store them before the next step.
         """
-        dtype = self._published_type
         if self._adapter is not None:
-            return self._adapter.content(dtype).to_tensors()
-        return {
-            name: t.to(dtype) if t.is_floating_point() else t for name, t in self.weights().items()
-        }
+            return self._adapter.content(self._published_type).to_tensors()
+        return self.format.of(self.weights())
 
     def weights(self) -> Tensors:
         """What is trained, and persistent buffers, in full precision; not a copy."""

@@ -7,7 +7,8 @@ ones; a pause answers at once, new requests wait; a paused server fails its heal
 aborts of requests that it has not taken yet; an abort hands over the tokens so far; a second
 request with a live id is refused; tensor updates are refused outside a session; the weights checker
 needs CUDA; an id outside the vocabulary or a tensor of a wrong shape kills the server (here: the
-connection).
+connection). Weights go in as the real loader takes them: by the names of checkpoints, some or all;
+names that it does not know it skips without a word.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fastapi.responses import JSONResponse
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.sglang_routes import add_routes
+from troupe.checkpoints.format import CheckpointFormat, ModelArrangement
 
 TOKEN_SECONDS = 0.002
 
@@ -92,12 +94,18 @@ class FakeSglang:
         self.tokenizer: Callable[[str], list[int]] | None = None
         self.has_cuda = False
         """Its own checksums of its weights can be had."""
+        self.skips: set[str] = set()
+        """A fault: names of checkpoints that it does not know either."""
         self.released: set[str] = set()
         self.adapters: dict[str, dict[str, Any]] = {}
         self.alters: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         """A fault: what becomes of an adapter's configuration on its way in."""
         torch.manual_seed(99)
         self._model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
+        self._format = CheckpointFormat(self._model, torch.float32)
+        held = self._format.of(self._model.state_dict())
+        # What it holds, as a checkpoint has it: experts one by one.
+        self._held = {name: tensor.clone() for name, tensor in held.items()}
         self._context = config["max_position_embeddings"]
         self._generator = torch.Generator().manual_seed(5)
         self.app = FastAPI()
@@ -224,7 +232,14 @@ class FakeSglang:
         """Take new weights."""
         if self.faults.ignore_weights:
             return
-        self._model.load_state_dict(tensors, strict=False)
+        for name, tensor in tensors.items():
+            if name in self.skips or name not in self._held:
+                continue
+            if tensor.shape != self._held[name].shape:
+                raise RuntimeError(f"a scheduler that is given {list(tensor.shape)} dies: {name}")
+            self._held[name] = tensor.to(torch.float32).clone()
+        found = ModelArrangement.of(self._model, self._held).arranged(self._held)
+        self._model.load_state_dict(dict(found), strict=False)
         for entry in self.adapters.values():
             entry.pop("model", None)
 

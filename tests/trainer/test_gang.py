@@ -169,6 +169,24 @@ def test_who_leads_a_gang_reads_samples_without_the_model(
         gang.read([longer], lambda _: np.empty(0))
 
 
+def test_a_gang_publishes_experts_as_checkpoints_have_them(tokenizer: Path, gangs: Gangs) -> None:
+    mixture = {
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    model = {"config": tiny_config() | mixture, "tokenizer": str(tokenizer)}
+    spec = gang_spec(tokenizer, model=model)
+    gang, one = together(gangs, spec), alone(spec)
+    found = gang.published()
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in found
+    assert_equal(found, dict(one.published()))
+    # The state stays the model's own.
+    assert_equal(gang.weights(), one.weights())
+    gang.leave()
+
+
 def test_two_ranks_learn_what_one_does(tokenizer: Path, tmp_path: Path, gangs: Gangs) -> None:
     """Steps, a state in parts and back, suspension within a step, a stop: all on one gang."""
     algorithm = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}

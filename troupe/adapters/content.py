@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -58,6 +58,11 @@ class AdapterContent:
         """A [rank, in] and B [out, rank] of a module."""
         stem = f"{PREFIX}{module}"
         return self.tensors[f"{stem}.lora_A.weight"], self.tensors[f"{stem}.lora_B.weight"]
+
+    def only(self, module: str) -> AdapterContent:
+        """The part of it that sits on one module."""
+        names = [f"{PREFIX}{module}.lora_{side}.weight" for side in ("A", "B")]
+        return replace(self, tensors={name: self.tensors[name] for name in names})
 
     def to_tensors(self) -> dict[str, torch.Tensor]:
         """As published."""

@@ -43,6 +43,7 @@ def merge_in_place(folder: Path, base: str | Path | None = None) -> None:
         ) from error
     from troupe.adapters import AdapterContent, merged
     from troupe.adapters.named import distinct_tensors
+    from troupe.checkpoints.format import CheckpointFormat
     from troupe.checkpoints.tensors import TensorsDoNotFit, load_causal_lm
     from troupe.transfer import checksum_of
 
@@ -78,7 +79,7 @@ def merge_in_place(folder: Path, base: str | Path | None = None) -> None:
             remedy="Name the base's directory with --base, or export with --adapter.",
         ) from error
     lineage = Lineage.read(folder)
-    found = checksum_of(distinct_tensors(model))
+    found = checksum_of(CheckpointFormat(model, dtype).of(distinct_tensors(model)))
     if lineage is not None and lineage.base_checksum not in ("", found):
         raise DataLoss(
             f"the base has checksum {found}; the adapter was trained on {lineage.base_checksum}",

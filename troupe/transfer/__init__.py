@@ -5,6 +5,7 @@ Keys: `{job}/{policy}/weights@{version}` and `{job}/{policy}/state@{version}`.
 
 from troupe.transfer.checksum import checksum_of
 from troupe.transfer.counters import Choice, TransferCounters
+from troupe.transfer.deferred import DeferredTensors, TensorGroup
 from troupe.transfer.errors import (
     Corrupt,
     InvalidKey,
@@ -23,6 +24,7 @@ from troupe.transfer.store import Transfer
 __all__ = [
     "Choice",
     "Corrupt",
+    "DeferredTensors",
     "Entry",
     "InvalidKey",
     "KeyNotFound",
@@ -30,6 +32,7 @@ __all__ = [
     "Manifest",
     "Shard",
     "StorageFull",
+    "TensorGroup",
     "Transfer",
     "TransferCounters",
     "TransferError",

@@ -20,9 +20,10 @@ import torch
 
 from troupe.transfer.checksum import PIECE_BYTES, bytes_checksum, combine, dtype_name, host_bytes
 from troupe.transfer.checksum import dtype_of as dtype_of
+from troupe.transfer.deferred import DeferredBytes, DeferredTensors, deferred_bytes
 from troupe.transfer.fitting import check_shards
 from troupe.transfer.manifest import Entry, Manifest, Shard, version_in
-from troupe.transfer.staging import Bytes, DeviceBytes
+from troupe.transfer.staging import DeviceBytes
 
 # The last byte is the format's number: 2 has checksums by pieces, 3 one of the manifest.
 MAGIC: Final = b"TROUPE\x00\x03"
@@ -32,6 +33,9 @@ _MAX_MANIFEST_BYTES: Final = 256 << 20
 # A file is locked against readers for the moment between its rename and its unlocking.
 _LOCKED_SECONDS: Final = 5.0
 _NO_CHECKSUM: Final = "0" * 32
+
+# What a state is written from.
+Bytes = memoryview | DeviceBytes | DeferredBytes
 
 
 def draft(
@@ -44,15 +48,22 @@ def draft(
     shards: Mapping[str, Shard] | None = None,
 ) -> tuple[Manifest, list[Bytes]]:
     """The manifest of `tensors` with empty checksums, as long as it will be with them, and their
-    bytes in the manifest's order (by name)."""
-    check_shards(tensors, shards or {})
+    bytes in the manifest's order (by name). Deferred tensors are not made for it."""
+    deferred = deferred_bytes(tensors) if isinstance(tensors, DeferredTensors) else {}
+    layout = tensors.layout if isinstance(tensors, DeferredTensors) else tensors
+    check_shards(layout, shards or {})
     entries: list[Entry] = []
     views: list[Bytes] = []
     offset = 0
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        on_device = tensor.device.type == "cuda"
-        view = DeviceBytes(tensor) if on_device else host_bytes(tensor)
+    for name in sorted(layout):
+        tensor = layout[name]
+        view: Bytes
+        if deferred:
+            view = deferred[name]
+        elif tensor.device.type == "cuda":
+            view = DeviceBytes(tensor)
+        else:
+            view = host_bytes(tensor)
         shape = tuple(tensor.shape)
         count = -(-len(view) // PIECE_BYTES) if len(view) > PIECE_BYTES else 0
         pieces = (_NO_CHECKSUM,) * count

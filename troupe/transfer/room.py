@@ -16,11 +16,12 @@ import numpy as np
 import xxhash
 
 from troupe.transfer import blob
+from troupe.transfer.blob import Bytes
 from troupe.transfer.checksum import PIECE_BYTES, whole
 from troupe.transfer.errors import InvalidKey
 from troupe.transfer.manifest import Manifest
 from troupe.transfer.spares import Spare, Spares
-from troupe.transfer.staging import Bytes, DeviceBytes, each, threads_for
+from troupe.transfer.staging import each, threads_for
 
 # Nobody takes longer than this between creating a temporary file and locking it.
 _TEMP_GRACE_SECONDS = 60.0
@@ -151,7 +152,7 @@ def write(
             for entry, view in zip(manifest.entries, views, strict=True)
             for at in range(0, max(len(view), 1), PIECE_BYTES)
         ]
-        device = any(isinstance(view, DeviceBytes) for view in views)
+        device = any(not isinstance(view, memoryview) and view.on_device for view in views)
         threads = threads_for(manifest.end, device=device)
         block = _BLOCK_BYTES if threads == 1 else PIECE_BYTES
         found = each(lambda job: _copy(room, block, *job), jobs, threads)

@@ -64,6 +64,8 @@ os.register_at_fork(after_in_child=_pool.cache_clear)
 class DeviceBytes:
     """The C-order bytes of a tensor on a device; slices of it are in host memory."""
 
+    on_device = True
+
     def __init__(self, tensor: torch.Tensor) -> None:
         """A view of `tensor` when it is contiguous, else a copy on the device."""
         self._flat = flat_bytes(tensor)
@@ -81,10 +83,6 @@ class DeviceBytes:
             staged.copy_(piece, non_blocking=True)
             stream.synchronize()
         return memoryview(staged.numpy().data)
-
-
-# What a state is written from.
-Bytes = memoryview | DeviceBytes
 
 
 def upload(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -20,6 +20,7 @@ from troupe.transfer.arguments import metadata_of, peers_in, roots_in
 from troupe.transfer.asked import Asked
 from troupe.transfer.cast import CAST_OF, cast, cast_key, check_cast
 from troupe.transfer.counters import Choice, TransferCounters
+from troupe.transfer.deferred import DeferredTensors
 from troupe.transfer.errors import Corrupt, KeyNotFound, StorageFull, TransferTimeout
 from troupe.transfer.fitting import check_layout, fill
 from troupe.transfer.manifest import Manifest, Shard
@@ -27,7 +28,7 @@ from troupe.transfer.mappings import Mappings
 from troupe.transfer.nesting import flatten, unflatten
 from troupe.transfer.places import Source, default_root, from_first, in_memory, near
 from troupe.transfer.shelf import Shelf, unusable
-from troupe.transfer.staging import Bytes, on_device, threads_for
+from troupe.transfer.staging import on_device, threads_for
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ class Transfer:
         """Store a copy of `state` under `key`, replacing what was there, all at once.
 
         `state`: tensors by name, or a tree of dicts, lists and tuples with tensors, numbers,
-        strings, bools and None as leaves. `base`: a key whose content most of this one equals;
+        strings, bools and None as leaves; of `DeferredTensors` a group at a time is in memory.
+        `base`: a key whose content most of this one equals;
         hosts that have it fetch only what differs. `shards`: of tensors that are parts, by name.
 
         Raises InvalidKey, InvalidArgument, FailedPrecondition of kind "transfer_root_unusable", or
@@ -104,7 +106,8 @@ class Transfer:
         paths, about = self._shelf.paths(key), metadata_of(metadata)  # before hashing anything
         if base is not None:
             self._shelf.paths(base)
-        tensors, nesting = flatten(state)
+        deferred = isinstance(state, DeferredTensors)
+        tensors, nesting = (state, "") if deferred else flatten(state)
         draft, views = blob.draft(
             key, tensors, about, nesting=nesting, base=base or "", shards=shards
         )
@@ -251,7 +254,7 @@ class Transfer:
         for spares in self._shelf.spares.values():
             spares.close()
 
-    def _write(self, root: Path, path: Path, draft: Manifest, views: list[Bytes]) -> Manifest:
+    def _write(self, root: Path, path: Path, draft: Manifest, views: list[blob.Bytes]) -> Manifest:
         room.sweep(path.parent)
         spares = self._shelf.spares[root] if in_memory(root) else None
         try:

@@ -11,14 +11,15 @@ engine would serve the base while the trainer trains the adapter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from services.rollout.engines.errors import WeightsRefused
-from services.rollout.engines.weights import check_fit
+from services.rollout.engines.weights import arranged, arrangement, check_fit
 from troupe.adapters import (
     AdapterContent,
     MergeMismatch,
@@ -30,7 +31,7 @@ from troupe.adapters import (
 )
 from troupe.adapters.content import CONFIG, PREFIX
 from troupe.job import LoraSpec
-from troupe.transfer import Transfer, checksum_of
+from troupe.transfer import DeferredTensors, TensorGroup, Transfer, checksum_of
 from troupe.v1 import common_pb2 as pb
 
 # Of an adapted layer, beside its weight: A [rank, in] and alpha / rank * B [out, rank].
@@ -53,20 +54,46 @@ class Adapted:
     adapter: AdapterContent
     base: Base
 
-    def merged(self, ref: pb.WeightsRef) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
-        """Plain weights that compute the same, and `ref` with their checksum.
+    def parts(self, model: torch.nn.Module, key: str) -> DeferredTensors:
+        """Tensors of `model`, by its names, that compute the same without an adapter; made when
+        they are read. Raises `WeightsRefused` when the adapter does not fit its base."""
+        found = arrangement(self.base.tensors, model, key)
+        adapted = {f"{module}.weight" for module in self.adapter.modules}
+        if lacking := sorted(adapted - set(found.renamed)):
+            raise _refused(f"the base has no '{lacking[0]}' for an adapter", key)
+        plain = found.arranged(self.base.tensors)
+        groups = [
+            TensorGroup(group.layout, functools.partial(self._merged, group.make))
+            if adapted & set(group.layout)
+            else group
+            for group in plain.groups
+        ]
+        return DeferredTensors(groups)
+
+    def _merged(self, make: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """One adapted weight."""
+        ((name, weight),) = make().items()
+        return merged({name: weight}, self.adapter.only(name.removesuffix(".weight")))
+
+    def merged(
+        self, ref: pb.WeightsRef, model: torch.nn.Module
+    ) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
+        """Plain weights of `model` that compute the same, and `ref` with their checksum.
 
         Raises `WeightsRefused` when the adapter does not fit its base.
         """
         try:
-            tensors = merged(self.base.tensors, self.adapter)
+            tensors = dict(self.parts(model, ref.key))
         except MergeMismatch as error:
             raise _refused(str(error), ref.key) from error
         return tensors, _as(ref, tensors)
 
-    def beside(self, ref: pb.WeightsRef) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
-        """The base and what `add_adapter` put beside its layers, and `ref` with their checksum."""
-        tensors = dict(self.base.tensors)
+    def beside(
+        self, ref: pb.WeightsRef, model: torch.nn.Module
+    ) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
+        """The base, by the names of `model`, and what `add_adapter` put beside its layers; `ref`
+        with their checksum."""
+        tensors = arranged(self.base.tensors, model, ref)
         for module in self.adapter.modules:
             a, b = self.adapter.pair(module)
             sides = a.to(torch.float32), b.to(torch.float32) * self.adapter.scale

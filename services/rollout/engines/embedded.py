@@ -30,7 +30,7 @@ from services.rollout.engines.models import load_config, skeleton, stop_ids
 from services.rollout.engines.scoring import Asked
 from services.rollout.engines.slotted import SlotBatcher, fits_slots
 from services.rollout.engines.turns import Turn
-from services.rollout.engines.weights import adopt, fill, verify
+from services.rollout.engines.weights import adopt, arranged, fill, verify
 from troupe.job import PolicySpec
 from troupe.rpc.errors import Internal, TroupeError
 from troupe.v1 import common_pb2 as pb
@@ -216,11 +216,11 @@ class EmbeddedEngine(EngineFront):
 
     async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
         assert self._model is not None  # alive
-        check_published(tensors, self._model, self._spec.lora, ref.key)
+        await asyncio.to_thread(check_published, tensors, self._model, self._spec.lora, ref.key)
 
     async def _fits_base(self, adapted: Adapted) -> None:
         assert self._model is not None  # alive
-        check_base(adapted, self._model)
+        await asyncio.to_thread(check_base, adapted, self._model)
 
     async def _prepared(
         self, tensors: Tensors, ref: pb.WeightsRef, adapted: Adapted | None
@@ -228,9 +228,9 @@ class EmbeddedEngine(EngineFront):
         assert self._model is not None  # alive
         if adapted is not None:
             place = adapted.beside if served_beside(self._model) else adapted.merged
-            return await asyncio.to_thread(place, ref)
+            return await asyncio.to_thread(place, ref, self._model)
         await asyncio.to_thread(verify, tensors, self._model, ref)
-        return tensors, ref
+        return await asyncio.to_thread(arranged, tensors, self._model, ref), ref
 
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
         batcher, model = self._require_batcher(), self._model

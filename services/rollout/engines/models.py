@@ -15,6 +15,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from services.rollout.engines.errors import EngineStartFailed
+from troupe.checkpoints.format import in_float32, keep_float32
 from troupe.job import ModelSpec, no_directory
 
 # Building a model sets process-wide defaults of torch and transformers for a moment.
@@ -68,6 +69,8 @@ def skeleton(config: PretrainedConfig, dtype: str, policy: str) -> PreTrainedMod
         ) from error
     # Building without initial weights skips this too.
     model.tie_weights()
+    # As trainers publish them.
+    keep_float32(model, in_float32(model, getattr(torch, dtype)))
     model.eval().requires_grad_(False)
     return model
 

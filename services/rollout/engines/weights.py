@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from services.rollout.engines.errors import UpdateFailed, WeightsRefused
+from troupe.checkpoints.format import FormatMismatch, ModelArrangement
 from troupe.transfer import checksum_of
 from troupe.transfer.checksum import bytes_checksum, dtype_of, host_bytes
 from troupe.transfer.manifest import Manifest
@@ -23,31 +24,42 @@ def layout(manifest: Manifest) -> dict[str, torch.Tensor]:
     }
 
 
+def arrangement(
+    published: Mapping[str, torch.Tensor], model: torch.nn.Module, key: str
+) -> ModelArrangement:
+    """How `published`, which has the format of checkpoints, becomes the tensors of `model`.
+
+    Raises `WeightsRefused` for what `model` has no use for.
+    """
+    try:
+        return ModelArrangement.of(model, published)
+    except FormatMismatch as error:
+        raise WeightsRefused(str(error), field="weights", value=key, remedy=_REMEDY) from error
+
+
 def check_fit(published: Mapping[str, torch.Tensor], model: torch.nn.Module, key: str) -> None:
     """Raise `WeightsRefused` unless `published` fills every tensor of `model`, shape and dtype.
+    Blocking: large mixtures have tens of thousands of names.
 
     Tied tensors (an output layer that is the embedding) need to be there under one name only.
     """
     slots = model.state_dict(keep_vars=True)
-    for name, tensor in published.items():
-        slot = slots.get(name)
-        if slot is None:
+    found = arrangement(published, model, key)
+    for one in found.conversions:
+        for name, tensor in one.layout.items():
+            slot = slots[name]
+            if slot.shape == tensor.shape and slot.dtype == tensor.dtype:
+                continue
+            one_of = "" if one.renames else f" (with {len(one.sources) - 1} more)"
             raise WeightsRefused(
-                f"'{name}' is published, but the model has no such tensor",
-                field="weights",
-                value=key,
-                remedy=_REMEDY,
-            )
-        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-            raise WeightsRefused(
-                f"'{name}' is published as {tensor.dtype} {list(tensor.shape)}, the model wants "
-                f"{slot.dtype} {list(slot.shape)}",
+                f"'{one.sources[0]}' is published{one_of} as {tensor.dtype} {list(tensor.shape)}, "
+                f"the model wants {slot.dtype} {list(slot.shape)}",
                 field="weights",
                 value=key,
                 remedy=_REMEDY,
             )
     # Tied names share one parameter object.
-    filled = {id(slots[name]) for name in published}
+    filled = {id(slots[name]) for name in found.layout}
     missing = sorted(name for name, slot in slots.items() if id(slot) not in filled)
     if missing:
         raise WeightsRefused(
@@ -75,12 +87,12 @@ def verify(
         )
     slots = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}
-    for name, tensor in published.items():
-        other = first.setdefault(id(slots[name]), name)
+    for name, source in arrangement(published, model, ref.key).renamed.items():
+        other = first.setdefault(id(slots[name]), source)
         # Whatever was copied last would be served.
-        if other != name and _bytes(published[other]) != _bytes(tensor):
+        if other != source and _bytes(published[other]) != _bytes(published[source]):
             raise WeightsRefused(
-                f"'{other}' and '{name}' are one tensor of the model and published with "
+                f"'{other}' and '{source}' are one tensor of the model and published with "
                 "different contents",
                 field="weights",
                 value=ref.key,
@@ -88,11 +100,19 @@ def verify(
             )
 
 
+def arranged(
+    published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef
+) -> dict[str, torch.Tensor]:
+    """The tensors of `model` by its own names, of `published`, which fits: the very same ones where
+    the model holds them as checkpoints do, else new ones (stacked experts)."""
+    return dict(arrangement(published, model, ref.key).arranged(published))
+
+
 def adopt(
     published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef
 ) -> list[torch.Tensor]:
-    """Serve `published`, which is verified, from where it lies: no byte of host memory is copied,
-    since nothing is served meanwhile. A model on a device is filled.
+    """Serve `published`, which is verified and `arranged`, from where it lies: no byte of host
+    memory is copied, since nothing is served meanwhile. A model on a device is filled.
 
     Returns what was served before. To unmap it takes milliseconds: let go of it when the model
     serves again. Raises as `fill`.
@@ -112,8 +132,8 @@ def adopt(
 
 
 def fill(published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.WeightsRef) -> None:
-    """Copy `published`, which is verified, into `model`, whose memory others see or a device has:
-    one pass over it and no more, since nothing is served meanwhile.
+    """Copy `published`, which is verified and `arranged`, into `model`, whose memory others see or
+    a device has: one pass over it and no more, since nothing is served meanwhile.
 
     Raises `UpdateFailed` when that breaks: the model then holds neither version.
     """
@@ -136,12 +156,16 @@ def fill(published: Mapping[str, torch.Tensor], model: torch.nn.Module, ref: pb.
 def untied(
     published: Mapping[str, torch.Tensor], model: torch.nn.Module
 ) -> dict[str, torch.Tensor]:
-    """`published`, which fits, with each tensor of `model` once, under its first name."""
-    first: dict[int, str] = {}
-    for name, slot in model.state_dict(keep_vars=True).items():
-        first.setdefault(id(slot), name)
+    """`published`, which fits, with each tensor of `model` once: of a tied one under the name that
+    the model has first."""
     slots = model.state_dict(keep_vars=True)
-    return {first[id(slots[name])]: tensor for name, tensor in published.items()}
+    first: dict[int, str] = {}
+    for name, slot in slots.items():
+        first.setdefault(id(slot), name)
+    return {
+        first[id(slots[name])] if name in slots else name: tensor
+        for name, tensor in published.items()
+    }
 
 
 def _bytes(tensor: torch.Tensor) -> str:

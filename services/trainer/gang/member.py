@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from services.trainer.disk import reported
 from services.trainer.fields import take_apart, under
-from services.trainer.gang.gathering import gather
+from services.trainer.gang.gathering import gather, gather_checkpoint
 from services.trainer.gang.group import Group
 from services.trainer.gang.sharded_state import (
     owner_of,
@@ -137,8 +137,10 @@ class Member(Learner):
 
     def gather(self, what: Literal["published", "weights", "moments"], path: Path | None) -> None:
         """Write whole tensors to `path` on the rank that is given one."""
-        tensors = {"published": self.published, "weights": self.weights, "moments": self.moments}
-        gather(tensors[what](), path)
+        if what == "published":
+            gather_checkpoint(self._trained.format, self.weights(), path)
+        else:
+            gather(self.weights() if what == "weights" else self.moments(), path)
 
 
 class ShardedModel(TrainedModel):

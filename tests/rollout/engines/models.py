@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -30,11 +32,15 @@ CONFIG = {
 }
 
 
-def policy_spec(dtype: str = "float32", **engine: object) -> PolicySpec:
-    """A policy of the tiny model in `dtype`; `engine` overrides fields of its engine section."""
+def policy_spec(
+    dtype: str = "float32", config: dict[str, Any] | None = None, **engine: object
+) -> PolicySpec:
+    """A policy of the tiny model, or of another one, in `dtype`; `engine` overrides fields of its
+    engine section."""
     settings = {"max_running": 64, "max_context": 256, **engine}
+    model = {"config": config or CONFIG, "tokenizer": "unused", "dtype": dtype}
     return PolicySpec(
-        model=ModelSpec.model_validate({"config": CONFIG, "tokenizer": "unused", "dtype": dtype}),
+        model=ModelSpec.model_validate(model),
         engine=EngineSpec.model_validate(settings),
     )
 
@@ -52,8 +58,15 @@ def publish(
     transfer: Transfer, model: torch.nn.Module, version: int, policy: str = "solver"
 ) -> pb.WeightsRef:
     """Set the model's weights as `version` and name them."""
+    return publish_tensors(transfer, model.state_dict(), version, policy)
+
+
+def publish_tensors(
+    transfer: Transfer, tensors: Mapping[str, torch.Tensor], version: int, policy: str = "solver"
+) -> pb.WeightsRef:
+    """Set `tensors` as `version` and name them."""
     key = f"job/{policy}/weights@{version}"
-    manifest = transfer.set(key, model.state_dict())
+    manifest = transfer.set(key, tensors)
     return pb.WeightsRef(
         job_id="job",
         policy=policy,

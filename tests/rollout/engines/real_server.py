@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from transformers import PreTrainedModel
 
 from services.rollout.engines.sglang import launch
 from services.rollout.engines.sglang.process import free_port
@@ -83,14 +84,16 @@ def interpreter(directory: Path) -> str:
 
 
 @contextmanager
-def running(directory: Path, load_format: str = "dummy") -> Iterator[RealServer]:
-    """Launch a server of the tiny model with random weights; ends it afterwards.
+def running(
+    directory: Path, load_format: str = "dummy", model: PreTrainedModel | None = None
+) -> Iterator[RealServer]:
+    """Launch a server of the tiny model, or of `model`, with random weights; ends it afterwards.
 
     `load_format` "auto": with the weights that lie in `directory/model`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     python = interpreter(directory)
-    model = make_model(0)
+    model = model or make_model(0)
     config = directory / "model"
     if load_format == "dummy":
         launch.write_config(model.config, type(model).__name__, config)

@@ -264,6 +264,7 @@ async def test_tensors_go_in_buckets_and_are_named_when_all_are_in(
     fake.seen.clear()
     await engine.update_weights(publish(transfer, make_model(0), 0), transfer)
     calls = [path for path in fake.seen if "update" in path]
+    calls = calls[: calls.index("/update_weight_version") + 1]  # names are tried after that
     assert calls.count("/update_weights_from_tensor") > 3
     assert calls[0] == "/begin_weight_update"
     assert calls[-2:] == ["/end_weight_update", "/update_weight_version"]

@@ -21,6 +21,8 @@ CONTROL_SECONDS: Final = 60.0
 # `check`, so that a missed probe is counted.
 HEALTH_SECONDS: Final = 15.0
 
+# Weights that come from a slow disk, or that are hashed while turns run.
+_SLOWEST_BYTES_PER_SECOND: Final = 50e6
 # What `probe` asks for is one token; a server that is busy answers a little later.
 PROBE_SECONDS: Final = 10.0
 # An id that no vocabulary holds, and how servers word their refusal of it.
@@ -196,8 +198,8 @@ class SglangClient:
         """Close it."""
         await self._acknowledged("/end_weight_update", {})
 
-    async def update_from_disk(self, path: str, version: str) -> None:
-        """Load safetensors from a directory that the server sees."""
+    async def update_from_disk(self, path: str, version: str, num_bytes: int = 0) -> None:
+        """Load safetensors, of so many bytes, from a directory that the server sees."""
         await self._acknowledged(
             "/update_weights_from_disk",
             {
@@ -207,15 +209,18 @@ class SglangClient:
                 "flush_cache": False,
                 "weight_version": version,
             },
+            seconds_for(num_bytes),
         )
 
-    async def update_from_tensors(self, payloads: list[str], version: str | None) -> None:
+    async def update_from_tensors(
+        self, payloads: list[str], version: str | None, num_bytes: int = 0
+    ) -> None:
         """Load serialized tensors, one payload per tensor-parallel rank; `version` names what is
-        loaded afterwards, None leaves the name."""
+        loaded afterwards, None leaves the name. `num_bytes`: of the tensors."""
         body: Json = {"serialized_named_tensors": payloads, "flush_cache": False}
         if version is not None:
             body["weight_version"] = version
-        await self._acknowledged("/update_weights_from_tensor", body)
+        await self._acknowledged("/update_weights_from_tensor", body, seconds_for(num_bytes))
 
     async def release_memory(self, tags: Collection[str]) -> None:
         """Free weights, key-value cache or both. Only when idle: it kills a busy scheduler."""
@@ -246,13 +251,19 @@ class SglangClient:
         """Forget a LoRA adapter, once no request uses it."""
         await self._acknowledged("/unload_lora_adapter", {"lora_name": name})
 
-    async def weights_digest(self) -> str | None:
-        """The server's own checksum of its weights; None where it cannot compute one.
+    async def weights_digest(self, num_bytes: int = 0) -> str | None:
+        """The server's own checksum of its weights, of `num_bytes`; None where it cannot compute
+        one.
 
         0.5.21 needs CUDA for it and answers 400 on a CPU.
         """
         try:
-            reply = await self._json("POST", "/weights_checker", {"action": "checksum"})
+            reply = await self._json(
+                "POST",
+                "/weights_checker",
+                {"action": "checksum"},
+                timeout=_within(seconds_for(num_bytes)),
+            )
         except Refused:
             return None
         digest = reply.get("per_engine_checksum") or reply.get("ranks")
@@ -276,8 +287,8 @@ class SglangClient:
                     raise
         return await self._json("GET", paths[-1])
 
-    async def _acknowledged(self, path: str, body: Json) -> None:
-        reply = await self._json("POST", path, body)
+    async def _acknowledged(self, path: str, body: Json, seconds: float = CONTROL_SECONDS) -> None:
+        reply = await self._json("POST", path, body, timeout=_within(seconds))
         if reply.get("success") is False:
             raise Refused(path, 200, str(reply.get("message") or reply.get("error_message")))
 
@@ -305,6 +316,15 @@ class SglangClient:
         if response.is_success:
             return response
         raise Refused(path, response.status_code, _message(response))
+
+
+def seconds_for(num_bytes: int) -> float:
+    """How long a server may take to read so many bytes of weights."""
+    return CONTROL_SECONDS + num_bytes / _SLOWEST_BYTES_PER_SECOND
+
+
+def _within(seconds: float) -> httpx.Timeout:
+    return httpx.Timeout(seconds, connect=CONNECT_SECONDS)
 
 
 def _message(response: httpx.Response) -> str:

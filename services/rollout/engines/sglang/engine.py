@@ -277,10 +277,12 @@ class SglangEngine(ScoresPrompts):
             raise EngineDied(self.engine_id, self.message) from error
 
     async def _fits(self, tensors: Tensors, ref: pb.WeightsRef) -> None:
-        check_published(tensors, self._server.layout, self._spec.lora, ref.key)
+        await asyncio.to_thread(
+            check_published, tensors, self._server.layout, self._spec.lora, ref.key
+        )
 
     async def _fits_base(self, adapted: Adapted) -> None:
-        check_base(adapted, self._server.layout)
+        await asyncio.to_thread(check_base, adapted, self._server.layout)
 
     async def _apply(self, tensors: Tensors, ref: pb.WeightsRef) -> float:
         known, self._held = self.checksum or self._held, ""

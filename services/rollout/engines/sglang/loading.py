@@ -44,6 +44,13 @@ class Loader(Protocol):
         """What needs it paused. Raises the client's errors."""
         ...
 
+    async def put(
+        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
+        """Load some tensors over those of `version`, which the server holds. Raises the client's
+        errors."""
+        ...
+
 
 class DiskLoader:
     """Through safetensors in a directory that the server sees; in shared memory by default."""
@@ -51,23 +58,36 @@ class DiskLoader:
     def __init__(self, directory: Path, config: PretrainedConfig) -> None:
         self._directory = directory
         self._config = config
+        # Of the version that was written last.
+        self._num_bytes = 0
 
     async def prepare(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         """Write the version's directory."""
-        await asyncio.to_thread(self._write, tensors, version)
+        self._num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        await asyncio.to_thread(self._write, tensors, self._path(version))
 
     async def load(self, client: SglangClient, version: int) -> None:
         """Have the server read it; versions before the last two are deleted."""
-        await client.update_from_disk(str(self._path(version)), str(version))
+        await client.update_from_disk(str(self._path(version)), str(version), self._num_bytes)
         old = sorted(self._directory.glob("v*"), key=lambda path: path.stat().st_mtime)
         for path in old[:-_KEEP]:
             shutil.rmtree(path, ignore_errors=True)
 
+    async def put(
+        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
+        """By a directory of their own, for as long as it is read."""
+        path = self._directory / "some"
+        try:
+            await asyncio.to_thread(self._write, tensors, path)
+            await client.update_from_disk(str(path), str(version), self._num_bytes)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
     def _path(self, version: int) -> Path:
         return self._directory / f"v{version}"
 
-    def _write(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        path = self._path(version)
+    def _write(self, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         self._config.save_pretrained(path)
@@ -109,11 +129,19 @@ class TensorLoader:
                 # Named too early, a server that breaks off half-way would lie about what it has.
                 last = number == len(buckets) and not self._names_version
                 named = str(version) if last else None
-                await client.update_from_tensors([data] * self._ranks, named)
+                num_bytes = sum(tensor.nbytes for _, tensor in bucket)
+                await client.update_from_tensors([data] * self._ranks, named, num_bytes)
         finally:
             self._tensors = {}
             if self._sessions:
                 await client.end_update()
+
+    async def put(
+        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
+        """As any others."""
+        await self.prepare(tensors, version)
+        await self.load(client, version)
 
 
 class EitherLoader:
@@ -140,6 +168,12 @@ class EitherLoader:
             await self._other.prepare(*prepared)
             await self._other.load(client, version)
             self._way = self._other
+
+    async def put(
+        self, client: SglangClient, tensors: Mapping[str, torch.Tensor], version: int
+    ) -> None:
+        """The way that is used now."""
+        await self._way.put(client, tensors, version)
 
 
 def choose_loader(

@@ -284,7 +284,7 @@ class Server:
         )
         keep = spec.engine.in_flight == "keep"
         self.updater = Updater(
-            client, features, loader, spec.language_model, config, self._policy, keep=keep
+            client, features, loader, spec.language_model, self.layout, self._policy, keep=keep
         )
 
 

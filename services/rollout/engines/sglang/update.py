@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
 
+from services.rollout.engines.errors import UpdateFailed
 from services.rollout.engines.sglang.client import Refused, SglangClient
 from services.rollout.engines.sglang.features import Features
 from services.rollout.engines.sglang.loading import Loader
-from services.rollout.engines.sglang.proof import Proof, too_large, update_failed
+from services.rollout.engines.sglang.names import NamesCheck
+from services.rollout.engines.sglang.proof import Plain, Proof, update_failed
 from troupe.job import ModelSpec
 from troupe.v1 import common_pb2 as pb
 
@@ -25,7 +27,8 @@ class Updater:
     """The update procedure of one server.
 
     Pause (turns go back to the server's queue) -> load -> flush -> name the version -> continue
-    -> compare prompt log-probs with a plain forward pass over the published weights.
+    -> compare prompt log-probs with a plain forward pass over the published weights. The first time
+    also: does the server take every name (`NamesCheck`)?
     """
 
     def __init__(
@@ -34,19 +37,19 @@ class Updater:
         features: Features,
         loader: Loader,
         model: ModelSpec,
-        config: PretrainedConfig,
+        layout: PreTrainedModel,
         policy: str,
         *,
         keep: bool,
     ) -> None:
-        """`keep`: running turns go on after the update; otherwise they end."""
+        """`layout`: the model without weights. `keep`: running turns go on after the update;
+        otherwise they end."""
         self._keep = keep
         self._client = client
         self._features = features
         self._loader = loader
-        self._model = model
-        self._config = config
-        self._policy = policy
+        self.plain = Plain(layout, model.dtype, policy)
+        self._names = NamesCheck(client, loader, self.plain)
 
     async def run(
         self,
@@ -62,9 +65,10 @@ class Updater:
         held back, `gate(True)` lets them go. Raises `UpdateFailed` and the client's errors other
         than `Refused`; the server then generates again, with unknown weights.
         """
-        proof = await asyncio.to_thread(self._proof, tensors)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        proof = await asyncio.to_thread(lambda: self.plain.proof(self.plain.in_model(tensors)))
         await self._loader.prepare(tensors, ref.version)
-        before = await self._client.weights_digest() if changed else None
+        before = await self._client.weights_digest(num_bytes) if changed else None
         began = time.monotonic()
         gate(False)
         try:
@@ -82,7 +86,13 @@ class Updater:
             raise update_failed(ref, str(error)) from error
         finally:
             gate(True)
-        await self._verify(ref, proof, before)
+        try:
+            await self._verify(ref, proof, before, num_bytes)
+        except UpdateFailed:
+            # Names that it skips are the better reason.
+            await self._names.run(tensors, ref)
+            raise
+        await self._names.run(tensors, ref)
         return paused
 
     async def _pause(self) -> None:
@@ -105,17 +115,12 @@ class Updater:
                     raise
             await asyncio.sleep(0.05)
 
-    def _proof(self, tensors: Mapping[str, torch.Tensor]) -> Proof | None:
-        """None for models too large for a forward pass here."""
-        if too_large(sum(tensor.nbytes for tensor in tensors.values())):
-            return None
-        return Proof.of(tensors, self._config, self._model.dtype, self._policy)
-
-    async def _verify(self, ref: pb.WeightsRef, proof: Proof | None, before: str | None) -> None:
+    async def _verify(
+        self, ref: pb.WeightsRef, proof: Proof, before: str | None, num_bytes: int
+    ) -> None:
         named = (await self._client.model_info()).get("weight_version")
         if named is not None and named != str(ref.version):
             raise update_failed(ref, f"the server says that it serves version '{named}'")
-        if before is not None and await self._client.weights_digest() == before:
+        if before is not None and await self._client.weights_digest(num_bytes) == before:
             raise update_failed(ref, "the server's own checksum of its weights did not change")
-        if proof is not None:
-            await proof.check(self._client, ref)
+        await proof.check(self._client, ref)

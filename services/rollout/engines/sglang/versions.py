@@ -15,7 +15,7 @@ from services.rollout.engines.adapted import Adapted
 from services.rollout.engines.base import Adapter
 from services.rollout.engines.errors import AdapterRefused
 from services.rollout.engines.sglang.adapters import Adapters
-from services.rollout.engines.sglang.proof import Proof, too_large, update_failed
+from services.rollout.engines.sglang.proof import update_failed
 from services.rollout.engines.sglang.server import Server
 from troupe.job import PolicySpec
 from troupe.v1 import common_pb2 as pb
@@ -36,7 +36,6 @@ class AdapterVersions:
     """Which adapter a turn is given, and when one leaves the server."""
 
     def __init__(self, spec: PolicySpec, server: Server, adapters: Adapters) -> None:
-        self._model = spec.language_model
         self._server = server
         self._adapters = adapters
         self._now: Served | None = None
@@ -102,11 +101,6 @@ class AdapterVersions:
 
     async def _verify(self, adapted: Adapted, ref: pb.WeightsRef, name: str) -> None:
         """By base and adapter, merged."""
-        if too_large(adapted.base.ref.num_bytes):
-            return
-        proof = await asyncio.to_thread(self._proof, adapted, ref)
+        tensors = adapted.parts(self._server.layout, ref.key)
+        proof = await asyncio.to_thread(self._server.updater.plain.proof, tensors)
         await proof.check(self._server.client, ref, adapter=name)
-
-    def _proof(self, adapted: Adapted, ref: pb.WeightsRef) -> Proof:
-        tensors, _ = adapted.merged(ref)
-        return Proof.of(tensors, self._server.layout.config, self._model.dtype, ref.policy)

@@ -1,0 +1,375 @@
+"""The checkpoint format of a model: how its tensors are named and shaped in files and for engines.
+
+transformers holds some tensors of a model otherwise than its checkpoints do: the experts of a
+mixture are stacked into one tensor in memory and are one by one in a file, and modules are renamed.
+Engines other than transformers know the names of the file alone, and skip others without a word. So
+what is published, exported and sent to a server has the format of the file.
+
+Both ways are transformers' own conversions (`transformers.core_model_loading`): `CheckpointFormat`
+does what `save_pretrained` does, `ModelArrangement` what `from_pretrained` does. They work on a
+group of tensors at a time (a layer's experts), never on a second copy of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from troupe.transfer.deferred import DeferredTensors, Layout, TensorGroup
+
+Tensors = Mapping[str, torch.Tensor]
+# Gives a tensor by its name.
+Read = Callable[[str], torch.Tensor]
+
+
+class FormatMismatch(ValueError):
+    """Tensors that no checkpoint of the model consists of; `name`: one of them."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors that are converted together: the names of `sources` become those of `layout`."""
+
+    sources: tuple[str, ...]
+    layout: Layout
+    convert: Callable[[Read], Tensors]
+
+    @classmethod
+    def unchanged(cls, name: str, tensor: torch.Tensor, target: str = "") -> Conversion:
+        """Of a tensor that stays as it is; `target`: its other name."""
+        target = target or name
+        return cls((name,), {target: tensor}, _Same(name, target))
+
+    @property
+    def renames(self) -> tuple[str, str] | None:
+        """Source and target where the tensor itself stays as it is."""
+        is_same = isinstance(self.convert, _Same)
+        return (self.sources[0], next(iter(self.layout))) if is_same else None
+
+
+class CheckpointFormat:
+    """What a checkpoint of a model consists of, and how the model's tensors become it.
+
+    `layout`: its tensors on the meta device, by the names that `save_pretrained` gives them, in the
+    dtypes that a model of `dtype` has: some architectures keep a few tensors in float32.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        """`model`: a transformers model, as it was loaded or made; FSDP may have sharded it. Of
+        any other module tensors are named and shaped as they are."""
+        outline = _outline(model, dtype)
+        state = _saved(outline, dtype)
+        self._aliases = _aliases(outline)
+        self._dtypes = {name: tensor.dtype for name, tensor in state.items()}
+        self.conversions = _to_checkpoint(model, outline, state)
+        self.layout: Layout = _joined(self.conversions)
+
+    def of(self, tensors: Tensors) -> DeferredTensors:
+        """`tensors`, the model's by its own names, as a checkpoint has them, made when they are
+        read. A tied tensor may be there under any of its names."""
+        read = functools.partial(self.read, tensors)
+        on_device = any(tensor.device.type == "cuda" for tensor in tensors.values())
+        return _deferred(self.conversions, read, on_device=on_device)
+
+    def read(self, tensors: Tensors, name: str) -> torch.Tensor:
+        """The tensor that the model calls `name`, in the dtype that checkpoints have it in."""
+        found = next(alias for alias in self._aliases.get(name, (name,)) if alias in tensors)
+        return tensors[found].detach().to(self._dtypes[name])
+
+
+class ModelArrangement:
+    """How a checkpoint's tensors become those of `model`, whatever variant of its format they have.
+
+    `layout`: what `model` gets, on the meta device by its own names. `conversions`: of the
+    checkpoint's names into the model's.
+    """
+
+    def __init__(self, model: torch.nn.Module, checkpoint: Layout) -> None:
+        """Raises FormatMismatch for a tensor that the model has no use for, or that cannot be
+        converted."""
+        self.conversions = _to_model(model, checkpoint)
+        self.layout: Layout = _joined(self.conversions)
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, checkpoint: Tensors) -> ModelArrangement:
+        """As the constructor; the last one of a model is remembered, since every version of a
+        policy has the same layout."""
+        layout = checkpoint.layout if isinstance(checkpoint, DeferredTensors) else checkpoint
+        known = model.__dict__.get("_troupe_arrangement")
+        marks = {name: (tensor.dtype, tensor.shape) for name, tensor in layout.items()}
+        if known is None or known[0] != marks:
+            meta = {name: _meta(tensor, tensor.dtype) for name, tensor in layout.items()}
+            known = model.__dict__["_troupe_arrangement"] = marks, cls(model, meta)
+        return known[1]
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Names of the checkpoint by the model's, of tensors that are not converted."""
+        pairs = [one.renames for one in self.conversions]
+        return {target: source for source, target in filter(None, pairs)}
+
+    def arranged(self, checkpoint: Tensors) -> DeferredTensors:
+        """The model's tensors, made of `checkpoint` when they are read."""
+        return _deferred(self.conversions, checkpoint.__getitem__)
+
+
+def in_float32(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors of `model`, by name, that transformers loads in float32 although the model is loaded
+    in `dtype` (`_keep_in_fp32_modules_strict`); not copies."""
+    plan = model._get_dtype_plan(dtype) if is_transformers(model) else {}
+    if not plan:
+        return {}
+    from transformers.core_model_loading import build_glob_alternation
+
+    pattern = build_glob_alternation(list(plan))[0]
+    state = model.state_dict()
+    return {n: t for n, t in state.items() if pattern.search(n) and t.is_floating_point()}
+
+
+def keep_float32(model: Any, exact: Tensors) -> None:
+    """Hold the tensors that `in_float32` found in that dtype, with these values: making a model in
+    another dtype, or casting it, rounds them."""
+    slots = model.state_dict(keep_vars=True)
+    for name, tensor in exact.items():
+        slots[name].data = tensor.to(device=slots[name].device, dtype=torch.float32)
+
+
+class _Same:
+    """Another name for the same tensor."""
+
+    def __init__(self, source: str, target: str) -> None:
+        self._source, self._target = source, target
+
+    def __call__(self, read: Read) -> Tensors:
+        return {self._target: read(self._source)}
+
+
+class _Converted:
+    """One of transformers' converters, applied to the tensors that it collects."""
+
+    def __init__(
+        self,
+        converter: Any,
+        first: str,
+        model: Any,
+        rename: Callable[[str], str],
+    ) -> None:
+        """`first`: the name that it converts to, the first of several; `rename`: what becomes of
+        the names that it gives."""
+        self._converter, self._first, self._model = converter, first, model
+        self._rename = rename
+        # Name and the pattern that matched it, in the order of a checkpoint.
+        self.collected: list[tuple[str, str]] = []
+
+    def __call__(self, read: Read) -> Tensors:
+        converter = copy.deepcopy(self._converter)
+        for name, pattern in self.collected:
+            converter.add_tensor(self._first, name, pattern, read(name))
+        made = converter.convert(self._first, model=self._model, config=self._model.config)
+        return {
+            self._rename(name): found[0] if isinstance(found, list) else found
+            for name, found in made.items()
+        }
+
+
+def _to_checkpoint(model: Any, outline: Any, state: Tensors) -> list[Conversion]:
+    """As `transformers.core_model_loading.revert_weight_conversion` converts a whole state."""
+    if not is_transformers(outline):
+        return [Conversion.unchanged(name, tensor) for name, tensor in state.items()]
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        apply_converters,
+        apply_renamings,
+    )
+
+    reverse = [one.reverse_transform() for one in _conversions(model, outline, state)[::-1]]
+    renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
+    converters = [one for one in reverse if isinstance(one, WeightConverter)]
+    return _planned(
+        outline,
+        state,
+        lambda name: apply_converters(name, converters),
+        {pattern: one for one in converters for pattern in one.source_patterns},
+        lambda name: apply_renamings(name, renamings),
+    )
+
+
+def _to_model(model: Any, checkpoint: Layout) -> list[Conversion]:
+    """As `transformers.core_model_loading.convert_and_load_state_dict_in_model`."""
+    slots = model.state_dict()
+    if not is_transformers(model):
+        for name in checkpoint:
+            _require(name, name, slots)
+        return [Conversion.unchanged(name, tensor) for name, tensor in checkpoint.items()]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    prefix = model.base_model_prefix
+
+    def matched(name: str) -> tuple[str, str | None]:
+        target, pattern = rename_source_key(name, renamings, converters, prefix, slots)
+        if target not in slots and name in slots:
+            target, pattern = rename_source_key(name, [], [], prefix, slots)
+        _require(name, target, slots)
+        return target, pattern
+
+    return _planned(
+        model,
+        checkpoint,
+        matched,
+        {pattern: one for one in converters for pattern in one.source_patterns},
+        lambda name: name,
+    )
+
+
+def _planned(
+    model: Any,
+    tensors: Layout,
+    matched: Callable[[str], tuple[str, str | None]],
+    converters: Mapping[str, Any],
+    rename: Callable[[str], str],
+) -> list[Conversion]:
+    """Which of `tensors`, on the meta device, are converted together.
+
+    `matched`: the name that one is converted to and the pattern that matched it, or None.
+    """
+    from transformers.core_model_loading import dot_natural_key
+
+    together: dict[str, _Converted] = {}
+    made: list[Conversion] = []
+    # (The order is a part of some conversions: experts are stacked in it.)
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = matched(name)
+        if pattern is None:
+            made.append(Conversion.unchanged(name, tensors[name], rename(target)))
+            continue
+        if target not in together:
+            together[target] = _Converted(converters[pattern], target, model, rename)
+        together[target].collected.append((name, pattern))
+    for convert in together.values():
+        sources = tuple(name for name, _ in convert.collected)
+        try:
+            with torch.no_grad():
+                layout = convert(tensors.__getitem__)
+        except (RuntimeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise FormatMismatch(
+                f"'{sources[0]}' and {len(sources) - 1} more cannot be converted: {error}",
+                sources[0],
+            ) from error
+        made.append(Conversion(sources, layout, convert))
+    return made
+
+
+def _conversions(model: Any, outline: Any, names: Iterable[str]) -> list[Any]:
+    """The conversions that `save_pretrained` undoes.
+
+    Those with which `model` was loaded, else those of its architecture. A checkpoint that holds
+    experts as the model does (`save_original_format=False`) was loaded without some: no engine
+    knows that variant, so it counts as if the model was made here. Prefixes only go back where
+    loading took them away.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters
+
+    def marks(one: Any) -> tuple[Any, ...]:
+        patterns = one._original_source_patterns, one._original_target_patterns
+        return type(one), *map(tuple, patterns), one.scope_prefix
+
+    used = getattr(model, "_weight_conversions", None)
+    known = {marks(one) for one in used or ()}
+    own = [
+        one
+        for one in get_model_conversion_mapping(outline, add_legacy=False)
+        if not isinstance(one, PrefixChange) or marks(one) in known
+    ]
+    if used is None:
+        return own
+    for one in own:
+        if isinstance(one, WeightConverter) and marks(one) not in known:
+            back = [one.reverse_transform()]
+            if any(apply_converters(name, back)[1] is not None for name in names):
+                return own
+    return list(used)
+
+
+def _outline(model: Any, dtype: torch.dtype) -> Any:
+    """A model like `model` without values, in `dtype`; `model` itself where transformers did not
+    make it."""
+    if not is_transformers(model):
+        return model
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype)
+    outline.tie_weights()
+    keep_float32(outline, in_float32(outline, dtype))
+    return outline
+
+
+def _saved(outline: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` writes, before conversions, on the meta device."""
+    state = {n: t for n, t in outline.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
+    if not is_transformers(outline):
+        found: dict[int, str] = {}
+        for name, tensor in state.items():
+            found.setdefault(id(tensor), name)
+        kept = {name: state[name] for name in found.values()}
+        return {n: _meta(t, dtype if t.is_floating_point() else t.dtype) for n, t in kept.items()}
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    for name in outline._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    state = remove_tied_weights_from_state_dict(state, outline)
+    return {name: _meta(tensor, tensor.dtype) for name, tensor in state.items()}
+
+
+def _aliases(outline: Any) -> dict[str, Sequence[str]]:
+    """Names of tied tensors, by each of them."""
+    together: dict[int, list[str]] = {}
+    for name, tensor in outline.state_dict(keep_vars=True).items():
+        together.setdefault(id(tensor), []).append(name)
+    return {name: names for names in together.values() if len(names) > 1 for name in names}
+
+
+def is_transformers(model: Any) -> bool:
+    """Whether transformers knows how checkpoints of `model` look."""
+    from transformers import PreTrainedModel
+
+    return isinstance(model, PreTrainedModel)
+
+
+def _require(name: str, target: str, slots: Mapping[str, Any]) -> None:
+    if target not in slots:
+        raise FormatMismatch(f"'{name}' is published, but the model has no such tensor", name)
+
+
+def _joined(conversions: Iterable[Conversion]) -> Layout:
+    return {name: tensor for one in conversions for name, tensor in one.layout.items()}
+
+
+def _deferred(
+    conversions: Iterable[Conversion], read: Read, *, on_device: bool = False
+) -> DeferredTensors:
+    groups = [TensorGroup(one.layout, functools.partial(one.convert, read)) for one in conversions]
+    return DeferredTensors(groups, on_device=on_device)
+
+
+def _meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")

@@ -1,0 +1,143 @@
+"""Tensors by name that are made when they are read, a group at a time.
+
+What is stored, published or written of a large model is often another form of it: another dtype,
+other names, experts one by one. A whole model in that form beside the model would not fit: so
+names, shapes and dtypes are known at once, and values exist for as long as they are being copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from troupe.transfer.checksum import PIECE_BYTES, host_bytes
+from troupe.transfer.staging import DeviceBytes
+
+Layout = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors that can only be made together. `layout`: each by name, on the meta device; `make`
+    gives just these names, with these shapes and dtypes."""
+
+    layout: Layout
+    make: Callable[[], Mapping[str, torch.Tensor]]
+
+
+class DeferredTensors(Mapping[str, torch.Tensor]):
+    """A mapping of names to tensors whose values are made group by group, on every reading.
+
+    Iteration goes through the groups one after another and keeps one of them in memory.
+    """
+
+    def __init__(self, groups: Sequence[TensorGroup], *, on_device: bool = False) -> None:
+        """`on_device`: they are made on a GPU. Raises ValueError where two groups have the same
+        name."""
+        self.groups, self.on_device = tuple(groups), on_device
+        self.layout: dict[str, torch.Tensor] = {}
+        self._group_of: dict[str, int] = {}
+        for number, group in enumerate(self.groups):
+            for name, shape in group.layout.items():
+                if name in self.layout:
+                    raise ValueError(f"'{name}' is made twice")
+                self.layout[name], self._group_of[name] = shape, number
+        self._lock = threading.Lock()
+        self._last: tuple[int, Mapping[str, torch.Tensor]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.layout.values())
+
+    def group_of(self, name: str) -> int:
+        """Number of the group that `name` belongs to."""
+        return self._group_of[name]
+
+    def made(self, number: int) -> Mapping[str, torch.Tensor]:
+        """The tensors of a group. Raises ValueError when they are not what its layout says."""
+        group = self.groups[number]
+        with torch.no_grad():
+            tensors = group.make()
+        for name, expected in group.layout.items():
+            tensor = tensors[name]
+            if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
+                raise ValueError(
+                    f"'{name}' was made as {tensor.dtype} {list(tensor.shape)} instead of "
+                    f"{expected.dtype} {list(expected.shape)}"
+                )
+        return tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        number = self._group_of[name]
+        with self._lock:
+            if self._last is None or self._last[0] != number:
+                self._last = None  # before the next one is made
+                self._last = number, self.made(number)
+            return self._last[1][name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.layout
+        with self._lock:
+            self._last = None
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
+class DeferredBytes:
+    """The C-order bytes of one tensor of `DeferredTensors`, for a writer that takes each piece of
+    `PIECE_BYTES` of each tensor once: then its group is let go of."""
+
+    def __init__(self, source: _Reading, name: str) -> None:
+        self._source, self._name = source, name
+        self.on_device = source.tensors.on_device
+        self._length = source.tensors.layout[name].nbytes
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, where: slice) -> memoryview:
+        return self._source.piece(self._name, where)
+
+
+class _Reading:
+    """One pass over deferred tensors: which groups are made, and how much of each is left."""
+
+    def __init__(self, tensors: DeferredTensors) -> None:
+        self.tensors = tensors
+        self._locks = [threading.Lock() for _ in tensors.groups]
+        self._views: dict[int, dict[str, memoryview | DeviceBytes]] = {}
+        self._pieces = [sum(map(_pieces, group.layout.values())) for group in tensors.groups]
+        self._left = list(self._pieces)
+
+    def piece(self, name: str, where: slice) -> memoryview:
+        """Some bytes of a tensor, whose group is made if it is not there."""
+        number = self.tensors.group_of(name)
+        with self._locks[number]:
+            views = self._views.get(number)
+            if views is None:
+                made = self.tensors.made(number)
+                views = self._views[number] = {n: _bytes(made[n]) for n in made}
+            self._left[number] -= 1
+            if not self._left[number]:
+                del self._views[number]
+                self._left[number] = self._pieces[number]  # of a writer that begins again
+        return views[name][where]
+
+
+def deferred_bytes(tensors: DeferredTensors) -> dict[str, DeferredBytes]:
+    """The bytes of all of them, to be read in one pass."""
+    reading = _Reading(tensors)
+    return {name: DeferredBytes(reading, name) for name in tensors.layout}
+
+
+def _pieces(tensor: torch.Tensor) -> int:
+    return max(-(-tensor.nbytes // PIECE_BYTES), 1)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview | DeviceBytes:
+    return DeviceBytes(tensor) if tensor.device.type == "cuda" else host_bytes(tensor)
