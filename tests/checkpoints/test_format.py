@@ -32,6 +32,22 @@ logging.disable_progress_bar()
 logging.set_verbosity_error()
 
 
+# Of those that are alike one is tried every time.
+ALIKE = {
+    "qwen2_moe",
+    "olmoe",
+    "deepseek_v2",
+    "qwen3_next",
+    "minimax_m2",
+    "hunyuan",
+    "llama",
+    "phi3",
+}
+EVERY = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in ALIKE else []) for name in ARCHITECTURES
+]
+
+
 def written(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint."""
     found: dict[str, torch.Tensor] = {}
@@ -47,7 +63,7 @@ def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
         assert torch.equal(mine[name], tensor), name
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EVERY)
 def test_names_shapes_and_values_are_those_of_save_pretrained(name: str, tmp_path: Path) -> None:
     """Of a model that was made, and of one that was loaded; in float32 and rounded to bfloat16, in
     which transformers keeps some tensors of some architectures exact."""
@@ -65,7 +81,7 @@ def test_names_shapes_and_values_are_those_of_save_pretrained(name: str, tmp_pat
             assert_same(dict(found), written(tmp_path / folder))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_checkpoint_becomes_the_model_again(name: str, tmp_path: Path) -> None:
     """By the same way as in transformers, and with it the model's log-probs."""
     model = make(name)
@@ -105,6 +121,14 @@ def test_tensors_that_are_no_checkpoint_of_the_model_are_named() -> None:
     uneven = published | {"model.layers.1.mlp.experts.2.down_proj.weight": torch.zeros(3, 5)}
     with pytest.raises(FormatMismatch, match=r"layers\.1.*cannot be converted"):
         ModelArrangement(model, uneven)
+
+
+def test_the_default_type_of_the_process_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are written while other threads compute."""
+    seen: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "set_default_dtype", seen.append)
+    CheckpointFormat(make("glm4_moe"), torch.bfloat16)
+    assert set(seen) <= {torch.float32}
 
 
 def test_other_modules_stay_as_they_are() -> None:

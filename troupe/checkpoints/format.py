@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from troupe.transfer.deferred import DeferredTensors, Layout, TensorGroup
 
@@ -309,6 +310,29 @@ def _conversions(model: Any, outline: Any, names: Iterable[str]) -> list[Any]:
     return list(used)
 
 
+class _MadeIn(TorchFunctionMode):
+    """What this thread makes of no floating-point tensor and without naming a dtype has this one.
+    (transformers would set the default of the process, in which other threads compute.)"""
+
+    _NAMING = frozenset({torch.Tensor.to, torch.Tensor.float, torch.Tensor.double})
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if not isinstance(made, torch.Tensor) or not made.is_floating_point():
+            return made
+        if func in self._NAMING or kwargs.get("dtype") is not None:
+            return made
+        given = [one for arg in args for one in (arg if isinstance(arg, list | tuple) else [arg])]
+        if any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in given):
+            return made
+        return made.to(self._dtype)
+
+
 def _outline(model: Any, dtype: torch.dtype) -> Any:
     """A model like `model` without values, in `dtype`; `model` itself where transformers did not
     make it."""
@@ -316,8 +340,9 @@ def _outline(model: Any, dtype: torch.dtype) -> Any:
         return model
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=dtype)
+    with torch.device("meta"), _MadeIn(dtype):
+        config = copy.deepcopy(model.config)
+        outline = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
     outline.tie_weights()
     keep_float32(outline, in_float32(outline, dtype))
     return outline
