@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -75,25 +75,26 @@ class Adapted:
         ((name, weight),) = make().items()
         return merged({name: weight}, self.adapter.only(name.removesuffix(".weight")))
 
-    def merged(
-        self, ref: pb.WeightsRef, model: torch.nn.Module
-    ) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
-        """Plain weights of `model` that compute the same, and `ref` with their checksum.
+    def in_model(self, model: torch.nn.Module, ref: pb.WeightsRef) -> Adapted:
+        """The same with the base by the names of `model`, whose tensors are stacked where it holds
+        them so. Blocking."""
+        tensors = arranged(self.base.tensors, model, ref)
+        return replace(self, base=replace(self.base, tensors=tensors))
+
+    def merged(self, ref: pb.WeightsRef) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
+        """Plain weights that compute the same, and `ref` with their checksum.
 
         Raises `WeightsRefused` when the adapter does not fit its base.
         """
         try:
-            tensors = dict(self.parts(model, ref.key))
+            tensors = merged(self.base.tensors, self.adapter)
         except MergeMismatch as error:
             raise _refused(str(error), ref.key) from error
         return tensors, _as(ref, tensors)
 
-    def beside(
-        self, ref: pb.WeightsRef, model: torch.nn.Module
-    ) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
-        """The base, by the names of `model`, and what `add_adapter` put beside its layers; `ref`
-        with their checksum."""
-        tensors = arranged(self.base.tensors, model, ref)
+    def beside(self, ref: pb.WeightsRef) -> tuple[dict[str, torch.Tensor], pb.WeightsRef]:
+        """The base and what `add_adapter` put beside its layers, and `ref` with their checksum."""
+        tensors = dict(self.base.tensors)
         for module in self.adapter.modules:
             a, b = self.adapter.pair(module)
             sides = a.to(torch.float32), b.to(torch.float32) * self.adapter.scale

@@ -227,8 +227,9 @@ class EmbeddedEngine(EngineFront):
     ) -> tuple[Tensors, pb.WeightsRef]:
         assert self._model is not None  # alive
         if adapted is not None:
+            adapted = await asyncio.to_thread(adapted.in_model, self._model, ref)
             place = adapted.beside if served_beside(self._model) else adapted.merged
-            return await asyncio.to_thread(place, ref, self._model)
+            return await asyncio.to_thread(place, ref)
         await asyncio.to_thread(verify, tensors, self._model, ref)
         return await asyncio.to_thread(arranged, tensors, self._model, ref), ref
 
