@@ -166,6 +166,8 @@ class Critic:
         self.discard()
         mine = {n.removeprefix(_PREFIX): t for n, t in state.items() if n.startswith(_PREFIX)}
         weights = fields.below(_WEIGHT, mine)
+        if missing := sorted(self._trained.keys() - weights.keys()):
+            raise TensorsDoNotFit(f"the state has no weights of the critic: missing {missing[:3]}")
         found, own = ({n: t.shape for n, t in one.items()} for one in (weights, self._trained))
         if wrong := shape_difference(found, own):
             raise TensorsDoNotFit(f"the state's weights are not the critic's: {wrong}")

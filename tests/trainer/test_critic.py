@@ -116,6 +116,12 @@ def test_engines_and_checkpoints_do_not_get_the_critic_and_the_state_does(tokeni
         assert all(torch.equal(t, theirs[n]) for n, t in mine.items())
     with pytest.raises(ValueError, match="no weights of the critic: missing"):
         two.restore(two.weights(), {})
+    head = "critic/weight/lm_head.weight"
+    spare = {"critic/weight/v_head.weight": torch.zeros(1, 32)}
+    with pytest.raises(ValueError, match=r"the model has no tensor 'v_head\.weight'"):
+        two.restore(two.weights(), state | spare)
+    with pytest.raises(ValueError, match=r"'lm_head\.weight' is \[2, 32\] and not \[1, 32\]"):
+        two.restore(two.weights(), state | {head: torch.zeros(2, 32)})
 
 
 def test_a_policy_suspended_in_the_middle_takes_its_critic_along(tokenizer: Path) -> None:
