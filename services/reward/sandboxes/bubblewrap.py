@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 from collections.abc import Sequence
-
-import psutil
 
 from services.reward import worker
 from services.reward.cpu import CoreManager, Lease
@@ -18,7 +14,7 @@ from services.reward.sandboxes import supervisor
 
 
 class BubblewrapHome:
-    """Frozen by control groups, else by signals to all that descend from it."""
+    """Frozen between calls by control groups, where there are any."""
 
     def __init__(
         self, name: str, cage: Cage, groups: Groups | None, cores: CoreManager | None
@@ -27,7 +23,6 @@ class BubblewrapHome:
         self._name, self._cage = name, cage
         self._groups, self._cores = groups, cores
         self._fence = Fence(groups) if groups is not None else None
-        self._pids: Sequence[int] = ()
 
     def launch(self) -> tuple[Sequence[str], dict[str, str], bytes]:
         """Raises FailedPrecondition ("no_sandbox")."""
@@ -37,7 +32,6 @@ class BubblewrapHome:
 
     async def entered(self, pids: Sequence[int]) -> None:
         """Put it into its group."""
-        self._pids = pids
         if self._cores is not None:
             self._cores.adopt(self._name, pids)
         if self._fence is not None:
@@ -58,19 +52,17 @@ class BubblewrapHome:
         return self._groups.memory_kills(self._name) if self._groups is not None else 0
 
     async def freeze(self) -> None:
-        """Raises OSError or TimeoutError where something goes on running."""
+        """Where control groups do it; else its first process, all that is left of it between calls,
+        waits for the next one or for the service's end. Raises OSError or TimeoutError."""
         if self._groups is not None and "freezer" in self._groups.controllers:
             await asyncio.to_thread(self._groups.freeze, self._name)
-        else:
-            await asyncio.to_thread(self._signal, signal.SIGSTOP)
 
     async def thaw(self) -> None:
         """Raises OSError."""
-        if self._groups is not None and "freezer" in self._groups.controllers:
-            if self._groups.frozen(self._name):
-                self._groups.thaw(self._name)
-        else:
-            await asyncio.to_thread(self._signal, signal.SIGCONT)
+        if self._groups is None or "freezer" not in self._groups.controllers:
+            return
+        if self._groups.frozen(self._name):
+            self._groups.thaw(self._name)
 
     async def ended(self) -> None:
         """Its group goes with it."""
@@ -78,14 +70,3 @@ class BubblewrapHome:
             self._cores.forget(self._name)
         if self._fence is not None:
             self._fence.forget(self._name)
-
-    def _signal(self, number: signal.Signals) -> None:
-        """To all but bubblewrap itself, until no new ones are found: they may be forking."""
-        told: set[int] = set()
-        with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-            outer = psutil.Process(self._pids[0])
-            while new := {p.pid for p in outer.children(recursive=True)} - told:
-                for pid in sorted(new):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        psutil.Process(pid).send_signal(number)
-                told |= new
