@@ -273,4 +273,4 @@ def test_turns_that_nobody_awaits_are_said(run: Run, tmp_path: Path) -> None:
     assert status == 0
     assert "1 turns were asked for and never awaited" in out
     _, out, _ = run("workflow", "try", str(tmp_path / "forgets.py"), *ONE, "--json")
-    assert json.loads(out)["metrics"]["unawaited_turns"] == 1
+    assert json.loads(out)["trajectories"][0]["metrics"]["unawaited_turns"] == 1
