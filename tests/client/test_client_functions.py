@@ -319,7 +319,7 @@ def test_the_command_line_does_the_same(
     [
         (("deploy", "nowhere.py"), "source = nowhere.py: there is no such file"),
         (("deploy", "x.py", "--set", "cores"), "--set = cores: is no assignment"),
-        (("deploy", "x.py", "--set", "cores={"), "--set = cores={: is no YAML"),
+        (("deploy", "x.py", "--set", "cores={"), "--set = cores={: line 2, column 1: did not find"),
         (("deploy", "x.py", "--set", "name=y"), "name = y: is no cost of a function"),
         (("deploy", "x.py", "--set", f"cores={1 << 70}"), f"cores = {1 << 70}: Input should be"),
         (("invoke", "exact", "--arguments", "{"), "--arguments = {: is not JSON"),

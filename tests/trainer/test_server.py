@@ -146,7 +146,7 @@ async def test_an_empty_step_leaves_the_version(stage: TrainingStage) -> None:
     assert commit.weights == first
 
 
-@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -1e30])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 async def test_a_nan_loss_skips_the_step(stage: TrainingStage, broken: float) -> None:
     spec = stage.spec()
     trainer = await stage.trainer()

@@ -88,6 +88,8 @@ def test_other_arguments_of_another_type(transfer: Transfer) -> None:
         lambda: transfer.keys(None),  # type: ignore[arg-type]
         lambda: transfer.forget_fetched(b"x"),  # type: ignore[arg-type]
         lambda: transfer.set(f"k@{2**63}", W),
+        lambda: transfer.set("k@" + "9" * 100, W),
+        lambda: transfer.set("k@" + "9" * 5000, W),
     ):
         with pytest.raises(InvalidKey):
             call()

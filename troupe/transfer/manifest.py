@@ -16,7 +16,7 @@ import xxhash
 
 from troupe.transfer.checksum import PIECE_BYTES, combine, dtype_of, whole
 
-_VERSION = re.compile(r"@([0-9]{1,18})\Z")
+_VERSION = re.compile(r"@([0-9]+)\Z")
 _SEAL_BYTES = len(',"seal":""}') + 32
 # Manifests are read several times while their states move.
 _MOST_KNOWN: Final = 8
@@ -25,7 +25,8 @@ _MOST_KNOWN: Final = 8
 def version_in(key: str) -> int:
     """`job/policy/weights@3` -> 3; -1 for a key without a version."""
     match = _VERSION.search(key)
-    return int(match[1]) if match else -1
+    # 20 digits are more than any version may have (63 bits), and `int` refuses thousands of them.
+    return int(match[1].lstrip("0")[:20] or "0") if match else -1
 
 
 def stem_of(key: str) -> str:
