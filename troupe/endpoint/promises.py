@@ -314,7 +314,7 @@ def _is(value: Any, kind: Any) -> bool:
     if known is None:
         return True
     if isinstance(value, bool):
-        return kind == "boolean"
+        return bool(kind == "boolean")
     if kind == "integer" and isinstance(value, float):
         return bool(value.is_integer())
     return isinstance(value, known)
