@@ -13,6 +13,7 @@ from services.orchestrator.job_store import JobStore
 from services.orchestrator.ledger import Ledger
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.trajectories import RecentTrajectories
+from services.orchestrator.victims import SharedDeaths
 from services.orchestrator.workers import WorkerRegistry
 from troupe.job import JobSpec
 from troupe.v1 import orchestrator_pb2 as orch
@@ -39,6 +40,7 @@ class Shared:
     reward: RewardAsyncStub
     # Trajectories dispatched and not ended, per job.
     in_flight: dict[str, int]
+    deaths: SharedDeaths = field(default_factory=SharedDeaths)
 
 
 @dataclass(frozen=True)

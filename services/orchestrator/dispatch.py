@@ -67,6 +67,8 @@ class Dispatch:
         self._victims: dict[str, Victims] = {}
         self._wake = asyncio.Event()
         self._turn = 0
+        # Waits for this job's turn on workers that it shares deaths with others of.
+        self._admission: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Start what was added, until cancelled. Raises `TroupeError`: a fault of the job."""
@@ -140,7 +142,6 @@ class Dispatch:
             running -= gone
         for trajectory_id in untold:
             self._close(trajectory_id)
-            self._victims.pop(trajectory_id, None)
             batch.end_unseen(trajectory_id)
         self._parting.end_untold(parting)
         self._wait(())
@@ -172,6 +173,8 @@ class Dispatch:
         }
 
     def _close(self, trajectory_id: str) -> None:
+        if (victims := self._victims.pop(trajectory_id, None)) is not None:
+            victims.clear()
         query_id = self._open.pop(trajectory_id).ticket.query_id
         left = self._by_query[query_id]
         left.discard(trajectory_id)
@@ -203,6 +206,11 @@ class Dispatch:
     def _start_wave(self) -> None:
         in_flight = self._in_flight()
         if not self._waiting:
+            return
+        deaths = self._job.shared.deaths
+        if not deaths.may_begin(self._job.job_id):
+            if self._admission is None or self._admission.done():
+                self._admission = self._spawn(deaths.turn(self._job.job_id))
             return
         sizes = [len(group) for group in self._waiting]
         count = admission.next_wave(sizes, in_flight=in_flight, limit=self._limit)
@@ -301,7 +309,6 @@ class Dispatch:
             return False
         if flight is not None:
             self._close(event.trajectory_id)
-            self._victims.pop(event.trajectory_id, None)
             flight.batch.end(event)
             if event.group_complete:
                 self._complete(flight.batch, event.query_id)
@@ -349,6 +356,8 @@ class Dispatch:
         if victims is None:
             victims = self._victims[trajectory_id] = Victims(
                 self._job.shared.workers,
+                self._job.shared.deaths,
+                self._job.job_id,
                 self._job.spec.limits.worker_deaths,
                 f"ran {trajectory_id}",
                 "workflow",
@@ -379,10 +388,11 @@ class Dispatch:
         except TroupeError as error:
             _log.warning("trajectories not aborted", worker=str(worker), error=str(error))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(lambda _: self._wake.set())
+        return task
 
     def _reap(self) -> None:
         for task in [task for task in self._tasks if task.done()]:

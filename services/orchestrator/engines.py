@@ -47,6 +47,8 @@ class Engines:
         self._changed = asyncio.Event()
         self._victims = Victims(
             job.shared.workers,
+            job.shared.deaths,
+            job.job_id,
             job.spec.limits.worker_deaths,
             "prepared engines",
             "policies",
@@ -164,6 +166,7 @@ class Engines:
                 continue
             try:
                 async with worker.while_alive():
+                    await self._job.shared.deaths.turn(self._job.job_id)
                     await self._prepare(worker)
                 attempts.reset()
                 self._victims.clear()

@@ -105,6 +105,7 @@ class JobRunner:
             _log.exception("a fault of the orchestrator", job_id=self._job_id)
             await self._end_failed(Internal(described(error)))
         finally:
+            self._shared.deaths.end(self._job_id, blamed=False)
             if self._population is not None:
                 await self._population.close()
             if self._trainers is not None:
@@ -281,6 +282,7 @@ class JobRunner:
         if hasattr(self, "_job"):  # else its specification could not be read
             self._job.show(doing, step=self._record.step)
         await self._release()
+        self._shared.deaths.end(self._job_id, blamed=target == pb.JOB_STATE_CANCELLED)
         await self._move(target)
         self._shared.log.forget(self._job_id)
 
@@ -290,6 +292,7 @@ class JobRunner:
             return
         _log.error("job failed", job_id=self._job_id, error=str(error), kind=error.kind)
         await self._release()
+        self._shared.deaths.end(self._job_id, blamed=error.kind == "workers_keep_dying")
         try:
             await self._move(pb.JOB_STATE_FAILED, error.to_problem())
         except FailedPrecondition:

@@ -102,6 +102,8 @@ class PolicyTrainer:
         self._publish = False
         self._victims = Victims(
             job.shared.workers,
+            job.shared.deaths,
+            job.job_id,
             job.spec.limits.worker_deaths,
             f"loaded or trained {policy}",
             f"policies.{policy}",
@@ -145,13 +147,17 @@ class PolicyTrainer:
             return await self._bind(patience)
 
     async def _bind(self, patience: Patience) -> Worker:
-        attempts, seat = Attempts(patience), self._seat
+        attempts, seat, deaths = Attempts(patience), self._seat, self._job.shared.deaths
         async with self._binding:
             while True:
                 self._victims.check()
                 worker = await self._next_worker(patience)
                 if seat.bound:
                     return worker
+                if not deaths.may_begin(self._job.job_id):
+                    patience.say(f"{self.policy} waits: workers died that several jobs were on")
+                    await patience.wait(deaths.turn(self._job.job_id))
+                    continue
                 try:
                     with seat.in_use():
                         await self._bind_to(worker, patience)

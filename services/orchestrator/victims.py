@@ -1,30 +1,56 @@
-"""Counts the worker processes that died at one and the same thing.
+"""Counts the worker processes that died at one and the same thing, and finds the job to blame.
 
 A worker that is lost costs a repetition. But what kills its worker kills the next one as well - a
 workflow that ends its process, a batch larger than the memory - and would end the whole cluster,
 one process after another, before the step's deadline ends the job.
+
+A dead worker takes the work of every job on it along, so its death alone blames nobody. Jobs that
+share such deaths begin work on workers in turn (`SharedDeaths.turn`): the one at fault dies alone.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
 from services.orchestrator.workers import NAMES, Worker, WorkerRegistry
 from troupe.rpc import FailedPrecondition
 
+# Longer than a worker takes to come back, so that it meets one job alone.
+_TURN_SECONDS: Final = 60.0
+_POLL_SECONDS: Final = 0.5
+
 
 class Victims:
-    """Workers that broke off while they did `doing` ("ran q0-s0-t1"); `limit` of them are too many
+    """Workers that broke off while a job did `doing` ("ran q0-s0-t1"); `limit` of them are too many
     (the job's `limits.worker_deaths`)."""
 
     def __init__(
-        self, registry: WorkerRegistry, limit: int, doing: str, field: str, remedy: str
+        self,
+        registry: WorkerRegistry,
+        deaths: SharedDeaths,
+        job_id: str,
+        limit: int,
+        doing: str,
+        field: str,
+        remedy: str,
     ) -> None:
         self._registry = registry
+        self._deaths = deaths
+        self.job_id = job_id
         self._limit = limit
         self._doing = doing
         self._field = field
         self._remedy = remedy
         self._ids: set[str] = set()
         self._kind = ""
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether one more death would be too many."""
+        return len(self._ids) >= max(1, self._limit - 1)
 
     def note(self, worker: Worker) -> None:
         """`worker` broke off; what it is, dead or out of reach, time will tell. See `check`.
@@ -34,9 +60,11 @@ class Victims:
         if not worker.beat.draining:
             self._ids.add(worker.worker_id)
             self._kind = NAMES[worker.kind]
+            self._deaths.note(self, worker.worker_id)
 
     def check(self) -> None:
-        """Raise `FailedPrecondition` when too many of those that broke off are dead by now.
+        """Raise `FailedPrecondition` when too many of those that broke off are dead by now, and at
+        least one of them took no other job's work along.
 
         To be asked again when a worker was lost. One that was only out of reach is back under its
         own id.
@@ -44,7 +72,7 @@ class Victims:
         if len(self._ids) < self._limit:
             return
         dead = self._ids - {one.worker_id for one in self._registry.all() if one.alive}
-        if len(dead) >= self._limit:
+        if len(dead) >= self._limit and not all(self._deaths.shared(one) for one in dead):
             who = f"{len(dead)} {self._kind} workers died one after another while each"
             if len(dead) == 1:
                 who = f"a {self._kind} worker died while it"
@@ -56,5 +84,73 @@ class Victims:
             )
 
     def clear(self) -> None:
-        """It was done: the next death is another matter."""
+        """The work was done: the next death is another matter."""
+        self._deaths.withdraw(self, self._ids)
         self._ids.clear()
+
+    def excuse(self, worker_id: str) -> None:
+        """This death was another job's fault."""
+        self._ids.discard(worker_id)
+
+
+class SharedDeaths:
+    """Which jobs had work on the workers that died, over all jobs of an orchestrator."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._noted: dict[str, set[Victims]] = {}
+        # When the jobs that share deaths began to take turns.
+        self._began: float | None = None
+
+    def note(self, victims: Victims, worker_id: str) -> None:
+        """The worker took work of this job along."""
+        self._noted.setdefault(worker_id, set()).add(victims)
+
+    def withdraw(self, victims: Victims, worker_ids: set[str]) -> None:
+        """What these deaths took along was done since: they say nothing of its job any more."""
+        for worker_id in worker_ids:
+            if (noted := self._noted.get(worker_id)) is not None:
+                noted.discard(victims)
+                if not noted:
+                    del self._noted[worker_id]
+
+    def shared(self, worker_id: str) -> bool:
+        """Whether the death took work of several jobs along."""
+        return len({one.job_id for one in self._noted.get(worker_id, ())}) > 1
+
+    def end(self, job_id: str, *, blamed: bool) -> None:
+        """The job has left the workers. `blamed`: its deaths were its fault, and no other job's."""
+        for worker_id, noted in list(self._noted.items()):
+            own = {one for one in noted if one.job_id == job_id}
+            if own and blamed:
+                for one in noted:
+                    one.excuse(worker_id)
+                noted.clear()
+            noted -= own
+            if not noted:
+                del self._noted[worker_id]
+
+    def may_begin(self, job_id: str) -> bool:
+        """Whether the job may begin work on a worker now. Jobs take turns of a minute while one
+        more death would be too many for several that share deaths."""
+        suspects = sorted(
+            {
+                one.job_id
+                for worker_id, noted in self._noted.items()
+                if self.shared(worker_id)
+                for one in noted
+                if one.suspicious
+            }
+        )
+        if len(suspects) < 2:
+            self._began = None
+            return True
+        if self._began is None:
+            self._began = self._clock()
+        turn = int((self._clock() - self._began) / _TURN_SECONDS)
+        return job_id not in suspects or suspects[turn % len(suspects)] == job_id
+
+    async def turn(self, job_id: str) -> None:
+        """Return when the job may begin work on a worker."""
+        while not self.may_begin(job_id):  # noqa: ASYNC110 - turns pass with time
+            await asyncio.sleep(_POLL_SECONDS)

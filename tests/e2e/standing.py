@@ -94,9 +94,9 @@ class Standing:
         return run_cli(*arguments, "--cluster", self.address)
 
 
-async def ended(handle: AsyncJobHandle) -> Ended:
+async def ended(handle: AsyncJobHandle, seconds: float = 90) -> Ended:
     """Wait until the job has ended."""
-    job = await handle.wait(timeout=90)
+    job = await handle.wait(timeout=seconds)
     notices = [e.text async for e in handle.watch() if isinstance(e, Notice)]
     return Ended(job, notices, handle)
 

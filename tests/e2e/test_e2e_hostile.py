@@ -166,11 +166,13 @@ async def test_a_sink_that_exits_or_hangs_is_a_notice(
     assert cluster.pid("orchestrator") == pid
 
 
-async def test_a_clean_exit_of_workers_ends_the_job_and_not_the_cluster(cluster: Standing) -> None:
+async def test_a_clean_exit_of_workers_ends_the_job_at_fault_alone(cluster: Standing) -> None:
     async with cluster.client() as client:
-        end = await ended(await client.submit(networks("dies")))
+        good = await client.submit(cluster.yaml(BAD + "quick", **{"pipeline.steps": 40}))
+        # Jobs that share deaths take turns of a minute.
+        end = await ended(await client.submit(networks("dies")), 300)
         assert end.job.state == JobState.FAILED
         assert end.problem.kind == "workers_keep_dying"
-        end = await ended(await client.submit(cluster.yaml(BAD + "quick")))
+        end = await ended(good, 300)
         assert end.job.state == JobState.SUCCEEDED, end.problem
-    assert _restarts(cluster) == 3
+    assert 3 <= _restarts(cluster) <= 6

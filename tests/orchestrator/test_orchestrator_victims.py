@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from services.orchestrator.victims import SharedDeaths, Victims
 from tests.support.cluster import Cluster, job_yaml
 from tests.support.fake_rollout import RolloutScript
 from tests.support.fake_trainer import TrainerScript
 from tests.support.fake_worker import FakeWorker
+from troupe.rpc import FailedPrecondition
 from troupe.v1 import common_pb2 as pb
 from troupe.v1 import orchestrator_pb2 as orch
 
@@ -83,3 +90,75 @@ async def test_streams_that_break_kill_nobody(cluster: Cluster) -> None:
         worker.script.break_after = 0
     worker.script.break_after = None
     assert (await cluster.wait(job_id)).state == pb.JOB_STATE_SUCCEEDED
+
+
+class Jobs:
+    """Jobs that begin work on one worker whenever they may; the deadly ones end it."""
+
+    def __init__(self, deadly: set[str], others: set[str], limit: int) -> None:
+        self.now = 0.0
+        self.deaths = SharedDeaths(lambda: self.now)
+        self.deadly = deadly
+        registry: Any = SimpleNamespace(all=list)
+        self.running = {
+            job: Victims(registry, self.deaths, job, limit, "did it", "workflow", "")
+            for job in deadly | others
+        }
+        self.failed: list[str] = []
+
+    def live_and_die(self, number: int, order: Callable[[list[str]], list[str]]) -> None:
+        """One worker: jobs come to it in this order; one of them ends it, or a turn is over."""
+        worker: Any = SimpleNamespace(
+            worker_id=f"w{number}",
+            kind=orch.WORKER_KIND_TRAINER,
+            beat=SimpleNamespace(draining=False),
+        )
+        there = [job for job in order(sorted(self.running)) if self.deaths.may_begin(job)]
+        killed = self.deadly.intersection(there)
+        self.now += 3.0 if killed else 60.0
+        for job in there:
+            if killed:
+                self.running[job].note(worker)
+            else:
+                self.running[job].clear()
+        for job in there if killed else []:
+            try:
+                self.running[job].check()
+            except FailedPrecondition:
+                self.failed.append(job)
+        for job in self.failed:
+            if self.running.pop(job, None) is not None:
+                self.deaths.end(job, blamed=True)
+
+
+@given(
+    deadly=st.sets(st.sampled_from("abcd"), max_size=2),
+    others=st.sets(st.sampled_from("mnop"), max_size=3),
+    limit=st.integers(1, 4),
+    data=st.data(),
+)
+def test_deaths_that_jobs_share_fail_those_at_fault_alone(
+    deadly: set[str], others: set[str], limit: int, data: st.DataObject
+) -> None:
+    jobs = Jobs(deadly, others, limit)
+    for number in count():
+        if not deadly.intersection(jobs.running):
+            break
+        assert number < 40 * len(deadly), "workers die for ever"
+        jobs.live_and_die(number, lambda names: data.draw(st.permutations(names)))
+    assert set(jobs.failed) == deadly
+    assert set(jobs.running) == others
+    # Nothing of what is over stays.
+    for job, victims in jobs.running.items():
+        victims.clear()
+        assert jobs.deaths.may_begin(job)
+
+
+def test_a_job_that_ends_well_leaves_the_blame_to_those_that_stay() -> None:
+    jobs = Jobs({"bad"}, {"good"}, 3)
+    for number in range(2):
+        jobs.live_and_die(number, list)
+    jobs.deaths.end("good", blamed=False)
+    del jobs.running["good"]
+    jobs.live_and_die(2, list)
+    assert jobs.failed == ["bad"]
