@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,13 @@ def empty_redis(redis_server: RedisServer) -> str:
     with Redis.from_url(redis_server.url) as redis:
         redis.flushall()
     return redis_server.url
+
+
+@pytest.fixture(autouse=True)
+def _import_path_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that load a user's file put its directory on the import path of their process, and
+    sandboxes show all that is on it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,11 @@ def traces(tmp_path: Path) -> Path:
 def reward(tmp_path: Path, traces: Path) -> Iterator[ServiceProcess]:
     """A reward service of this test's own."""
     (tmp_path / "reward").mkdir()
-    process = ServiceProcess("reward", tmp_path / "reward", {"TROUPE_TEST_TRACES": str(traces)})
+    process = ServiceProcess(
+        "reward",
+        tmp_path / "reward",
+        {"TROUPE_TEST_TRACES": str(traces), "TROUPE_REWARD_ENVIRONMENT": "TROUPE_TEST_*"},
+    )
     process.start()
     yield process
     process.stop()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from services.rollout.clock import TrajectoryClock
 from services.rollout.lockstep import Lockstep, Seat
+from troupe.workflow.backend import EndpointOptions
 
 
 class World:
@@ -143,8 +144,8 @@ class _Engine:
         self.asked.append(arguments)
         return "invoked"
 
-    def endpoint(self, agent: Any, *, lenient: bool) -> tuple[Any, bool]:
-        return agent, lenient
+    def endpoint(self, agent: Any, options: EndpointOptions) -> tuple[Any, EndpointOptions]:
+        return agent, options
 
 
 async def test_engines_and_tools_are_as_before() -> None:
@@ -153,5 +154,6 @@ async def test_engines_and_tools_are_as_before() -> None:
         backend: Any = seat.backend(engine)
         assert await backend.generate("solver", [1], None) == "generated"
         assert await seat.tools(engine).invoke("add", "{}") == "invoked"
-        assert backend.endpoint("solver", lenient=True) == ("solver", True)
+        options = EndpointOptions(lenient=True)
+        assert backend.endpoint("solver", options) == ("solver", options)
     assert engine.asked == [("solver", [1], None), ("add", "{}")]
