@@ -36,7 +36,7 @@ test: setup ## the default test suite
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: setup ## the tests that need minutes, a browser, containers or SGLang
-	$(BIN)/python -m pytest -m slow --timeout 1800 -n $(TEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m slow --timeout 1800 -rs -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What computes: on another CPU it rounds otherwise. (Not what races processes, or repeats the same
 # computation with ever more examples: test_consistency is hypothesis' and twice as long as all this.)

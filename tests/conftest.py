@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,18 @@ def pytest_collection_finish() -> None:
     """What the suite imported stays: no collection of garbage need walk it (half a second each)."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Quick runs of benchmarks come last: of all, they say least of a change."""
+    items.sort(key=lambda item: "benchmarks" in item.path.parts)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where a run has an end (CI's has), what has not begun by then is left out, and says so."""
+    until = os.environ.get("TROUPE_TESTS_UNTIL")
+    if until and time.time() > float(until):
+        pytest.skip("the time of this run is over: run it by `make test-slow`")
 
 
 @pytest.fixture(scope="session")
