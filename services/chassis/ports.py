@@ -68,7 +68,7 @@ def _credentials(settings: ServiceSettings) -> grpc.ServerCredentials | None:
 
 
 def read_pem(path: Path | None, field: str) -> bytes:
-    """What the file of the setting `field` holds. Raises InvalidArgument."""
+    """Content of the PEM file that the setting `field` names. Raises InvalidArgument."""
     try:
         if path is None:
             raise FileNotFoundError(errno.ENOENT, "not set")

@@ -126,7 +126,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def strangers(self) -> str | None:
-        """Who can use this server, since it asks for no token; None: it asks for one."""
+        """Warning that says who can use this server without a token; None where it has one."""
         if self.token is not None:
             return None
         local = is_loopback_host(self.host)
@@ -158,7 +158,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def read_settings(model: type[S], program: str) -> S | None:
-    """What the environment says; None when it is not as it must be, which standard error told."""
+    """Settings from the environment; None where they are invalid, after an error on stderr."""
     try:
         return model()
     except SettingsError as error:  # of a variable that holds JSON: it says which

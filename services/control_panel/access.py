@@ -85,14 +85,14 @@ class Panel(FastAPI):
         """`hosts`: names in `Host` that mean this panel, besides loopback; others are FastAPI's."""
         super().__init__(**options)
         self._hosts = frozenset(hosts)
-        self.state.door = None if token is None else Door(token)
+        self.state.token = None if token is None else PanelToken(token)
 
     def build_middleware_stack(self) -> ASGIApp:
         """Outside of everything else, so that answers to failures are under the same headers."""
-        return AccessGuard(super().build_middleware_stack(), self._hosts, self.state.door)
+        return AccessGuard(super().build_middleware_stack(), self._hosts, self.state.token)
 
 
-class Door:
+class PanelToken:
     """The token that callers must have, and the sessions that stand for it."""
 
     def __init__(self, token: str) -> None:
@@ -115,14 +115,14 @@ class Door:
 class AccessGuard:
     """ASGI application in front of `app` that refuses what other sites send."""
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str], door: Door | None) -> None:
-        """`door`: None where nobody needs a token."""
+    def __init__(self, app: ASGIApp, hosts: frozenset[str], token: PanelToken | None) -> None:
+        """`hosts`: names in `Host` that mean the panel. `token`: None where callers need none."""
         self._app = app
         self._hosts = hosts
-        self._door = door
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request: refused with a problem, or passed on; headers on every answer."""
+        """Answers one request: with a problem, or by `app`; security headers on every answer."""
         if scope["type"] == "websocket":  # the panel has none
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -150,9 +150,9 @@ class AccessGuard:
 
     def _stranger(self, request: Request) -> views.Problem | None:
         """Why this caller may not look at, or change, what the cluster does."""
-        if self._door is None or not request.scope["path"].startswith("/api"):
+        if self._token is None or not request.scope["path"].startswith("/api"):
             return None
-        return None if self._door.lets_in(request) else _unauthenticated()
+        return None if self._token.lets_in(request) else _unauthenticated()
 
     def _wrong_host(self, request: Request) -> views.Problem | None:
         given = request.headers.getlist("host")
@@ -183,8 +183,8 @@ class Token(BaseModel):
 @router.get("")
 async def follow_link(request: Request, code: str) -> Response:
     """Open a session for the browser that follows a link which is good once."""
-    door: Door | None = request.app.state.door
-    if door is not None and not door.codes.redeem(code):
+    token: PanelToken | None = request.app.state.token
+    if token is not None and not token.codes.redeem(code):
         return problems.answer(
             views.Problem(
                 title="unauthenticated",
@@ -194,23 +194,23 @@ async def follow_link(request: Request, code: str) -> Response:
                 remedy="`troupe status` prints a new one.",
             )
         )
-    return _with_session(request, door, RedirectResponse("/", status_code=303))
+    return _with_session(request, token, RedirectResponse("/", status_code=303))
 
 
 @router.post("")
 async def enter_token(request: Request, given: Token) -> Response:
     """Open a session for a browser whose user knows the token."""
-    door: Door | None = request.app.state.door
-    if door is not None and not door.is_token(given.token):
+    token: PanelToken | None = request.app.state.token
+    if token is not None and not token.is_token(given.token):
         return problems.answer(_unauthenticated())
-    return _with_session(request, door, Response(status_code=204))
+    return _with_session(request, token, Response(status_code=204))
 
 
-def _with_session(request: Request, door: Door | None, response: Response) -> Response:
-    if door is not None:
+def _with_session(request: Request, token: PanelToken | None, response: Response) -> Response:
+    if token is not None:
         response.set_cookie(
             _cookie_name(request),
-            door.codes.session(),
+            token.codes.session(),
             httponly=True,
             samesite="strict",
             secure=request.url.scheme == "https",

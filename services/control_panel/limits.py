@@ -1,4 +1,4 @@
-"""What requests may be: bodies of bounded size, parameters that the call takes."""
+"""Bounds of requests: the size of bodies, the parameters that a call takes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class CrashLoopGuard:
         self._timers[job_id] = asyncio.create_task(self._survive(job_id))
 
     async def clear(self, job_id: str) -> None:
-        """What happened before says nothing about the job any more."""
+        """Forgets the launches of the job that were counted so far."""
         await self._redis.call("HDEL", _KEY, job_id)
 
     async def close(self) -> None:

@@ -50,7 +50,7 @@ class Superseded(Aborted):
 
 @dataclass(frozen=True)
 class JobView:
-    """What lists show of a job."""
+    """A job as lists show it."""
 
     record: JobRecord
     versions: Mapping[str, int]
