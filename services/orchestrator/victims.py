@@ -94,63 +94,77 @@ class Victims:
 
 
 class SharedDeaths:
-    """Which jobs had work on the workers that died, over all jobs of an orchestrator."""
+    """Which jobs had work on the workers that died, over all jobs of an orchestrator.
+
+    A worker's death is noted once for each thing that it took along, thousands of trajectories
+    maybe: what is asked often is kept by job.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._noted: dict[str, set[Victims]] = {}
+        # By dead worker and job.
+        self._noted: dict[str, dict[str, set[Victims]]] = {}
+        # By job: what one more death would be too many for.
+        self._suspicious: dict[str, set[Victims]] = {}
         # When the jobs that share deaths began to take turns.
         self._began: float | None = None
 
     def note(self, victims: Victims, worker_id: str) -> None:
-        """The worker took work of this job along."""
-        self._noted.setdefault(worker_id, set()).add(victims)
+        """Note that the worker took work of this job along."""
+        self._noted.setdefault(worker_id, {}).setdefault(victims.job_id, set()).add(victims)
+        if victims.suspicious:
+            self._suspicious.setdefault(victims.job_id, set()).add(victims)
 
     def withdraw(self, victims: Victims, worker_ids: set[str]) -> None:
-        """What these deaths took along was done since: they say nothing of its job any more."""
+        """Take back that these deaths took this work along: it was done since."""
         for worker_id in worker_ids:
-            if (noted := self._noted.get(worker_id)) is not None:
-                noted.discard(victims)
-                if not noted:
+            if (jobs := self._noted.get(worker_id)) is not None:
+                _discard(jobs, victims)
+                if not jobs:
                     del self._noted[worker_id]
+        _discard(self._suspicious, victims)
 
     def shared(self, worker_id: str) -> bool:
         """Whether the death took work of several jobs along."""
-        return len({one.job_id for one in self._noted.get(worker_id, ())}) > 1
+        return len(self._noted.get(worker_id, ())) > 1
 
     def end(self, job_id: str, *, blamed: bool) -> None:
         """The job has left the workers. `blamed`: its deaths were its fault, and no other job's."""
-        for worker_id, noted in list(self._noted.items()):
-            own = {one for one in noted if one.job_id == job_id}
-            if own and blamed:
-                for one in noted:
-                    one.excuse(worker_id)
-                noted.clear()
-            noted -= own
-            if not noted:
+        for worker_id, jobs in list(self._noted.items()):
+            if jobs.pop(job_id, None) is not None and blamed:
+                for victims in [one for others in jobs.values() for one in others]:
+                    victims.excuse(worker_id)
+                    if not victims.suspicious:
+                        _discard(self._suspicious, victims)
+                jobs.clear()
+            if not jobs:
                 del self._noted[worker_id]
+        self._suspicious.pop(job_id, None)
 
     def may_begin(self, job_id: str) -> bool:
         """Whether the job may begin work on a worker now. Jobs take turns of a minute while one
         more death would be too many for several that share deaths."""
-        suspects = sorted(
-            {
-                one.job_id
-                for worker_id, noted in self._noted.items()
-                if self.shared(worker_id)
-                for one in noted
-                if one.suspicious
-            }
-        )
-        if len(suspects) < 2:
+        sharing: set[str] = set()
+        for jobs in self._noted.values():
+            if len(jobs) > 1:
+                sharing |= jobs.keys() & self._suspicious.keys()
+        if len(sharing) < 2:
             self._began = None
             return True
         if self._began is None:
             self._began = self._clock()
         turn = int((self._clock() - self._began) / _TURN_SECONDS)
-        return job_id not in suspects or suspects[turn % len(suspects)] == job_id
+        suspects = sorted(sharing)
+        return job_id not in sharing or suspects[turn % len(suspects)] == job_id
 
     async def turn(self, job_id: str) -> None:
         """Return when the job may begin work on a worker."""
         while not self.may_begin(job_id):  # noqa: ASYNC110 - turns pass with time
             await asyncio.sleep(_POLL_SECONDS)
+
+
+def _discard(by_job: dict[str, set[Victims]], victims: Victims) -> None:
+    if (noted := by_job.get(victims.job_id)) is not None:
+        noted.discard(victims)
+        if not noted:
+            del by_job[victims.job_id]
