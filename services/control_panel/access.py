@@ -1,5 +1,5 @@
-"""Who may call the panel: the host name asked for, the page that asks, the type of what it sends,
-and the cluster's token or a session that it opened.
+"""Access checks of the panel: the host name asked for, the page that asks, the type of what it
+sends, and the cluster's token or a session that it opened.
 
 A job is code that the cluster runs, so a page of any other website that a browser of the same
 machine shows must not reach the panel. Three checks, each of which is enough against most of it:

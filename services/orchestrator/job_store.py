@@ -396,7 +396,7 @@ def same_submission(found: JobRecord, record: JobRecord) -> None:
 
 
 def _mapping(found: Any) -> Mapping[bytes, bytes]:
-    """What Redis answered, if it has a hash there. Raises ValueError."""
+    """The hash that Redis answered with. Raises ValueError where the key is of another type."""
     if isinstance(found, Exception):
         raise ValueError(str(found)) from found
     answer: Mapping[bytes, bytes] = found

@@ -117,7 +117,7 @@ class JobRecord:
 
     @staticmethod
     def unreadable(job_id: str, why: str, directory: str = "") -> JobRecord:
-        """What is shown of a job whose record cannot be read, because of `why`."""
+        """The job in place of one whose record cannot be read, because of `why`."""
         return JobRecord(
             job_id=job_id,
             request_id="",

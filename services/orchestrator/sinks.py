@@ -141,7 +141,7 @@ class _Entry:
 
 
 class _Feed:
-    """One sink, and the rows that wait for it: it is opened and written to in order, in threads.
+    """A sink and the rows that wait for it: it is opened and written to in order, in threads.
 
     A sink is a tool of others: it may raise anything, exit, or hang. What it raises is told; when
     it has not come back from a call after `GIVE_UP_SECONDS`, nothing is written to it any more.
@@ -151,7 +151,7 @@ class _Feed:
         """`remedy`: for people who read that it cannot be opened."""
         self.name = name
         self.troubles: list[str] = []
-        """What went wrong and has not been told."""
+        """Troubles of the sink that no notice has told yet."""
         self.late = False
         """Whether it was told that it does not answer."""
         self._make, self._remedy = make, remedy

@@ -40,8 +40,8 @@ _PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 def environment_of_functions(
     imports: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """What of `environment` (the service's own) functions see, with `imports` as their import
-    path."""
+    """Variables of `environment` (the service's own) that functions see, with `imports` as their
+    import path."""
     whole = os.environ if environment is None else environment
     named = [name.strip() for name in whole.get(ALLOWED, "").split(",")]
     patterns = [*_PASSED, *(name for name in named if name)]
