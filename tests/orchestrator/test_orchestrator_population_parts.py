@@ -19,6 +19,7 @@ from services.orchestrator.populations.pool import MemberWeights, let_go
 from services.orchestrator.populations.slots import Slots
 from services.orchestrator.populations.state import SETTLED, Member, PopulationState
 from services.orchestrator.runner import JobRunner
+from services.orchestrator.victims import SharedDeaths
 from troupe.populations.payoffs import PayoffTable
 from troupe.rpc import Internal, NotFound
 from troupe.v1 import common_pb2 as pb
@@ -148,6 +149,7 @@ def populated(record: Record, dropped: list[int]) -> Any:
         workers=Hosts(host),
         settings=SimpleNamespace(cleanup_seconds=30.0),
         log=SimpleNamespace(forget=lambda job_id: None),
+        deaths=SharedDeaths(),
     )
     spec = SimpleNamespace(population=SimpleNamespace())
     return SimpleNamespace(job_id="job", epoch=1, spec=spec, shared=shared)

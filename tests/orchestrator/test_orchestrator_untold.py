@@ -14,6 +14,7 @@ from services.orchestrator import step_rollout
 from services.orchestrator.batch import Batch
 from services.orchestrator.dispatch import Dispatch
 from services.orchestrator.faults import Patience
+from services.orchestrator.victims import SharedDeaths
 from tests.orchestrator.test_orchestrator_redundant import number
 from tests.orchestrator.test_orchestrator_rosters import finish, step_rows
 from tests.support.cluster import Cluster, job_yaml
@@ -96,7 +97,7 @@ class Play:
                 limits=SimpleNamespace(max_concurrent_trajectories=16, worker_deaths=3),
                 pipeline=SimpleNamespace(group_size=2),
             ),
-            shared=SimpleNamespace(in_flight={}, workers=None),
+            shared=SimpleNamespace(in_flight={}, workers=None, deaths=SharedDeaths()),
             warn=warn,
         )
         self.worker = Worker(*events)
